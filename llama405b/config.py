@@ -1,0 +1,385 @@
+"""The configuration: frozen dataclasses, filled from a preset, a TOML file and flags, in that order.
+
+Knows fields, units, defaults and what values are allowed. Knows nothing of torch, so that the operator's tools
+can check a training command before any host starts it. A flag is the TOML path: ``--optimizer.lr 3e-5``.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from llama405b.errors import UserError
+
+PRESET_DIR = Path(__file__).parent / "presets"
+Setting = tuple[Any, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
+
+
+def option(default: Any, text: str) -> Any:
+    """Declare a field with the help text (and unit) that ``--help`` prints."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """What is trained."""
+
+    path: str = option("", "checkpoint directory in Hugging Face form (config.json, *.safetensors)")
+    load: Literal["auto", "rank0", "local"] = option(
+        "auto", "rank0: rank 0 reads and sends; local: each rank reads its own rows; auto: local if all can"
+    )
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = option(
+        "auto", "auto: flash-attn where installed and on CUDA, else PyTorch's SDPA"
+    )
+    activation_checkpointing: bool = option(True, "recompute each decoder layer in the backward")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Data:
+    """What it is trained on."""
+
+    paths: tuple[str, ...] = option((), "files, folders or globs of text, code, .md, .jsonl; or 'stdlib'")
+    seq_len: int = option(4096, "tokens per sequence")
+    seed: int = option(0, "of the shuffle")
+    max_bytes: int = option(0, "read at most this many bytes of text; 0: all")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Training:
+    """How long, and in which steps."""
+
+    global_batch_size: int = option(64, "sequences per step over all ranks; accumulation is derived from it")
+    micro_batch_size: int = option(1, "sequences per forward on one rank")
+    max_steps: int = option(0, "steps; 0: as many as epochs give")
+    epochs: float = option(1.0, "passes over the data, where max_steps is 0")
+    seed: int = option(0, "of every random generator")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Optimizer:
+    """AdamW and its schedule."""
+
+    lr: float = option(1e-5, "peak learning rate")
+    min_lr: float = option(0.0, "learning rate at the end of the decay")
+    warmup: int = option(0, "steps of linear warmup")
+    decay: Literal["cosine", "linear", "constant"] = option("cosine", "from lr to min_lr after the warmup")
+    betas: tuple[float, float] = option((0.9, 0.95), "of AdamW")
+    eps: float = option(1e-8, "of AdamW")
+    weight_decay: float = option(0.1, "on matrices; vectors (norms) have none")
+    max_norm: float = option(1.0, "global gradient norm is clipped to this; 0: not clipped")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parallel:
+    """How the model is laid over the ranks."""
+
+    fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fully_shard, or FullyShardedDataParallel")
+    wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
+    cpu_offload: bool = option(False, "weights, gradients and optimizer live in CPU memory")
+    numerics: Literal["fp32-master", "pure-bf16", "fp32"] = option(
+        "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA where there is a GPU")
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
+    forward_prefetch: bool = option(False, "fsdp1 only")
+    limit_all_gathers: bool = option(True, "fsdp1 only")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """When and where the run is saved."""
+
+    dir: str = option("", "one directory that all hosts see; default: <run>/checkpoints")
+    every: int = option(100, "steps between checkpoints (the last step is always saved); 0: never")
+    keep: int = option(2, "newest checkpoints kept; at least 2")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeouts:
+    """When a collective that does not return ends the run."""
+
+    load: int = option(3600, "seconds, until the first step is done")
+    step: int = option(600, "seconds, from then on")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """Everything a training run is told."""
+
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    parallel: Parallel = Parallel()
+    checkpoint: Checkpoint = Checkpoint()
+    timeouts: Timeouts = Timeouts()
+
+
+def fields() -> Iterator[tuple[str, Any, Any, str]]:
+    """Every field as ``(section.key, type, default, help)``."""
+    for section, cls in typing.get_type_hints(Config).items():
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            yield f"{section}.{field.name}", hints[field.name], field.default, field.metadata["help"]
+
+
+TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
+
+
+def preset_names() -> list[str]:
+    """Names that ``--preset`` takes."""
+    return sorted(path.stem for path in PRESET_DIR.glob("*.toml"))
+
+
+def read_preset(name: str) -> dict[str, Setting]:
+    """Read a preset's settings.
+
+    Raises:
+        UserError: There is none of that name.
+    """
+    if name not in preset_names():
+        raise UserError(f"--preset: no preset {name!r}{_nearest(name, preset_names())}; take one of {', '.join(preset_names())}")
+    return {key: (value, f"preset {name}") for key, (value, _) in read_toml(PRESET_DIR / f"{name}.toml").items()}
+
+
+def read_toml(path: Path) -> dict[str, Setting]:
+    """Read ``[section] key = value`` pairs as dotted keys, each with its file and line.
+
+    Raises:
+        UserError: The file cannot be read, is not TOML, or holds a key or value that is none of ours.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({_reason(error)}); check the path") from None
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        raise UserError(f"{path}:{line[1] if line else 1}: not valid TOML ({error}); correct it") from None
+    settings: dict[str, Setting] = {}
+    for section, table in tables.items():
+        where = f"{path}:{_line_of(text, section)}"
+        if not isinstance(table, dict):
+            raise UserError(f"{where}: {section!r} stands outside a section; put it under one of {_sections()}")
+        for key, value in table.items():
+            where = f"{path}:{_line_of(text, section, key)}"
+            dotted = known_key(f"{section}.{key}", where)
+            settings[dotted] = (convert(dotted, value, where), where)
+    return settings
+
+
+def read_flags(args: Sequence[str]) -> dict[str, Setting]:
+    """Read ``--section.key VALUE`` and ``--section.key=VALUE``.
+
+    Raises:
+        UserError: A flag is unknown, has no value, or one of the wrong type.
+    """
+    settings: dict[str, Setting] = {}
+    rest = list(args)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise UserError(f"{flag}: not expected here; settings are flags, like --optimizer.lr 1e-5")
+        key = known_key(flag[2:], flag)
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif TYPES[key] is bool:
+                value = "true"
+            else:
+                raise UserError(f"{flag}: no value given; write {flag} VALUE")
+        settings[key] = (convert(key, _from_text(value, TYPES[key], flag), flag), flag)
+    return settings
+
+
+def resolve(*layers: Mapping[str, Setting]) -> Config:
+    """Build the configuration; later layers win.
+
+    Raises:
+        UserError: Values that do not fit each other.
+    """
+    merged: dict[str, Setting] = {}
+    for layer in layers:
+        merged |= layer
+    sections = {}
+    for section, cls in typing.get_type_hints(Config).items():
+        chosen = {key.partition(".")[2]: value for key, (value, _) in merged.items() if key.startswith(f"{section}.")}
+        sections[section] = cls(**chosen)
+    config = Config(**sections)
+    _check(config, {key: where for key, (_, where) in merged.items()})
+    return config
+
+
+def to_flags(settings: Mapping[str, Setting]) -> list[str]:
+    """Write settings as flags that ``read_flags`` reads back to the same values."""
+    flags: list[str] = []
+    for key, (value, _) in sorted(settings.items()):
+        text = json.dumps(value) if isinstance(value, tuple | bool) else str(value)
+        flags.append(f"--{key}={text}")
+    return flags
+
+
+def to_toml(config: Config) -> str:
+    """Write every field, so that a run's settings can be read and used again."""
+    lines: list[str] = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        values = dataclasses.asdict(getattr(config, section.name))
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def help_text() -> str:
+    """One line a field: flag, default, meaning."""
+    lines = [f"presets: {', '.join(preset_names())}", "", "settings (as flags, or as [section] key in TOML):"]
+    for key, type_, default, text in fields():
+        shown = json.dumps(list(default) if isinstance(default, tuple) else default)
+        choices = " | ".join(typing.get_args(type_)) if typing.get_origin(type_) is Literal else ""
+        lines.append(f"  --{key}  [{shown}]  {text}{f' ({choices})' if choices and choices not in text else ''}")
+    return "\n".join(lines)
+
+
+def accumulation(training: Training, world: int, where: str = "--training.global_batch_size") -> int:
+    """Forwards per rank and step: global batch / (micro batch x ranks).
+
+    Raises:
+        UserError: It does not divide; names the nearest sizes that do.
+    """
+    unit = training.micro_batch_size * world
+    if training.global_batch_size % unit:
+        below = training.global_batch_size // unit * unit
+        nearest = f"{below} or {below + unit}" if below else f"{unit}"
+        raise UserError(
+            f"{where}: {training.global_batch_size} sequences do not divide into micro-batches of "
+            f"{training.micro_batch_size} on {world} ranks; take {nearest}"
+        )
+    return training.global_batch_size // unit
+
+
+def known_key(key: str, where: str) -> str:
+    """Return ``key`` if it is a setting.
+
+    Raises:
+        UserError: It is not; names the nearest.
+    """
+    if key not in TYPES:
+        raise UserError(f"{where}: there is no setting {key!r}{_nearest(key, TYPES)}; see `llama405b train --help`")
+    return key
+
+
+def convert(key: str, value: Any, where: str) -> Any:
+    """Return ``value`` as the field's type.
+
+    Raises:
+        UserError: It is of another type, or none of the allowed words.
+    """
+    type_ = TYPES[key]
+    origin, allowed = typing.get_origin(type_), typing.get_args(type_)
+    if origin is Literal:
+        if value in allowed:
+            return value
+        raise UserError(f"{where}: {key} is {value!r}; take one of {', '.join(allowed)}")
+    if origin is tuple:
+        inner = allowed[0]
+        fixed = 0 if allowed[-1] is Ellipsis else len(allowed)
+        if isinstance(value, list | tuple) and (not fixed or len(value) == fixed) and all(_is(v, inner) for v in value):
+            return tuple(inner(v) for v in value)
+        count = f"{fixed} values" if fixed else "a list"
+        raise UserError(f"{where}: {key} is {value!r}; it takes {count} of type {inner.__name__}")
+    if _is(value, type_):
+        return type_(value)
+    raise UserError(f"{where}: {key} is {value!r}; it takes a value of type {type_.__name__}")
+
+
+def _is(value: Any, type_: type) -> bool:
+    if type_ is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, type_) and (type_ is bool or not isinstance(value, bool))
+
+
+def _from_text(text: str, type_: Any, flag: str) -> Any:
+    """Read a flag's text as its field's type; text that does not parse comes back as it is."""
+    if isinstance(typing.get_origin(type_), type) and typing.get_origin(type_) is tuple:
+        if text.startswith("["):
+            try:
+                return json.loads(text)
+            except ValueError:
+                raise UserError(f"{flag}: {text!r} is no list; write it as a,b or [\"a\", \"b\"]") from None
+        inner = typing.get_args(type_)[0]
+        return [_from_text(part, inner, flag) for part in text.split(",") if part]
+    if type_ is bool:
+        words = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+        return words.get(text.lower(), text)
+    if type_ in (int, float):
+        try:
+            return type_(text.replace("_", ""))
+        except ValueError:
+            return text
+    return text
+
+
+def _check(config: Config, wheres: Mapping[str, str]) -> None:
+    """Refuse values that cannot work."""
+
+    def refuse(key: str, what: str) -> typing.NoReturn:
+        raise UserError(f"{wheres.get(key, '--' + key)}: {what}")
+
+    positive = ("data.seq_len", "training.global_batch_size", "training.micro_batch_size", "optimizer.lr",
+                "optimizer.eps", "timeouts.load", "timeouts.step")
+    for key, type_, _, _ in fields():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if type_ in (int, float) and not (value > 0 if key in positive else value >= 0):
+            refuse(key, f"{key} is {value}; it must be {'above' if key in positive else 'at least'} 0")
+    if not config.model.path:
+        refuse("model.path", "no model given; name a checkpoint directory, or a preset")
+    if not config.data.paths:
+        refuse("data.paths", "no data given; name files, folders or globs")
+    if config.checkpoint.every and config.checkpoint.keep < 2:
+        refuse("checkpoint.keep", f"checkpoint.keep is {config.checkpoint.keep}; keep at least 2, so that one always verifies")
+    if not config.training.max_steps and not config.training.epochs:
+        refuse("training.epochs", "max_steps and epochs are both 0; give one of them")
+    if config.optimizer.min_lr > config.optimizer.lr:
+        refuse("optimizer.min_lr", f"min_lr {config.optimizer.min_lr} is above lr {config.optimizer.lr}; lower it")
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        refuse("optimizer.betas", f"betas are {list(config.optimizer.betas)}; each must be at least 0 and below 1")
+    if config.parallel.fsdp == "fsdp1" and config.parallel.device == "cpu":
+        refuse("parallel.fsdp", "torch refuses fsdp1 on CPU; take fsdp2")
+
+
+def _line_of(text: str, section: str, key: str | None = None) -> int:
+    """The line that holds a key; tomllib does not tell."""
+    current = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if heading := re.match(r"\s*\[\s*([\w.\"'-]+)\s*\]", line):
+            current = heading[1].strip("\"'")
+            if key is None and current == section:
+                return number
+        named = re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line)
+        if named and ((key is None and not current and named[1] == section)
+                      or (key is not None and (current, named[1]) == (section, key))
+                      or (key is not None and not current and named[1] in (section, f"{section}.{key}"))):
+            return number
+    return 1
+
+
+def _nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    if not close:  # the right key in the wrong section
+        close = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]][:1]
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _sections() -> str:
+    return ", ".join(f"[{field.name}]" for field in dataclasses.fields(Config))
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"

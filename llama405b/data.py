@@ -1,0 +1,154 @@
+"""Packed batches of tokens, the same on any number of ranks.
+
+Knows tokens, steps and ranks; not the model. Text is tokenised once, by rank 0, into a file of uint32 (the high
+bit marks a token that is read but not learnt), which is sent to the hosts that lack it. Sequence ``i`` of a step
+depends on the seed, the step and ``i`` alone, so that a resumed run and any world size see the same batches.
+
+Shape suffixes: B sequences of a micro-batch, S positions, N tokens.
+"""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from llama405b import ranks
+from llama405b.config import Data
+from llama405b.errors import UserError
+from llama405b.ranks import Ranks
+from llama405b.step import IGNORE_INDEX
+from llama405b.text import documents, expand
+
+NOT_LEARNT = np.uint32(1 << 31)
+CHUNK_TOKENS = 16 << 20  # sent at a time
+ENCODE_AT_ONCE = 256  # documents
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batches:
+    """A shuffled, endless order of packed sequences."""
+
+    tokens_N: Any  # uint32, memory-mapped
+    seq_len: int
+    seed: int
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences in one epoch; each target token is in exactly one."""
+        return (len(self.tokens_N) - 1) // self.seq_len
+
+    def steps(self, epochs: float, global_batch: int) -> int:
+        """Whole steps in so many epochs, at least one."""
+        return max(1, int(epochs * self.n_sequences // global_batch))
+
+    def sequence(self, index: int) -> int:
+        """Which packed sequence stands at ``index`` of the endless order."""
+        epoch, place = divmod(index, self.n_sequences)
+        return int(np.random.default_rng([self.seed, epoch]).permutation(self.n_sequences)[place])
+
+    def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's part of a step (counted from 1), as ``(tokens_BS, targets_BS)`` on its device."""
+        each = global_batch // me.world
+        first = (step - 1) * global_batch + me.rank * each
+        windows = np.stack([self._window(self.sequence(first + i)) for i in range(each)])
+        ids = torch.from_numpy((windows & ~NOT_LEARNT).astype(np.int64))
+        x, y = ids[:, :-1], ids[:, 1:].clone()
+        y[torch.from_numpy((windows[:, 1:] & NOT_LEARNT) != 0)] = IGNORE_INDEX
+        x, y = x.to(me.device), y.to(me.device)
+        return [(x[i : i + micro], y[i : i + micro]) for i in range(0, each, micro)]
+
+    def _window(self, sequence: int) -> Any:
+        begin = sequence * self.seq_len
+        return self.tokens_N[begin : begin + self.seq_len + 1]
+
+
+def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> Batches:
+    """Tokenise on rank 0 (or find it done), bring the tokens to every host, and open them.
+
+    Raises:
+        UserError: The paths name nothing, or hold less than one sequence.
+    """
+    path, error = Path(), None
+    if me.leads:
+        try:
+            path = _tokenised(config, tokenizer_dir, cache)
+        except UserError as found:
+            error = found
+    ranks.refuse_together(error)
+    name, size = ranks.from_rank0((path.name, path.stat().st_size) if me.leads else None)
+    path = cache / name
+    if not all(ranks.agreed(path.is_file() and path.stat().st_size == size)):
+        _send(path, size // 4, me)
+    if size // 4 <= config.seq_len:
+        raise UserError(
+            f"--data.paths: {size // 4} tokens are less than one sequence of {config.seq_len}; "
+            "add text, or lower --data.seq_len"
+        )
+    return Batches(np.memmap(path, dtype=np.uint32, mode="r"), config.seq_len, config.seed)
+
+
+def _tokenised(config: Data, tokenizer_dir: Path, cache: Path) -> Path:
+    """The token file of these texts under this tokenizer; made where it is not there yet."""
+    files = expand(config.paths)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    known = hashlib.sha256(repr((stats, config.max_bytes, tokenizer.backend_tokenizer.to_str())).encode())
+    path = cache / f"tokens-{known.hexdigest()[:16]}.bin"
+    if not path.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        with partial.open("wb") as out:
+            for tokens_N in _encode(tokenizer, files, config.max_bytes):
+                out.write(tokens_N.tobytes())
+        partial.replace(path)
+    return path
+
+
+def _encode(tokenizer: Any, files: list[Path], max_bytes: int) -> Iterator[Any]:
+    """Encode each document as prompt (not learnt), text, end of text."""
+    end = tokenizer.eos_token_id
+    batch: list[tuple[str, str]] = []
+
+    def flush() -> Iterator[Any]:
+        prompts = tokenizer([prompt for prompt, _ in batch], add_special_tokens=False)["input_ids"]
+        texts = tokenizer([text for _, text in batch], add_special_tokens=False)["input_ids"]
+        for prompt, text in zip(prompts, texts, strict=True):
+            begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+            unlearnt = np.array(begin + prompt, dtype=np.uint32) | NOT_LEARNT
+            yield np.concatenate([unlearnt, np.array(text + ([] if end is None else [end]), dtype=np.uint32)])
+
+    for document in documents(files, max_bytes):
+        batch.append(document)
+        if len(batch) == ENCODE_AT_ONCE:
+            yield from flush()
+            batch.clear()
+    if batch:
+        yield from flush()
+
+
+def _send(path: Path, n_tokens: int, me: Ranks) -> None:
+    """Broadcast rank 0's token file; one rank of each host writes it."""
+    source = np.memmap(path, dtype=np.uint32, mode="r") if me.leads else None
+    writes = me.local_rank == 0 and not path.is_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{me.host}.{os.getpid()}")
+    for begin in range(0, n_tokens, CHUNK_TOKENS):
+        size = min(CHUNK_TOKENS, n_tokens - begin)
+        chunk = torch.empty(size, dtype=torch.int32)
+        if source is not None:
+            chunk.copy_(torch.from_numpy(source[begin : begin + size].view(np.int32).copy()))
+        dist.broadcast(chunk, 0)
+        if writes:
+            with partial.open("ab") as out:
+                out.write(chunk.numpy().tobytes())
+    if writes:
+        partial.replace(path)
+    dist.barrier()

@@ -1,0 +1,46 @@
+"""Where this rank is, said on disk at most once a second. Knows the clock and ``rundir``; nothing of training.
+
+Only the training thread writes: a rank that hangs falls silent, and that silence is the signal.
+"""
+
+import os
+import time
+
+from llama405b.ranks import Ranks
+from llama405b.rundir import Heartbeat, RunDir, write_json
+
+INTERVAL_S = 1.0
+
+
+class Pulse:
+    """Writes ``heartbeat/rank-N.json``."""
+
+    def __init__(self, run: RunDir, me: Ranks) -> None:
+        self.path = run.heartbeat(me.rank)
+        self.me = me
+        self.step = 0
+        self.phase_name, self.phase_since = "start", time.time()
+        self.written = 0.0
+        self.beat(force=True)
+
+    def phase(self, name: str) -> None:
+        """Enter a phase; always written."""
+        self.phase_name, self.phase_since = name, time.time()
+        self.beat(force=True)
+
+    def beat(self, done_bytes: int = 0, total_bytes: int = 0, *, force: bool = False, message: str = "") -> None:
+        """Say that this rank is alive, and how far it is."""
+        now = time.time()
+        if not force and now - self.written < INTERVAL_S:
+            return
+        self.written = now
+        write_json(
+            self.path,
+            Heartbeat(self.me.rank, self.me.host, os.getpid(), now, self.step, self.phase_name, self.phase_since,
+                      done_bytes, total_bytes, message),
+        )  # fmt: skip
+
+    def failed(self, message: str) -> None:
+        """Say why this rank ends."""
+        self.phase_name, self.phase_since = "failed", time.time()
+        self.beat(force=True, message=message)

@@ -1,0 +1,159 @@
+"""Stream a checkpoint's weights into the shards, one FSDP unit at a time.
+
+``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its rows; it never holds more than
+one unit. ``local``: each rank reads its own rows and nothing crosses the network. Knows safetensors and point-to-
+point sends; not the optimizer or the data. Weights travel in the files' dtype and are converted on arrival.
+"""
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llama405b import ranks, weights
+from llama405b.errors import UserError
+from llama405b.model import restore_buffers, tie_head
+from llama405b.ranks import Ranks
+from llama405b.shard import units
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Layout = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype in the file, shape)
+
+
+def load(model: Any, directory: Path, how: str, me: Ranks, progress: Progress, *, offload: bool = False) -> str:
+    """Fill the sharded meta model; returns what was done, for the log.
+
+    Raises:
+        UserError: The checkpoint is not whole where it is read, or ``local`` was asked for and a rank cannot read it.
+    """
+    how, layout = _choose(directory, how, me)
+    model.to_empty(device="cpu" if offload else me.device)
+    tie_head(model)
+    restore_buffers(model, model.config, me.device)
+    total, done = sum(_n_bytes(layout, name, shape[0]) for name, (_, shape) in layout.items()), 0
+    read = _receive if how == "rank0" else _read_own
+    with _Files(directory, me.leads or how == "local") as files:
+        for _, parameters in units(model):
+            read(parameters, layout, files, me)
+            done += sum(_n_bytes(layout, name, layout[name][1][0]) for name in parameters)
+            progress(done, total)
+    return "rank 0 read the weights and sent each rank its rows" if how == "rank0" else "each rank read its own rows"
+
+
+def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
+    """The rows ``[start, stop)`` of a rank: torch.chunk's split, which DTensor's Shard(0) uses."""
+    each = -(-n_rows // world)
+    return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
+
+
+class _Files(contextlib.AbstractContextManager["_Files"]):
+    """Open safetensors files, each mapped once; a rank that reads nothing has none."""
+
+    def __init__(self, directory: Path, reads: bool) -> None:
+        self.tensors = weights.read_tensors(directory) if reads else {}
+        self.open: dict[Path, Any] = {}
+        self.stack = contextlib.ExitStack()
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows ``[start, stop)`` of a tensor, in the file's dtype."""
+        path = self.tensors[name].file
+        if path not in self.open:
+            self.open[path] = self.stack.enter_context(safe_open(path, framework="pt"))
+        return self.open[path].get_slice(name)[start:stop]
+
+    def __exit__(self, *exc: object) -> None:
+        self.stack.close()
+
+
+def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, Layout]:
+    """Agree on how to load, and on what rank 0's files hold."""
+    layout: Layout = {}
+    error: UserError | None = None
+    try:
+        layout = {name: (info.dtype, info.shape) for name, info in weights.read_tensors(directory).items()}
+    except UserError as found:
+        error = found
+    everyone = ranks.agreed((error and str(error), _digest(layout)))
+    if everyone[0][0]:
+        raise UserError(everyone[0][0])
+    lacking = [rank for rank, seen in enumerate(everyone) if seen[1] != everyone[0][1]]
+    if how == "local" and lacking:
+        raise UserError(
+            f"--model.load: rank {lacking[0]} cannot read the same files in {directory}"
+            f"{f' ({everyone[lacking[0]][0]})' if everyone[lacking[0]][0] else ''}; copy them there, or take rank0"
+        )
+    if how == "auto":
+        how = "rank0" if lacking else "local"
+    return how, ranks.from_rank0(layout if me.leads else None)
+
+
+def _digest(layout: Layout) -> int:
+    """A number that differs between ranks that see different tensors (``hash`` of a str differs by process)."""
+    return zlib.crc32(repr(sorted(layout.items())).encode())
+
+
+def _n_bytes(layout: Layout, name: str, n_rows: int) -> int:
+    dtype, shape = layout[name]
+    return n_rows * weights.TensorInfo(Path(), dtype, shape[1:]).n_bytes
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    return parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+
+
+@torch.no_grad()
+def _read_own(parameters: dict[str, nn.Parameter], layout: Layout, files: _Files, me: Ranks) -> None:
+    for name, parameter in parameters.items():
+        _local(parameter).copy_(files.rows(name, *rows_of(layout[name][1][0], me.rank, me.world)))
+
+
+@torch.no_grad()
+def _receive(parameters: dict[str, nn.Parameter], layout: Layout, files: _Files, me: Ranks) -> None:
+    """Rank 0 sends every other rank its rows of this unit as one buffer; each copies them into its shards."""
+    if me.leads:
+        buffers = {rank: _pack(parameters, layout, files, rank, me) for rank in range(1, me.world)}
+        sends = [dist.isend(buffer, rank) for rank, buffer in buffers.items() if buffer.numel()]
+        _read_own(parameters, layout, files, me)
+        for send in sends:
+            send.wait()
+        return
+    spans = dict(_spans(parameters, layout, me.rank, me.world))
+    buffer = torch.empty(sum(size for _, _, size in spans.values()), dtype=torch.uint8, device=me.device)
+    if buffer.numel():
+        dist.recv(buffer, 0)
+    for name, (_, begin, size) in spans.items():
+        if size:
+            shard = _local(parameters[name])
+            shard.copy_(buffer[begin : begin + size].view(DTYPES[layout[name][0]]).view(shard.shape))
+
+
+def _pack(parameters: dict[str, nn.Parameter], layout: Layout, files: _Files, rank: int, me: Ranks) -> Tensor:
+    spans = dict(_spans(parameters, layout, rank, me.world))
+    buffer = torch.empty(sum(size for _, _, size in spans.values()), dtype=torch.uint8)
+    for name, ((start, stop), begin, size) in spans.items():
+        if size:
+            buffer[begin : begin + size].copy_(files.rows(name, start, stop).flatten().view(torch.uint8))
+    return buffer.to(me.device)
+
+
+def _spans(
+    parameters: dict[str, nn.Parameter], layout: Layout, rank: int, world: int
+) -> Iterator[tuple[str, tuple[tuple[int, int], int, int]]]:
+    """For each tensor: a rank's rows, and where they stand in its buffer (begin and size in bytes).
+
+    Wider dtypes come first, so that each tensor begins at a multiple of its element size.
+    """
+    begin = 0
+    for name in sorted(parameters, key=lambda name: -weights.DTYPE_BYTES[layout[name][0]]):
+        rows = rows_of(layout[name][1][0], rank, world)
+        size = _n_bytes(layout, name, rows[1] - rows[0])
+        yield name, (rows, begin, size)
+        begin += size

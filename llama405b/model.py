@@ -1,0 +1,60 @@
+"""The Hugging Face Llama, built on the meta device: shapes without memory.
+
+Knows transformers' modules; not ranks, files of weights or the optimizer. Parallelism leaves the model untouched.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from llama405b.errors import UserError
+
+
+def choose_attention(choice: str, device: torch.device) -> tuple[str, str]:
+    """Pick the attention implementation; returns it with the reason for the log.
+
+    Raises:
+        UserError: flash-attn was asked for and cannot run here.
+    """
+    installed = importlib.util.find_spec("flash_attn") is not None
+    if choice == "flash_attention_2" and not (installed and device.type == "cuda"):
+        lack = "flash-attn is not installed" if not installed else "flash-attn needs CUDA"
+        raise UserError(f"--model.attention: {lack} here; take auto or sdpa, or pip install 'llama405b[flash]'")
+    if choice != "auto":
+        return choice, "as configured"
+    if installed and device.type == "cuda":
+        return "flash_attention_2", "flash-attn is installed"
+    return "sdpa", "flash-attn is not installed" if not installed else "flash-attn needs CUDA"
+
+
+def read_config(directory: Path) -> LlamaConfig:
+    """Read ``config.json``."""
+    return LlamaConfig.from_pretrained(directory)
+
+
+def build_on_meta(config: LlamaConfig, attention: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """Build the model without allocating a byte of weights."""
+    config._attn_implementation = attention
+    config.use_cache = False
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    model.train()
+    return model
+
+
+def restore_buffers(model: nn.Module, config: LlamaConfig, device: torch.device) -> None:
+    """Compute the rotary frequencies, which no state dict holds, anew on ``device``."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LlamaRotaryEmbedding):
+            model.get_submodule(name.rpartition(".")[0]).rotary_emb = LlamaRotaryEmbedding(config).to(device)
+
+
+def tie_head(model: Any) -> None:
+    """Make the head share the embedding's weight again, where the configuration says so."""
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight

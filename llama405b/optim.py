@@ -1,0 +1,35 @@
+"""AdamW and its learning-rate schedule. Knows parameters and step numbers; not files, flags or ranks."""
+
+import math
+
+import torch
+from torch import nn
+
+from llama405b.config import Optimizer
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
+    """Fused AdamW over the shards, on the CPU where they are offloaded. Matrices decay, vectors (norms) do not."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
+    """The learning rate of a step, counted from 1.
+
+    Warmup is linear from 0; then ``min_lr + (lr - min_lr) * f`` with f falling from 1 to 0 at ``total_steps``:
+    the half cosine of Loshchilov & Hutter (arXiv 1608.03983), a line, or a constant 1.
+    """
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    done = min(1.0, (step - config.warmup) / max(1, total_steps - config.warmup))
+    factor = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.decay]
+    return config.min_lr + (config.lr - config.min_lr) * factor
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use ``lr`` in every group from the next update on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,90 @@
+"""Lay the model over the ranks with FSDP2, then apply activation checkpointing.
+
+Units: every decoder layer; the embedding, whose weight its own backward does not need; the head with its norm,
+kept gathered between forward and backward. With tied embeddings the embedding, norm and head are one unit.
+Knows modules and meshes; not weights, files or the optimizer.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from llama405b.config import Parallel
+from llama405b.errors import UserError
+
+# What each choice of numerics costs, in bytes per parameter: weight + gradient + two moments.
+BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
+WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
+
+
+def kept_dtype(numerics: str) -> torch.dtype:
+    """The dtype that weights, gradients and moments are kept in."""
+    return torch.bfloat16 if numerics == "pure-bf16" else torch.float32
+
+
+def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
+    """Refuse names in ``wrap`` that no module of the model has.
+
+    Raises:
+        UserError: Names the classes that there are.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    for name in wrap:
+        if name not in present:
+            raise UserError(f"--parallel.wrap: the model has no {name!r}; it has {', '.join(sorted(present))}")
+
+
+def shard(model: Any, parallel: Parallel, device: torch.device, mesh: Any = None) -> None:
+    """Turn every parameter into a DTensor, Shard(0) over the ranks; the model stays on its (meta) device.
+
+    Raises:
+        UserError: ``parallel.wrap`` names a class the model does not have.
+    """
+    check_wrap(model, parallel.wrap)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(parallel.numerics), "offload_policy": OffloadPolicy()}
+    if parallel.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    tied = model.config.tie_word_embeddings
+    for module in list(model.modules()):
+        if type(module).__name__ in parallel.wrap and module is not model.model.embed_tokens:
+            fully_shard(module, reshard_after_forward=True, **options)
+        elif module is model.model.embed_tokens and not tied and "Embedding" in parallel.wrap:
+            fully_shard(module, reshard_after_forward=True, **options)
+            module.set_unshard_in_backward(False)
+    if not tied:
+        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute each decoder layer's activations in the backward. Call it AFTER sharding, or the units double."""
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+        check_fn=lambda module: isinstance(module, LlamaDecoderLayer),
+    )
+
+
+def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+    """Parameters by unit, ``(unit, {name in the checkpoint: parameter})``, in the order they are used."""
+    found: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        name = name.replace(WRAPPER, "")
+        unit = ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name.rpartition(".")[0]
+        found.setdefault(unit, {})[name] = parameter
+    yield from found.items()
+
+
+def _precision(numerics: str) -> MixedPrecisionPolicy:
+    if numerics == "fp32-master":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()

@@ -1,0 +1,80 @@
+"""One update of the weights. Knows tensors and collectives; not files, flags or clocks.
+
+Shape suffixes: B sequences of a micro-batch, S positions, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llama405b.ranks import sum_over_ranks
+
+IGNORE_INDEX = -100  # a target that does not count: padding, or a prompt
+
+
+class NonFiniteError(Exception):
+    """The loss or the gradient of a step is NaN or infinite; the weights are those of the step before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did."""
+
+    loss: float  # nats per target token, over all ranks
+    grad_norm: float  # L2, over all ranks, before clipping
+    n_targets: int  # over all ranks
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    max_norm: float,
+    world: int,
+    set_to_none: bool = True,
+    lap: Callable[[str], None] = lambda _: None,
+) -> StepResult:
+    """Run the micro-batches (``tokens_BS``, ``targets_BS``, on the device), clip, and update the weights once.
+
+    Every micro-batch's gradient is reduced and sharded at once: accumulating whole gradients would not fit.
+    ``lap`` is told the name of each part as it ends: forward, backward, optimizer.
+
+    Raises:
+        NonFiniteError: On every rank, before the weights change.
+        ValueError: No rank has a target in this step.
+    """
+    n_local = torch.stack([(y_BS != IGNORE_INDEX).sum() for _, y_BS in microbatches]).sum()
+    n_targets = int(sum_over_ranks(n_local))
+    if n_targets == 0:
+        raise ValueError("no rank has a target in this step: every label is masked")
+    nll = torch.zeros((), device=n_local.device)
+    for x_BS, y_BS in microbatches:
+        nll_micro = _nll(model(input_ids=x_BS, use_cache=False).logits, y_BS)
+        lap("forward")
+        # FSDP averages over ranks; times world, over the global count, the average becomes the global mean.
+        (nll_micro * (world / n_targets)).backward()
+        nll += nll_micro.detach()
+        lap("backward")
+    loss = float(sum_over_ranks(nll)) / n_targets
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not torch.isfinite(norm) or loss != loss or abs(loss) == float("inf"):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        raise NonFiniteError(f"loss {loss:.4g}, gradient norm {float(norm):.4g}")
+    if max_norm > 0:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    lap("optimizer")
+    return StepResult(loss, float(norm), n_targets)
+
+
+def _nll(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:
+    """Summed negative log-likelihood, in nats."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), y_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

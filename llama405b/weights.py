@@ -1,0 +1,248 @@
+"""What a Hugging Face checkpoint directory holds, read with the standard library alone.
+
+Knows the safetensors layout (8 bytes little-endian header length, a JSON header, the tensors' bytes; see the
+format description in the safetensors repository), the index file, and which tensors a Llama must have. Reads
+headers, never tensors, so that a 812 GB checkpoint is checked in milliseconds. Knows nothing of torch or ranks.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llama405b.errors import UserError
+
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SMALL_FILES = (  # what a rank without the directory needs of it
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor stands."""
+
+    file: Path
+    dtype: str  # a key of DTYPE_BYTES
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the tensor in its file."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Llama:
+    """The shape of a Llama, from its config.json."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_positions: int
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's name in a checkpoint, and its shape (out features first)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        for i in range(self.layers):
+            layer = f"model.layers.{i}."
+            attention = {"q_proj": (q, self.hidden), "k_proj": (kv, self.hidden), "v_proj": (kv, self.hidden),
+                         "o_proj": (self.hidden, q)}
+            mlp = {"gate_proj": (self.intermediate, self.hidden), "up_proj": (self.intermediate, self.hidden),
+                   "down_proj": (self.hidden, self.intermediate)}
+            for block, matrices, bias in (("self_attn", attention, self.attention_bias), ("mlp", mlp, self.mlp_bias)):
+                for name, shape in matrices.items():
+                    shapes[f"{layer}{block}.{name}.weight"] = shape
+                    if bias:
+                        shapes[f"{layer}{block}.{name}.bias"] = shape[:1]
+            shapes[f"{layer}input_layernorm.weight"] = (self.hidden,)
+            shapes[f"{layer}post_attention_layernorm.weight"] = (self.hidden,)
+        shapes["model.norm.weight"] = (self.hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        return sum(math.prod(shape) for shape in self.tensors().values())
+
+
+def read_llama(directory: Path) -> Llama:
+    """Read the model's shape from ``config.json``.
+
+    Raises:
+        UserError: There is no such directory, or it does not hold a Llama.
+    """
+    if not directory.is_dir():
+        raise UserError(
+            f"{directory}: no such directory; fetch the model into it, or set --model.path to where it is"
+        )
+    config = read_object(directory / "config.json")
+    return parse_llama(config, str(directory / "config.json"))
+
+
+def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
+    """Read the model's shape from a parsed ``config.json``.
+
+    Raises:
+        UserError: It is not a LlamaForCausalLM's.
+    """
+    if config.get("model_type") != "llama" or "LlamaForCausalLM" not in config.get("architectures", ["LlamaForCausalLM"]):
+        found = ", ".join(config.get("architectures") or [str(config.get("model_type"))])
+        raise UserError(f"{where}: this is a {found}, not a LlamaForCausalLM; name a Llama checkpoint")
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        return Llama(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocab=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            max_positions=int(config.get("max_position_embeddings", 2048)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: {error.args[0]!r} is missing or no number; fetch config.json again") from None
+
+
+def read_tensors(directory: Path) -> dict[str, TensorInfo]:
+    """List the checkpoint's tensors, checking that every safetensors file is whole.
+
+    Raises:
+        UserError: A file is missing, truncated or not safetensors, or the index names what no file holds.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{index}: it has no weight_map; fetch the file again")
+        names = sorted({str(name) for name in weight_map.values()})
+        if missing := [name for name in names if not (directory / name).is_file()]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise UserError(f"{directory / missing[0]}: missing{more} of {len(names)} files in the index; fetch them")
+    elif (directory / SINGLE).is_file():
+        weight_map, names = None, [SINGLE]
+    else:
+        raise UserError(f"{directory}: neither {INDEX} nor {SINGLE} is here; fetch the weights in safetensors form")
+    tensors: dict[str, TensorInfo] = {}
+    for name in names:
+        tensors |= read_header(directory / name)
+    for name, file in (weight_map or {}).items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise UserError(f"{index}: it puts {name} in {file}, which does not hold it; fetch both again")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Read one safetensors file's header and check the file's size against it.
+
+    Raises:
+        UserError: The file is truncated, too long, or not a safetensors file.
+    """
+    actual = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if actual < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, actual - 8):
+            raise UserError(f"{path}: not a safetensors file, or cut short at {actual} bytes; fetch it again")
+        try:
+            header = json.loads(file.read(length))
+            infos = {
+                name: TensorInfo(path, entry["dtype"], tuple(entry["shape"]))
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{path}: its safetensors header cannot be read; fetch it again") from None
+    if actual != 8 + length + end:
+        raise UserError(f"{path}: {actual} bytes where its header says {8 + length + end}; fetch it again")
+    return infos
+
+
+def check_checkpoint(directory: Path, seq_len: int) -> Llama:
+    """Check all that can be known of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
+
+    Raises:
+        UserError: Anything that would fail later, on every host, after minutes of loading.
+    """
+    llama = read_llama(directory)
+    check_seq_len(llama, seq_len)
+    check_tokenizer(directory, llama)
+    tensors = read_tensors(directory)
+    for name, shape in llama.tensors().items():
+        if name not in tensors:
+            raise UserError(f"{directory}: no file holds {name}, which config.json asks for; fetch the weights again")
+        if tensors[name].shape != shape:
+            raise UserError(
+                f"{tensors[name].file}: {name} is {list(tensors[name].shape)} where config.json asks for "
+                f"{list(shape)}; the two are of different models"
+            )
+        if tensors[name].dtype not in ("F32", "F16", "BF16"):
+            raise UserError(f"{tensors[name].file}: {name} is {tensors[name].dtype}; only F32, F16 and BF16 can be trained")
+    return llama
+
+
+def check_seq_len(llama: Llama, seq_len: int) -> None:
+    """Refuse sequences longer than the model's positions.
+
+    Raises:
+        UserError: They are.
+    """
+    if seq_len > llama.max_positions:
+        raise UserError(f"--data.seq_len: {seq_len} is over the model's limit of {llama.max_positions} positions; lower it")
+
+
+def check_tokenizer(directory: Path, llama: Llama) -> None:
+    """Refuse a tokenizer whose ids the embedding has no rows for.
+
+    Raises:
+        UserError: There is none, or its largest id is out of range.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no tokenizer here; fetch tokenizer.json of the same model")
+    tokenizer = read_object(path)
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
+    if not ids or max(ids) >= llama.vocab:
+        raise UserError(
+            f"{path}: its largest id is {max(ids, default=-1)}, but the model has {llama.vocab} embeddings; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: The file is missing or does not hold one.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; a Hugging Face checkpoint has this file") from None
+    except ValueError:
+        raise UserError(f"{path}: not valid JSON; fetch it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object; fetch it again")
+    return value
