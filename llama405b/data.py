@@ -8,6 +8,7 @@ Shape suffixes: B sequences of a micro-batch, S positions, N tokens.
 """
 
 import dataclasses
+import functools
 import hashlib
 import os
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Batches:
     def sequence(self, index: int) -> int:
         """Which packed sequence stands at ``index`` of the endless order."""
         epoch, place = divmod(index, self.n_sequences)
-        return int(np.random.default_rng([self.seed, epoch]).permutation(self.n_sequences)[place])
+        return int(_order(self.seed, epoch, self.n_sequences)[place])
 
     def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of a step (counted from 1), as ``(tokens_BS, targets_BS)`` on its device."""
@@ -68,6 +69,12 @@ class Batches:
     def _window(self, sequence: int) -> Any:
         begin = sequence * self.seq_len
         return self.tokens_N[begin : begin + self.seq_len + 1]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, n_sequences: int) -> Any:
+    """The shuffle of one epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(n_sequences)
 
 
 def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> Batches:

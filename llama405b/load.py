@@ -35,9 +35,7 @@ def load(model: Any, directory: Path, how: str, me: Ranks, progress: Progress, *
         UserError: The checkpoint is not whole where it is read, or ``local`` was asked for and a rank cannot read it.
     """
     how, layout = _choose(directory, how, me)
-    model.to_empty(device="cpu" if offload else me.device)
-    tie_head(model)
-    restore_buffers(model, model.config, me.device)
+    materialise(model, me, offload=offload)
     total, done = sum(_n_bytes(layout, name, shape[0]) for name, (_, shape) in layout.items()), 0
     read = _receive if how == "rank0" else _read_own
     with _Files(directory, me.leads or how == "local") as files:
@@ -46,6 +44,13 @@ def load(model: Any, directory: Path, how: str, me: Ranks, progress: Progress, *
             done += sum(_n_bytes(layout, name, layout[name][1][0]) for name in parameters)
             progress(done, total)
     return "rank 0 read the weights and sent each rank its rows" if how == "rank0" else "each rank read its own rows"
+
+
+def materialise(model: Any, me: Ranks, *, offload: bool = False) -> None:
+    """Give the sharded meta model memory, its tied head and its rotary buffers; the weights are still undefined."""
+    model.to_empty(device="cpu" if offload else me.device)
+    tie_head(model)
+    restore_buffers(model, model.config, me.device)
 
 
 def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:

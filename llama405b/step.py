@@ -4,11 +4,13 @@ Shape suffixes: B sequences of a micro-batch, S positions, V vocabulary.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from llama405b.ranks import sum_over_ranks
@@ -61,18 +63,22 @@ def train_step(
         nll += nll_micro.detach()
         lap("backward")
     loss = float(sum_over_ranks(nll)) / n_targets
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if not torch.isfinite(norm) or loss != loss or abs(loss) == float("inf"):
+    norm = _clip(model, max_norm or math.inf)
+    if not (math.isfinite(norm) and math.isfinite(loss)):
         optimizer.zero_grad(set_to_none=set_to_none)
-        raise NonFiniteError(f"loss {loss:.4g}, gradient norm {float(norm):.4g}")
-    if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        raise NonFiniteError(f"loss {loss:.4g}, gradient norm {norm:.4g}")
     optimizer.step()
     optimizer.zero_grad(set_to_none=set_to_none)
     lap("optimizer")
-    return StepResult(loss, float(norm), n_targets)
+    return StepResult(loss, norm, n_targets)
+
+
+def _clip(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients so that their global L2 norm is at most ``max_norm``; returns the norm before."""
+    if isinstance(model, FullyShardedDataParallel):  # its gradients are plain tensors, of this rank's shard alone
+        return float(model.clip_grad_norm_(max_norm))
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _nll(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:

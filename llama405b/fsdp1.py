@@ -1,0 +1,56 @@
+"""The recipe in its literal form: FullyShardedDataParallel with the module states synchronised from rank 0.
+
+Rank 0 holds the whole model in CPU memory; all other ranks build it on the meta device. For those who want
+FSDP1's knobs; ``shard`` and ``load`` do the same with one unit in memory at a time. torch refuses this on CPU.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llama405b.config import Parallel
+from llama405b.model import build_on_meta, restore_buffers
+from llama405b.ranks import Ranks
+from llama405b.shard import check_wrap, kept_dtype
+
+
+def build(directory: Path, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> Any:
+    """Load on rank 0, wrap, synchronise; returns the FSDP module with its weights.
+
+    Raises:
+        UserError: ``parallel.wrap`` names a class the model does not have.
+    """
+    dtype = kept_dtype(parallel.numerics)
+    if me.leads:
+        config.use_cache = False
+        model = LlamaForCausalLM.from_pretrained(directory, config=config, dtype=dtype, attn_implementation=attention)
+        model.train()
+    else:
+        model = build_on_meta(config, attention, dtype)
+    check_wrap(model, parallel.wrap)
+    tied = config.tie_word_embeddings  # a weight that two modules share must stay in one unit: the root
+    classes = {type(m) for m in model.modules() if type(m).__name__ in parallel.wrap and not (tied and type(m) is nn.Embedding)}
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    prefetch = None if parallel.backward_prefetch == "none" else BackwardPrefetch[parallel.backward_prefetch]
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
+        sync_module_states=True,
+        param_init_fn=None if me.leads else lambda module: module.to_empty(device=me.device, recurse=False),
+        device_id=me.device if me.device.type == "cuda" else None,
+        sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
+        mixed_precision=mixed if parallel.numerics == "fp32-master" else None,
+        cpu_offload=CPUOffload(offload_params=parallel.cpu_offload),
+        backward_prefetch=prefetch,
+        forward_prefetch=parallel.forward_prefetch,
+        limit_all_gathers=parallel.limit_all_gathers,
+        use_orig_params=True,
+    )
+    restore_buffers(wrapped, config, me.device)
+    return wrapped

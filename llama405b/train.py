@@ -1,0 +1,253 @@
+"""The training program, one process a rank, under torchrun (``-m llama405b.train``).
+
+Composes the parts in the order in which the data flows, and is the only module of the trainer that prints.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llama405b import checkpoint, command, data, fsdp1, load, model, ranks, shard, weights
+from llama405b.config import Config, accumulation, to_toml
+from llama405b.demo import make_demo
+from llama405b.errors import FAILED, RunError, UserError
+from llama405b.heartbeat import Pulse
+from llama405b.optim import build_optimizer, lr_at, set_lr
+from llama405b.ranks import Ranks
+from llama405b.rundir import UMASK, Metrics, RunDir, write_atomic
+from llama405b.step import NonFiniteError, StepResult, train_step
+from llama405b.timer import Laps
+
+DEMO = Path("models/demo")  # made on the spot where it is missing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a training command; returns the exit code."""
+    pulse: Pulse | None = None
+    try:
+        asked = command.parse(sys.argv[1:] if argv is None else argv)
+        if asked.dry_run:
+            from llama405b.shape import report
+
+            print(report(asked.config, asked.preset, asked.world))
+            return 0
+        os.umask(UMASK)
+        me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
+        pulse = Pulse(RunDir(asked.run_dir), me)
+        train(asked.config, RunDir(asked.run_dir), asked.resume, me, pulse)
+        pulse.phase("done")
+        ranks.leave()
+    except UserError as error:
+        _say_why(str(error), pulse)
+        return error.exit_code
+    except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
+        if not _lost_peer(error):
+            _say_why(f"{type(error).__name__}: {error}", pulse)
+            raise
+        _say_why(f"lost contact with another rank: {str(error).splitlines()[0][:200]}", pulse)
+        return FAILED
+    except Exception as error:
+        _say_why(f"{type(error).__name__}: {error}", pulse)
+        raise
+    return 0
+
+
+def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> None:
+    """Train from the model's weights, or from a checkpoint, to the last step.
+
+    Raises:
+        UserError: The model, the data or a checkpoint cannot be used.
+        RunError: The loss or the gradient is not finite; the last checkpoint stands.
+    """
+    accumulate = accumulation(config.training, me.world)
+    files = bring_model_files(Path(config.model.path), run, me, config.data.seq_len)
+    pulse.phase("data")
+    batches = data.open_batches(config.data, files, run.path.parent / ".cache", me)
+    steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
+    store = checkpoint.Store(Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints, config.checkpoint.keep, me)
+    if config.checkpoint.every:
+        store.prove_shared()
+    start, passed_over = store.find(resume)
+    for why in passed_over:
+        _log(me, f"passed over {why}")
+    if me.leads:
+        write_atomic(run.config, to_toml(config))
+    pulse.phase("load")
+    module = build(config, files, start, me, pulse)
+    optimizer = build_optimizer(module, config.optimizer)
+    torch.manual_seed(config.training.seed + me.rank)
+    done = 0
+    if start:
+        pulse.phase("resume")
+        done = checkpoint.restore(start, module, optimizer, me)
+        _log(me, f"resumed from {start}")
+    elif resume == "auto":
+        _log(me, "no checkpoint that verifies: starting from the model's weights")
+    _log(me, f"{steps} steps of {config.training.global_batch_size} x {config.data.seq_len} tokens "
+             f"({accumulate} micro-batches on each of {me.world} ranks), {batches.n_sequences} sequences in an epoch")  # fmt: skip
+    pulse.phase("train")
+    writer = MetricsWriter(run.metrics, done) if me.leads else None
+    for step in range(done + 1, steps + 1):
+        metrics = one_step(config, step, steps, module, optimizer, batches, me)
+        if step == done + 1:
+            ranks.set_timeout(config.timeouts.step)
+        pulse.step = step
+        pulse.beat()
+        if writer:
+            writer.write(metrics, steps)
+        if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == steps):
+            pulse.phase("checkpoint")
+            _log(me, f"saved {store.save(step, module, optimizer)}")
+            pulse.phase("train")
+
+
+def bring_model_files(directory: Path, run: RunDir, me: Ranks, seq_len: int) -> Path:
+    """Give every host the model's small files (configuration, tokenizer); only rank 0's needs the directory.
+
+    Raises:
+        UserError: On every rank, where rank 0's directory is not a whole Llama checkpoint that fits ``seq_len``.
+    """
+    small: dict[str, bytes] = {}
+    error: UserError | None = None
+    if me.leads:
+        try:
+            if directory == DEMO and not directory.exists():
+                _log(me, f"making the demo's model and tokenizer in {directory}")
+                make_demo(directory)
+            weights.check_checkpoint(directory, seq_len)
+            small = {name: (directory / name).read_bytes() for name in weights.SMALL_FILES if (directory / name).is_file()}
+        except UserError as found:
+            error = found
+    ranks.refuse_together(error)
+    target = run.path / "model" / me.host
+    for name, content in ranks.from_rank0(small).items():
+        if me.local_rank == 0:
+            target.mkdir(parents=True, exist_ok=True)
+            partial = target / f".{name}.{os.getpid()}"
+            partial.write_bytes(content)
+            partial.replace(target / name)
+    dist.barrier()
+    return target
+
+
+def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse) -> Any:
+    """The sharded model with its weights (or, where a checkpoint follows, with memory for them).
+
+    Raises:
+        UserError: The configuration does not fit the model or the device.
+    """
+    parallel = config.parallel
+    attention, why = model.choose_attention(config.model.attention, me.device)
+    dtype = shard.kept_dtype(parallel.numerics)
+    hf_config = model.read_config(files)
+    began = time.monotonic()
+    if parallel.fsdp == "fsdp1":
+        if me.device.type == "cpu":
+            raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
+        module, how = fsdp1.build(Path(config.model.path), hf_config, attention, parallel, me), "rank 0 broadcast the weights"
+    else:
+        module = model.build_on_meta(hf_config, attention, dtype)
+        shard.shard(module, parallel, me.device)
+        if start:
+            load.materialise(module, me, offload=parallel.cpu_offload)
+            how = "weights come from the checkpoint"
+        else:
+            how = load.load(module, Path(config.model.path), config.model.load, me, pulse.beat, offload=parallel.cpu_offload)
+    if config.model.activation_checkpointing:
+        shard.checkpoint_activations(module)
+    n = sum(p.numel() for p in module.parameters()) if parallel.fsdp == "fsdp2" else weights.read_llama(files).parameters
+    _log(me, f"{parallel.fsdp} on {me.world} x {me.device.type}: {n:,} parameters, {parallel.numerics} at "
+             f"{shard.BYTES_PER_PARAMETER[parallel.numerics]} bytes each; {how}, {time.monotonic() - began:.1f} s")  # fmt: skip
+    _log(me, f"attention: {attention} ({why}); activation checkpointing: {config.model.activation_checkpointing}; "
+             f"cpu offload: {parallel.cpu_offload}")  # fmt: skip
+    return module
+
+
+def one_step(
+    config: Config, step: int, steps: int, module: Any, optimizer: torch.optim.Optimizer, batches: data.Batches, me: Ranks
+) -> Metrics:
+    """Fetch a batch, update the weights, and measure.
+
+    Raises:
+        RunError: Loss or gradient is not finite.
+    """
+    laps = Laps(me.device)
+    lr = lr_at(step, steps, config.optimizer)
+    set_lr(optimizer, lr)
+    microbatches = batches.microbatches(step, me, config.training.global_batch_size, config.training.micro_batch_size)
+    laps.end("data")
+    try:
+        result: StepResult = train_step(
+            module, optimizer, microbatches, max_norm=config.optimizer.max_norm, world=me.world,
+            set_to_none=not config.parallel.cpu_offload, lap=laps.end,
+        )  # fmt: skip
+    except NonFiniteError as error:
+        raise RunError(
+            f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or look at "
+            "the data of this step, and resume"
+        ) from None
+    seconds = laps.seconds()
+    step_s = sum(seconds.values())
+    return Metrics(
+        step=step, time=time.time(), loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=result.n_targets,
+        tokens_per_s=result.n_targets / step_s, step_s=step_s, data_s=seconds["data"], forward_s=seconds["forward"],
+        backward_s=seconds["backward"], optimizer_s=seconds["optimizer"],
+    )  # fmt: skip
+
+
+class MetricsWriter:
+    """Rank 0's ``metrics.jsonl`` and its lines on stdout."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        """Keep the lines up to step ``done``, which a resumed run goes on from."""
+        kept = [line for line in _lines(path) if line["step"] <= done]
+        write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.tokens = int(kept[-1]["tokens"]) if kept else 0
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: Metrics, steps: int) -> None:
+        """Append one step."""
+        self.tokens += metrics.tokens
+        record = {name: getattr(metrics, name) for name in Metrics.__slots__} | {"tokens": self.tokens}
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        print(f"step {metrics.step}/{steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
+              f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s", flush=True)  # fmt: skip
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Metrics lines of an earlier attempt; a last line that a kill cut short is dropped."""
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
+def _log(me: Ranks, message: str) -> None:
+    if me.leads:
+        print(message, flush=True)
+
+
+def _say_why(message: str, pulse: Pulse | None) -> None:
+    print(f"llama405b train: {message}", file=sys.stderr, flush=True)
+    if pulse:
+        pulse.failed(message)
+
+
+def _lost_peer(error: Exception) -> bool:
+    """Whether the fault is that another rank went away: then that rank's own words matter, not this one's."""
+    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out", "Socket Timeout")
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or any(sign in str(error) for sign in signs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
