@@ -8,14 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from llama405b import config as configuration
 from llama405b import model, shard, weights
 from llama405b.config import Config
-from llama405b.load import rows_of
 
 GIB = 1 << 30
 
@@ -37,7 +35,7 @@ def report(config: Config, preset: str, world: int) -> str:
     finally:
         dist.destroy_process_group()
     total = sum(p.numel() for _, parameters in units for p in parameters)
-    mine = sum(_rank0_elements(p, world) for _, parameters in units for p in parameters)
+    mine = sum(p.data.to_local().numel() for _, parameters in units for p in parameters)  # type: ignore[attr-defined]
     each = shard.BYTES_PER_PARAMETER[config.parallel.numerics]
     largest = max(units, key=lambda unit: sum(p.numel() for p in unit[1]))
     layers = [unit for unit in units if unit[0].startswith("model.layers.")]
@@ -48,7 +46,7 @@ def report(config: Config, preset: str, world: int) -> str:
             f"model        {preset or config.model.path}: {total:,} parameters",
             f"units        {len(layers)} decoder layers of {sum(p.numel() for p in layers[0][1]):,}; "
             + ", ".join(f"{name} {sum(p.numel() for p in ps):,}" for name, ps in units if (name, ps) not in layers),
-            f"ranks        {world}: {mine:,} parameters on the fullest",
+            f"ranks        {world}: {mine:,} parameters on rank 0, the fullest",
             f"state        {config.parallel.numerics}: {each} bytes a parameter, {mine * each / GIB:,.1f} GiB of {where} per rank",
             f"gathered     at most {sum(p.numel() for p in largest[1]) * compute_bytes / GIB:,.2f} GiB at a time ({largest[0]}), "
             "twice that while the next unit is prefetched",
@@ -67,9 +65,3 @@ def _shape(config: Config, preset: str) -> LlamaConfig:
         weights.read_llama(directory)  # raises, and says what is missing
     weights.check_seq_len(weights.parse_llama(record, str(directory)), config.data.seq_len)
     return LlamaConfig(**record)
-
-
-def _rank0_elements(parameter: torch.nn.Parameter, world: int) -> int:
-    assert isinstance(parameter.data, DTensor)
-    start, stop = rows_of(parameter.shape[0], 0, world)
-    return (stop - start) * parameter.shape[1:].numel()

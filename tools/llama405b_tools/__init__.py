@@ -1,0 +1,1 @@
+"""The operator's side: hosts, launching, watching, stopping. Never imports torch."""

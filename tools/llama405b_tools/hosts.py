@@ -1,0 +1,119 @@
+"""The hosts file, parsed. Pure: text in, hosts out.
+
+One host a line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [python=PATH]``. ``node[001-008]`` is
+eight hosts. ``#`` begins a comment. Rank order is line order; the first host is the head.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from llama405b.errors import UserError
+
+TARGET = re.compile(
+    r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*(?:\[\d+-\d+\])?[A-Za-z0-9.-]*?)(?::(?P<port>\d+))?"
+)
+RANGE = re.compile(r"\[(\d+)-(\d+)\]")
+KEYS = ("slots", "address", "workdir", "python")
+MAX_HOSTS = 4096
+LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Host:
+    """One line of the hosts file."""
+
+    name: str  # also what ssh is given
+    where: str  # "hosts:7"
+    user: str = ""
+    port: int = 0  # 0: from ~/.ssh/config, else 22
+    slots: int = 0  # ranks on this host; 0: one for each GPU, or 1 where there is none
+    address: str = ""  # on the training network; "": the address that ssh reaches it at
+    workdir: str = ""  # "": the operator's
+    python: str = ""  # "": the operator's
+
+    @property
+    def loopback(self) -> bool:
+        """Whether its training address is this machine's loopback, which no other machine reaches."""
+        return LOOPBACK.fullmatch(self.address or self.name) is not None
+
+
+def parse(text: str, source: str) -> tuple[Host, ...]:
+    """Parse a hosts file.
+
+    Raises:
+        UserError: A line is wrong, or repeats a host, or there is no host; names file and line.
+    """
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        for host in _parse_line(words, f"{source}:{number}"):
+            if host.name in hosts:
+                first = hosts[host.name].where.rpartition(":")[2]
+                raise UserError(f"{host.where}: {host.name!r} repeats line {first}; delete one")
+            hosts[host.name] = host
+            if len(hosts) > MAX_HOSTS:
+                raise UserError(f"{host.where}: more than {MAX_HOSTS} hosts; split the file")
+    if not hosts:
+        raise UserError(f"{source}: no host in it; write one a line, like 'gpu-01 slots=8'")
+    found = tuple(hosts.values())
+    _check_loopback(found)
+    return found
+
+
+def _parse_line(words: Sequence[str], where: str) -> list[Host]:
+    match = TARGET.fullmatch(words[0])
+    if not match:
+        raise UserError(f"{where}: {words[0]!r} is no host; write [user@]host[:port], of letters, digits, '.' and '-'")
+    port = int(match["port"] or 0)
+    if match["port"] and not 0 < port < 65536:
+        raise UserError(f"{where}: port {port} is out of range; take 1 to 65535")
+    options = _parse_options(words[1:], where)
+    slots = options.get("slots", "0")
+    if not slots.isdigit() or ("slots" in options and not 0 < int(slots) <= 1024):
+        raise UserError(f"{where}: slots={slots} is no number of ranks; write slots=8")
+    if "address" in options and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", options["address"]):
+        raise UserError(f"{where}: address={options['address']} is no address; write an IP address or a host name")
+    if "workdir" in options and not options["workdir"].startswith(("/", "~/")):
+        raise UserError(f"{where}: workdir={options['workdir']} is relative; write a full path")
+    return [
+        Host(name, where, match["user"] or "", port, int(slots), options.get("address", ""),
+             options.get("workdir", ""), options.get("python", ""))
+        for name in _expand(match["name"], where)
+    ]  # fmt: skip
+
+
+def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in KEYS or not equals or not value:
+            raise UserError(f"{where}: {word!r} is not understood; a host takes {', '.join(f'{k}=' for k in KEYS)}")
+        if key in options:
+            raise UserError(f"{where}: {key}= is given twice; delete one")
+        options[key] = value
+    return options
+
+
+def _expand(name: str, where: str) -> list[str]:
+    """``node[08-10]`` is node08, node09, node10."""
+    span = RANGE.search(name)
+    if not span:
+        return [name]
+    first, last = int(span[1]), int(span[2])
+    if first > last or last - first >= MAX_HOSTS:
+        raise UserError(f"{where}: range [{span[1]}-{span[2]}] is empty or too long; write it as [001-008]")
+    width = len(span[1]) if span[1].startswith("0") else 0
+    return [f"{name[: span.start()]}{i:0{width}d}{name[span.end() :]}" for i in range(first, last + 1)]
+
+
+def _check_loopback(hosts: Sequence[Host]) -> None:
+    """One loopback host among others that are not would be looked for by each of them on itself."""
+    local = [host for host in hosts if host.loopback]
+    if local and len(local) < len(hosts):
+        raise UserError(
+            f"{local[0].where}: {local[0].name!r} is at {local[0].address or local[0].name}, where the other hosts "
+            "cannot reach it; give it address= on the training network"
+        )

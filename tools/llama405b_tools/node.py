@@ -1,0 +1,225 @@
+"""The node runner: what tmux starts on a host, and the parent of torchrun there. Standard library alone.
+
+``python -m llama405b_tools.node RUN_DIR HOST`` takes everything from ``RUN_DIR/plan.json``. It holds the run's lock
+on the host, ends what an earlier attempt left behind, hands the secrets to torchrun's environment only, and writes
+the truth to ``status/<host>.json``. It leaves no process behind, however it ends itself: a guardian, which shares
+its lock, outlives a SIGKILL of the runner just long enough to end the rest.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from llama405b.rundir import UMASK, NodeStatus, RunDir, read_json, write_json
+from llama405b_tools import procs
+from llama405b_tools.commands import Plan, node_env, plan_from_json, torchrun_argv
+from llama405b_tools.tail import Tail
+
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
+POLL_S = 0.2
+ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
+
+
+class NodeRunner:
+    """One attempt of one run on this host."""
+
+    def __init__(self, run: RunDir, host: str) -> None:
+        self.run, self.host = run, host
+        self.marker = f"{run.path}:{host}"
+        self.stop_signal = 0
+        record = read_json(run.plan)
+        if record is None:
+            raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
+        self.plan: Plan = plan_from_json(record)
+
+    def main(self) -> int:
+        """Run torchrun to its end; returns its exit code, or 128 + the signal that ended it."""
+        lock = take_lock(self.run.lock(self.host))
+        if lock is None:
+            raise SystemExit(f"{self.run.name} runs on {self.host} already")
+        self.report("starting")
+        guardian, line = self.start_guardian()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.on_signal)
+        procs.become_subreaper()
+        procs.sweep(self.marker, spare=(guardian,))
+        child = self.start_torchrun()
+        self.report("running")
+        self.show_logs(child)
+        code = self.wait(child)
+        procs.sweep(self.marker, below=os.getpid(), spare=(guardian,))
+        self.report_end(code)
+        os.write(line, b"done")  # the guardian may go
+        os.close(line)
+        os.waitpid(guardian, 0)
+        return code if code >= 0 else 128 - code
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        """Remember that the run is to end."""
+        self.stop_signal = self.stop_signal or number
+
+    def report(self, state: str, **more: Any) -> None:
+        """Write the status."""
+        pid = os.getpid()
+        began = procs.start_time(pid) or 0
+        status = NodeStatus(self.host, state, self.plan.attempt, pid, began, time=time.time(), **more)
+        write_json(self.run.status(self.host), status)
+
+    def report_end(self, code: int) -> None:
+        """Say how torchrun ended, and which rank was the first to fail."""
+        if self.stop_signal:
+            name = signal.Signals(self.stop_signal).name
+            self.report("killed", signal=int(self.stop_signal), reason=f"stopped by {name}")
+        elif code < 0:
+            self.report("killed", signal=-code, reason=f"torchrun was killed by {_signal_name(-code)}")
+        else:
+            self.report("exited", exit_code=code, reason="" if code == 0 else self.first_failure())
+
+    def first_failure(self) -> str:
+        """The first failure of this attempt on this host, from torchrun's summary and the rank's own words."""
+        log = self.run.logs(self.host) / "torchrun.log"
+        match = None
+        for match in ROOT_CAUSE.finditer(log.read_text(encoding="utf-8", errors="replace")):
+            pass
+        if match is None:
+            return f"torchrun failed; see {log}"
+        rank, code = self.plan.node(self.host).first_rank, int(match[2])
+        rank = self.rank_of(int(match[1]), rank)
+        words = (read_json(self.run.heartbeat(rank)) or {}).get("message", "")
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
+        return f"rank {rank} {how}{f': {words}' if words and code >= 0 else ''}"
+
+    def rank_of(self, torch_rank: int, fallback: int) -> int:
+        """Our rank (order of the hosts file) of a rank in torchrun's summary, by its local rank."""
+        log = (self.run.logs(self.host) / "torchrun.log").read_text(encoding="utf-8", errors="replace")
+        local = re.search(rf"rank\s*: {torch_rank} \(local_rank: (\d+)\)", log)
+        return fallback + int(local[1]) if local else torch_rank
+
+    def start_guardian(self) -> tuple[int, int]:
+        """Fork the process that ends the run should this one be killed; returns its pid and a pipe to it."""
+        read, write = os.pipe()
+        os.set_inheritable(write, False)
+        runner = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(read)
+            return pid, write
+        os.setsid()  # a hang-up of the terminal is not for it
+        os.close(write)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        if os.read(read, 4) != b"done":
+            procs.sweep(self.marker, spare=(runner,))
+            self.report("killed", signal=int(signal.SIGKILL), reason="the node runner was killed")
+        os._exit(0)
+
+    def start_torchrun(self) -> "subprocess.Popen[bytes]":
+        """Start torchrun in a session of its own, with the secrets in its environment alone."""
+        node = self.plan.node(self.host)
+        logs = self.run.logs(self.host)
+        logs.mkdir(parents=True, exist_ok=True)
+        env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
+        env |= node_env(self.plan, self.host, str(self.run.path)) | self.take_secrets()
+        argv = torchrun_argv(self.plan, self.host, str(logs))
+        with (logs / "torchrun.log").open("ab") as log:
+            log.write(f"attempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
+            return subprocess.Popen(  # noqa: S603
+                argv, cwd=os.path.expanduser(node.workdir), env=env, stdin=subprocess.DEVNULL,  # noqa: PTH111
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def take_secrets(self) -> dict[str, str]:
+        """Read the secrets' file, and delete it."""
+        path = secrets_path(self.run, self.host)
+        try:
+            secrets = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        path.unlink()
+        return {str(key): str(value) for key, value in secrets.items()}
+
+    def wait(self, child: "subprocess.Popen[bytes]") -> int:
+        """Wait for torchrun; once told to stop, SIGTERM it, and SIGKILL it after the grace."""
+        deadline = float("inf")
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(POLL_S)
+            if self.stop_signal and deadline == float("inf"):
+                child.terminate()
+                deadline = time.monotonic() + GRACE_S
+            if time.monotonic() > deadline:
+                child.kill()
+
+    def show_logs(self, child: "subprocess.Popen[bytes]") -> None:
+        """Print the logs of this host's ranks in the tmux pane, for whoever attaches."""
+
+        def follow() -> None:
+            tail = Tail(self.run.logs(self.host), from_end=True)
+            while child.poll() is None:
+                for _, lines in tail.new_lines():
+                    with contextlib.suppress(OSError):
+                        print("\n".join(lines), flush=True)
+                time.sleep(POLL_S)
+
+        threading.Thread(target=follow, daemon=True).start()
+
+
+def take_lock(path: Path, tries: int = 10) -> int | None:
+    """Hold the run's lock on this host until the process (and its guardian) ends; None where another holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(tries):  # `status` holds it for an instant to look
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def is_alive(run: RunDir, host: str) -> bool:
+    """Whether a node runner (or its guardian) holds the run's lock on this host."""
+    try:
+        descriptor = os.open(run.lock(host), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def secrets_path(run: RunDir, host: str) -> Path:
+    """Where the secrets wait, for the moment between the agent and the node runner."""
+    return run.path / "status" / f".{host}.secrets"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def main() -> int:
+    """Entry point of ``python -m llama405b_tools.node RUN_DIR HOST``."""
+    os.umask(UMASK)
+    return NodeRunner(RunDir(Path(sys.argv[1])), sys.argv[2]).main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Find and end the processes of a run on this machine, whoever their parents are now. Standard library, Linux."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from llama405b_tools.commands import MARKER
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Make orphans below this process its own children, so that none gets out of sight."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None where it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def same_process(pid: int, began: int) -> bool:
+    """Whether ``pid`` still is the process that began then."""
+    return pid > 0 and start_time(pid) == began
+
+
+def marked(value: str) -> list[int]:
+    """Processes whose environment says that they belong to ``<run directory>:<host>``."""
+    needle = f"{MARKER}={value}".encode()
+    found = []
+    for entry in os.listdir("/proc"):  # noqa: PTH208: a Path for each process costs more than the scan
+        if entry.isdigit() and start_time(int(entry)) is not None:
+            try:
+                environment = Path(f"/proc/{entry}/environ").read_bytes()
+            except OSError:
+                continue
+            if needle in environment.split(b"\0"):
+                found.append(int(entry))
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """All living processes below ``root``."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                parents.setdefault(int(fields[1]), []).append(int(entry))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        children = parents.get(pending.pop(), [])
+        found += children
+        pending += children
+    return found
+
+
+def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
+    """SIGKILL every process of ``<run directory>:<host>`` until none is left.
+
+    Returns how many were ended, and those that could not be within ``seconds`` (in a D state, say).
+    """
+    ended: set[int] = set()
+    deadline = time.monotonic() + seconds
+    while True:
+        left = set(marked(value)) | (set(descendants(below)) if below else set())
+        left -= {os.getpid(), *spare}
+        if not left or time.monotonic() > deadline:
+            return len(ended - left), sorted(left)
+        for pid in left:
+            ended.add(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        time.sleep(0.05)
