@@ -56,7 +56,9 @@ class Store:
                 token = f".token-{uuid.uuid4().hex}"
                 (self.root / token).touch()
         except OSError as found:
-            error = UserError(f"{self.root}: cannot be written ({found.strerror}) on {self.me.host}; set --checkpoint.dir")
+            error = UserError(
+                f"{self.root}: cannot be written ({found.strerror}) on {self.me.host}; set --checkpoint.dir"
+            )
         ranks.refuse_together(error)
         token = ranks.from_rank0(token)
         deadline = time.monotonic() + SEEN_WITHIN_S
@@ -86,13 +88,19 @@ class Store:
             partial.mkdir()
         dist.barrier(self.group)
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(self.me.rank): _rng_state(self.me)}}
+        state = {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "rng": {str(self.me.rank): _rng_state(self.me)},
+        }
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
         except dcp.api.CheckpointException as failed:
             causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(failed.failures.items()))
-            raise UserError(f"{partial}: the checkpoint could not be written ({causes}); free space, then resume") from None
+            raise UserError(
+                f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
+            ) from None
         mine = {path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)}
         files = {name: entry for part in ranks.agreed(mine) for name, entry in part.items()}
         if self.me.leads:
@@ -110,7 +118,7 @@ class Store:
         if resume == "no":
             return None, []
         if resume == "auto":
-            passed_over = []
+            passed_over: list[str] = []
             for path in reversed(ranks.from_rank0(_committed(self.root) if self.me.leads else None)):
                 if not (why := self._verify(path)):
                     return path, passed_over
@@ -138,7 +146,12 @@ class Store:
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         write_json(
             partial / MANIFEST,
-            {"step": step, "world_size": self.me.world, "versions": versions, "files": dict(sorted(files.items()))},
+            {
+                "step": step,
+                "world_size": self.me.world,
+                "versions": versions,
+                "files": dict(sorted(files.items())),
+            },
         )
         _fsync(partial / MANIFEST)
         _fsync(partial)
@@ -237,5 +250,3 @@ def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
     if me.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-

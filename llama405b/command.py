@@ -15,8 +15,11 @@ from llama405b.config import Config, Setting
 from llama405b.errors import UserError
 
 
-class _OneLineParser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence."""
+
     def error(self, message: str) -> NoReturn:
+        """Refuse."""
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
@@ -39,7 +42,7 @@ def parse(argv: Sequence[str]) -> Command:
     Raises:
         UserError: Anything in it is wrong.
     """
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="llama405b train",
         description="Train a Llama. One process a rank, under torchrun; `llama405b launch` starts it on every host.",
         epilog=configuration.help_text(),
@@ -48,16 +51,22 @@ def parse(argv: Sequence[str]) -> Command:
     )
     parser.add_argument("--preset", default="", help="settings to start from")
     parser.add_argument("--config", type=Path, help="TOML file of settings, over the preset's")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]"
+    )
     parser.add_argument("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
-    parser.add_argument("--dry-run", action="store_true", help="shard the model on the meta device, and say what it takes")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="shard the model on the meta device, and say what it takes"
+    )
     parser.add_argument("--world", type=int, default=1, help="ranks, with --dry-run [1]")
-    known, rest = parser.parse_known_args(argv)
+    flags, others = configuration.split_flags(argv)
+    known, rest = parser.parse_known_args(others)
+    configuration.refuse_unknown(rest)
     if known.world < 1:
         raise UserError(f"--world: {known.world} ranks; it takes at least 1")
     settings = configuration.read_preset(known.preset) if known.preset else {}
     settings |= configuration.read_toml(known.config) if known.config else {}
-    settings |= configuration.read_flags(rest)
+    settings |= configuration.read_flags(flags)
     if known.dry_run:  # the shape needs no data
         settings = {"data.paths": (("none",), "--dry-run")} | settings
     config = configuration.resolve(settings)

@@ -144,7 +144,9 @@ def read_preset(name: str) -> dict[str, Setting]:
         UserError: There is none of that name.
     """
     if name not in preset_names():
-        raise UserError(f"--preset: no preset {name!r}{_nearest(name, preset_names())}; take one of {', '.join(preset_names())}")
+        raise UserError(
+            f"--preset: no preset {name!r}{_nearest(name, preset_names())}; take one of {', '.join(preset_names())}"
+        )
     return {key: (value, f"preset {name}") for key, (value, _) in read_toml(PRESET_DIR / f"{name}.toml").items()}
 
 
@@ -174,6 +176,22 @@ def read_toml(path: Path) -> dict[str, Setting]:
     return settings
 
 
+def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part a command line into settings (``--section.key VALUE``) and the rest."""
+    flags: list[str] = []
+    others: list[str] = []
+    pending = list(args)
+    while pending:
+        word = pending.pop(0)
+        if re.match(r"--\w+\.", word):
+            flags.append(word)
+            if "=" not in word and pending and not pending[0].startswith("--"):
+                flags.append(pending.pop(0))
+        else:
+            others.append(word)
+    return flags, others
+
+
 def read_flags(args: Sequence[str]) -> dict[str, Setting]:
     """Read ``--section.key VALUE`` and ``--section.key=VALUE``.
 
@@ -184,8 +202,6 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
     rest = list(args)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
-        if not flag.startswith("--"):
-            raise UserError(f"{flag}: not expected here; settings are flags, like --optimizer.lr 1e-5")
         key = known_key(flag[2:], flag)
         if not equals:
             if rest and not rest[0].startswith("--"):
@@ -234,6 +250,18 @@ def to_toml(config: Config) -> str:
         lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def refuse_unknown(words: Sequence[str]) -> None:
+    """Refuse what no parser took.
+
+    Raises:
+        UserError: There is something.
+    """
+    for word in words:
+        if word.startswith("--"):
+            known_key(word[2:].partition("=")[0], word.partition("=")[0])
+        raise UserError(f"{word}: not expected here; settings are flags, like --optimizer.lr 1e-5")
 
 
 def help_text() -> str:
@@ -311,11 +339,20 @@ def _from_text(text: str, type_: Any, flag: str) -> Any:
             try:
                 return json.loads(text)
             except ValueError:
-                raise UserError(f"{flag}: {text!r} is no list; write it as a,b or [\"a\", \"b\"]") from None
+                raise UserError(f'{flag}: {text!r} is no list; write it as a,b or ["a", "b"]') from None
         inner = typing.get_args(type_)[0]
         return [_from_text(part, inner, flag) for part in text.split(",") if part]
     if type_ is bool:
-        words = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+        words = {
+            "true": True,
+            "on": True,
+            "yes": True,
+            "1": True,
+            "false": False,
+            "off": False,
+            "no": False,
+            "0": False,
+        }
         return words.get(text.lower(), text)
     if type_ in (int, float):
         try:
@@ -331,8 +368,15 @@ def _check(config: Config, wheres: Mapping[str, str]) -> None:
     def refuse(key: str, what: str) -> typing.NoReturn:
         raise UserError(f"{wheres.get(key, '--' + key)}: {what}")
 
-    positive = ("data.seq_len", "training.global_batch_size", "training.micro_batch_size", "optimizer.lr",
-                "optimizer.eps", "timeouts.load", "timeouts.step")
+    positive = (
+        "data.seq_len",
+        "training.global_batch_size",
+        "training.micro_batch_size",
+        "optimizer.lr",
+        "optimizer.eps",
+        "timeouts.load",
+        "timeouts.step",
+    )
     for key, type_, _, _ in fields():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
@@ -343,13 +387,22 @@ def _check(config: Config, wheres: Mapping[str, str]) -> None:
     if not config.data.paths:
         refuse("data.paths", "no data given; name files, folders or globs")
     if config.checkpoint.every and config.checkpoint.keep < 2:
-        refuse("checkpoint.keep", f"checkpoint.keep is {config.checkpoint.keep}; keep at least 2, so that one always verifies")
+        refuse(
+            "checkpoint.keep",
+            f"checkpoint.keep is {config.checkpoint.keep}; keep at least 2, so that one always verifies",
+        )
     if not config.training.max_steps and not config.training.epochs:
         refuse("training.epochs", "max_steps and epochs are both 0; give one of them")
     if config.optimizer.min_lr > config.optimizer.lr:
-        refuse("optimizer.min_lr", f"min_lr {config.optimizer.min_lr} is above lr {config.optimizer.lr}; lower it")
+        refuse(
+            "optimizer.min_lr",
+            f"min_lr {config.optimizer.min_lr} is above lr {config.optimizer.lr}; lower it",
+        )
     if not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        refuse("optimizer.betas", f"betas are {list(config.optimizer.betas)}; each must be at least 0 and below 1")
+        refuse(
+            "optimizer.betas",
+            f"betas are {list(config.optimizer.betas)}; each must be at least 0 and below 1",
+        )
     if config.parallel.fsdp == "fsdp1" and config.parallel.device == "cpu":
         refuse("parallel.fsdp", "torch refuses fsdp1 on CPU; take fsdp2")
 
@@ -363,9 +416,11 @@ def _line_of(text: str, section: str, key: str | None = None) -> int:
             if key is None and current == section:
                 return number
         named = re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line)
-        if named and ((key is None and not current and named[1] == section)
-                      or (key is not None and (current, named[1]) == (section, key))
-                      or (key is not None and not current and named[1] in (section, f"{section}.{key}"))):
+        if named and (
+            (key is None and not current and named[1] == section)
+            or (key is not None and (current, named[1]) == (section, key))
+            or (key is not None and not current and named[1] in (section, f"{section}.{key}"))
+        ):
             return number
     return 1
 

@@ -1,7 +1,7 @@
 """Errors that end a program with one sentence, and the exit codes all programs share.
 
-    UserError            refused input: nothing was changed     exit 2
-    └── RunError         a host or the run is at fault          exit 1
+UserError            refused input: nothing was changed     exit 2
+└── RunError         a host or the run is at fault          exit 1
 """
 
 GOOD, FAILED, REFUSED, UNFIT, STOPPED_FOLLOWING = 0, 1, 2, 3, 130

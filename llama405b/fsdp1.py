@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,7 +41,9 @@ def build(directory: Path, config: LlamaConfig, attention: str, parallel: Parall
         model = build_on_meta(config, attention, dtype)
     check_wrap(model, parallel.wrap)
     tied = config.tie_word_embeddings  # a weight that two modules share must stay in one unit: the root
-    classes = {type(m) for m in model.modules() if type(m).__name__ in parallel.wrap and not (tied and type(m) is nn.Embedding)}
+    classes = {
+        type(m) for m in model.modules() if type(m).__name__ in parallel.wrap and not (tied and type(m) is nn.Embedding)
+    }
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     prefetch = None if parallel.backward_prefetch == "none" else BackwardPrefetch[parallel.backward_prefetch]
     wrapped = FullyShardedDataParallel(

@@ -36,9 +36,19 @@ class Pulse:
         self.written = now
         write_json(
             self.path,
-            Heartbeat(self.me.rank, self.me.host, os.getpid(), now, self.step, self.phase_name, self.phase_since,
-                      done_bytes, total_bytes, message),
-        )  # fmt: skip
+            Heartbeat(
+                self.me.rank,
+                self.me.host,
+                os.getpid(),
+                now,
+                self.step,
+                self.phase_name,
+                self.phase_since,
+                done_bytes,
+                total_bytes,
+                message,
+            ),
+        )
 
     def failed(self, message: str) -> None:
         """Say why this rank ends."""

@@ -12,7 +12,10 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """Fused AdamW over the shards, on the CPU where they are offloaded. Matrices decay, vectors (norms) do not."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

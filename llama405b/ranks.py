@@ -44,7 +44,9 @@ def join(device: str, timeout_s: int) -> Ranks:
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
-        raise UserError("--parallel.device: cuda was asked for, but torch sees no GPU here; take cpu, or fix the driver")
+        raise UserError(
+            "--parallel.device: cuda was asked for, but torch sees no GPU here; take cpu, or fix the driver"
+        )
     use_cuda = cuda and device != "cpu"
     local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     first = os.environ.get("LLAMA405B_FIRST_RANK")

@@ -35,7 +35,7 @@ def report(config: Config, preset: str, world: int) -> str:
     finally:
         dist.destroy_process_group()
     total = sum(p.numel() for _, parameters in units for p in parameters)
-    mine = sum(p.data.to_local().numel() for _, parameters in units for p in parameters)  # type: ignore[attr-defined]
+    mine = sum(p.data.to_local().numel() for _, parameters in units for p in parameters)
     each = shard.BYTES_PER_PARAMETER[config.parallel.numerics]
     largest = max(units, key=lambda unit: sum(p.numel() for p in unit[1]))
     layers = [unit for unit in units if unit[0].startswith("model.layers.")]

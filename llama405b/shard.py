@@ -50,7 +50,11 @@ def shard(model: Any, parallel: Parallel, device: torch.device, mesh: Any = None
         UserError: ``parallel.wrap`` names a class the model does not have.
     """
     check_wrap(model, parallel.wrap)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": _precision(parallel.numerics), "offload_policy": OffloadPolicy()}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": _precision(parallel.numerics),
+        "offload_policy": OffloadPolicy(),
+    }
     if parallel.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     tied = model.config.tie_word_embeddings

@@ -24,7 +24,9 @@ def expand(paths: Sequence[str]) -> list[Path]:
             root = Path(sysconfig.get_paths()["stdlib"])
             found = [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
         elif Path(path).is_dir():
-            found = [p for p in Path(path).rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts)]
+            found = [
+                p for p in Path(path).rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts)
+            ]
         else:
             found = [Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file()]  # noqa: PTH207
         if not found:

@@ -71,7 +71,9 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> 
     pulse.phase("data")
     batches = data.open_batches(config.data, files, run.path.parent / ".cache", me)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
-    store = checkpoint.Store(Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints, config.checkpoint.keep, me)
+    store = checkpoint.Store(
+        Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints, config.checkpoint.keep, me
+    )
     if config.checkpoint.every:
         store.prove_shared()
     start, passed_over = store.find(resume)
@@ -90,8 +92,11 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> 
         _log(me, f"resumed from {start}")
     elif resume == "auto":
         _log(me, "no checkpoint that verifies: starting from the model's weights")
-    _log(me, f"{steps} steps of {config.training.global_batch_size} x {config.data.seq_len} tokens "
-             f"({accumulate} micro-batches on each of {me.world} ranks), {batches.n_sequences} sequences in an epoch")  # fmt: skip
+    _log(
+        me,
+        f"{steps} steps of {config.training.global_batch_size} x {config.data.seq_len} tokens "
+        f"({accumulate} micro-batches on each of {me.world} ranks), {batches.n_sequences} sequences in an epoch",
+    )
     pulse.phase("train")
     writer = MetricsWriter(run.metrics, done) if me.leads else None
     for step in range(done + 1, steps + 1):
@@ -122,7 +127,9 @@ def bring_model_files(directory: Path, run: RunDir, me: Ranks, seq_len: int) -> 
                 _log(me, f"making the demo's model and tokenizer in {directory}")
                 make_demo(directory)
             weights.check_checkpoint(directory, seq_len)
-            small = {name: (directory / name).read_bytes() for name in weights.SMALL_FILES if (directory / name).is_file()}
+            small = {
+                name: (directory / name).read_bytes() for name in weights.SMALL_FILES if (directory / name).is_file()
+            }
         except UserError as found:
             error = found
     ranks.refuse_together(error)
@@ -151,7 +158,10 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
     if parallel.fsdp == "fsdp1":
         if me.device.type == "cpu":
             raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
-        module, how = fsdp1.build(Path(config.model.path), hf_config, attention, parallel, me), "rank 0 broadcast the weights"
+        module, how = (
+            fsdp1.build(Path(config.model.path), hf_config, attention, parallel, me),
+            "rank 0 broadcast the weights",
+        )
     else:
         module = model.build_on_meta(hf_config, attention, dtype)
         shard.shard(module, parallel, me.device)
@@ -159,19 +169,42 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
             load.materialise(module, me, offload=parallel.cpu_offload)
             how = "weights come from the checkpoint"
         else:
-            how = load.load(module, Path(config.model.path), config.model.load, me, pulse.beat, offload=parallel.cpu_offload)
+            how = load.load(
+                module,
+                Path(config.model.path),
+                config.model.load,
+                me,
+                pulse.beat,
+                offload=parallel.cpu_offload,
+            )
     if config.model.activation_checkpointing:
         shard.checkpoint_activations(module)
-    n = sum(p.numel() for p in module.parameters()) if parallel.fsdp == "fsdp2" else weights.read_llama(files).parameters
-    _log(me, f"{parallel.fsdp} on {me.world} x {me.device.type}: {n:,} parameters, {parallel.numerics} at "
-             f"{shard.BYTES_PER_PARAMETER[parallel.numerics]} bytes each; {how}, {time.monotonic() - began:.1f} s")  # fmt: skip
-    _log(me, f"attention: {attention} ({why}); activation checkpointing: {config.model.activation_checkpointing}; "
-             f"cpu offload: {parallel.cpu_offload}")  # fmt: skip
+    n = (
+        sum(p.numel() for p in module.parameters())
+        if parallel.fsdp == "fsdp2"
+        else weights.read_llama(files).parameters
+    )
+    _log(
+        me,
+        f"{parallel.fsdp} on {me.world} x {me.device.type}: {n:,} parameters, {parallel.numerics} at "
+        f"{shard.BYTES_PER_PARAMETER[parallel.numerics]} bytes each; {how}, {time.monotonic() - began:.1f} s",
+    )
+    _log(
+        me,
+        f"attention: {attention} ({why}); activation checkpointing: {config.model.activation_checkpointing}; "
+        f"cpu offload: {parallel.cpu_offload}",
+    )
     return module
 
 
 def one_step(
-    config: Config, step: int, steps: int, module: Any, optimizer: torch.optim.Optimizer, batches: data.Batches, me: Ranks
+    config: Config,
+    step: int,
+    steps: int,
+    module: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: data.Batches,
+    me: Ranks,
 ) -> Metrics:
     """Fetch a batch, update the weights, and measure.
 
@@ -185,9 +218,14 @@ def one_step(
     laps.end("data")
     try:
         result: StepResult = train_step(
-            module, optimizer, microbatches, max_norm=config.optimizer.max_norm, world=me.world,
-            set_to_none=not config.parallel.cpu_offload, lap=laps.end,
-        )  # fmt: skip
+            module,
+            optimizer,
+            microbatches,
+            max_norm=config.optimizer.max_norm,
+            world=me.world,
+            set_to_none=not config.parallel.cpu_offload,
+            lap=laps.end,
+        )
     except NonFiniteError as error:
         raise RunError(
             f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or look at "
@@ -196,10 +234,19 @@ def one_step(
     seconds = laps.seconds()
     step_s = sum(seconds.values())
     return Metrics(
-        step=step, time=time.time(), loss=result.loss, grad_norm=result.grad_norm, lr=lr, tokens=result.n_targets,
-        tokens_per_s=result.n_targets / step_s, step_s=step_s, data_s=seconds["data"], forward_s=seconds["forward"],
-        backward_s=seconds["backward"], optimizer_s=seconds["optimizer"],
-    )  # fmt: skip
+        step=step,
+        time=time.time(),
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=lr,
+        tokens=result.n_targets,
+        tokens_per_s=result.n_targets / step_s,
+        step_s=step_s,
+        data_s=seconds["data"],
+        forward_s=seconds["forward"],
+        backward_s=seconds["backward"],
+        optimizer_s=seconds["optimizer"],
+    )
 
 
 class MetricsWriter:
@@ -218,8 +265,11 @@ class MetricsWriter:
         record = {name: getattr(metrics, name) for name in Metrics.__slots__} | {"tokens": self.tokens}
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
-        print(f"step {metrics.step}/{steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
-              f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s", flush=True)  # fmt: skip
+        print(
+            f"step {metrics.step}/{steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
+            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s",
+            flush=True,
+        )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -245,7 +295,14 @@ def _say_why(message: str, pulse: Pulse | None) -> None:
 
 def _lost_peer(error: Exception) -> bool:
     """Whether the fault is that another rank went away: then that rank's own words matter, not this one's."""
-    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "timed out", "Socket Timeout")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Broken pipe",
+        "Timed out waiting",
+        "timed out",
+        "Socket Timeout",
+    )
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or any(sign in str(error) for sign in signs)
 
 

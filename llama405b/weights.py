@@ -14,13 +14,30 @@ from typing import Any
 
 from llama405b.errors import UserError
 
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SMALL_FILES = (  # what a rank without the directory needs of it
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -60,11 +77,21 @@ class Llama:
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            attention = {"q_proj": (q, self.hidden), "k_proj": (kv, self.hidden), "v_proj": (kv, self.hidden),
-                         "o_proj": (self.hidden, q)}
-            mlp = {"gate_proj": (self.intermediate, self.hidden), "up_proj": (self.intermediate, self.hidden),
-                   "down_proj": (self.hidden, self.intermediate)}
-            for block, matrices, bias in (("self_attn", attention, self.attention_bias), ("mlp", mlp, self.mlp_bias)):
+            attention = {
+                "q_proj": (q, self.hidden),
+                "k_proj": (kv, self.hidden),
+                "v_proj": (kv, self.hidden),
+                "o_proj": (self.hidden, q),
+            }
+            mlp = {
+                "gate_proj": (self.intermediate, self.hidden),
+                "up_proj": (self.intermediate, self.hidden),
+                "down_proj": (self.hidden, self.intermediate),
+            }
+            for block, matrices, bias in (
+                ("self_attn", attention, self.attention_bias),
+                ("mlp", mlp, self.mlp_bias),
+            ):
                 for name, shape in matrices.items():
                     shapes[f"{layer}{block}.{name}.weight"] = shape
                     if bias:
@@ -89,9 +116,7 @@ def read_llama(directory: Path) -> Llama:
         UserError: There is no such directory, or it does not hold a Llama.
     """
     if not directory.is_dir():
-        raise UserError(
-            f"{directory}: no such directory; fetch the model into it, or set --model.path to where it is"
-        )
+        raise UserError(f"{directory}: no such directory; fetch the model into it, or set --model.path to where it is")
     config = read_object(directory / "config.json")
     return parse_llama(config, str(directory / "config.json"))
 
@@ -102,7 +127,9 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     Raises:
         UserError: It is not a LlamaForCausalLM's.
     """
-    if config.get("model_type") != "llama" or "LlamaForCausalLM" not in config.get("architectures", ["LlamaForCausalLM"]):
+    if config.get("model_type") != "llama" or "LlamaForCausalLM" not in config.get(
+        "architectures", ["LlamaForCausalLM"]
+    ):
         found = ", ".join(config.get("architectures") or [str(config.get("model_type"))])
         raise UserError(f"{where}: this is a {found}, not a LlamaForCausalLM; name a Llama checkpoint")
     try:
@@ -170,7 +197,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            end = max(
+                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
+                default=0,
+            )
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path}: its safetensors header cannot be read; fetch it again") from None
     if actual != 8 + length + end:
@@ -197,7 +227,9 @@ def check_checkpoint(directory: Path, seq_len: int) -> Llama:
                 f"{list(shape)}; the two are of different models"
             )
         if tensors[name].dtype not in ("F32", "F16", "BF16"):
-            raise UserError(f"{tensors[name].file}: {name} is {tensors[name].dtype}; only F32, F16 and BF16 can be trained")
+            raise UserError(
+                f"{tensors[name].file}: {name} is {tensors[name].dtype}; only F32, F16 and BF16 can be trained"
+            )
     return llama
 
 
@@ -208,7 +240,9 @@ def check_seq_len(llama: Llama, seq_len: int) -> None:
         UserError: They are.
     """
     if seq_len > llama.max_positions:
-        raise UserError(f"--data.seq_len: {seq_len} is over the model's limit of {llama.max_positions} positions; lower it")
+        raise UserError(
+            f"--data.seq_len: {seq_len} is over the model's limit of {llama.max_positions} positions; lower it"
+        )
 
 
 def check_tokenizer(directory: Path, llama: Llama) -> None:

@@ -78,11 +78,34 @@ def start(request: Request) -> dict[str, Any]:
     if request["secrets"]:
         _write_secrets(secrets_path(run, host), request["secrets"])
     env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
-    done = subprocess.run(  # noqa: S603
-        ["tmux", "-L", tmux_socket(run.name), "-f", "/dev/null", "new-session", "-d", "-s", tmux_session(host),  # noqa: S607
-         "-x", "200", "-y", "50", "--", sys.executable, "-m", "llama405b_tools.node", str(run.path), host],
-        env=env, capture_output=True, text=True, timeout=START_WITHIN_S, check=False,
-    )  # fmt: skip
+    done = subprocess.run(
+        [
+            "tmux",
+            "-L",
+            tmux_socket(run.name),
+            "-f",
+            "/dev/null",
+            "new-session",
+            "-d",
+            "-s",
+            tmux_session(host),
+            "-x",
+            "200",
+            "-y",
+            "50",
+            "--",
+            sys.executable,
+            "-m",
+            "llama405b_tools.node",
+            str(run.path),
+            host,
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=START_WITHIN_S,
+        check=False,
+    )
     if done.returncode:
         secrets_path(run, host).unlink(missing_ok=True)
         return {"error": f"tmux would not start a session ({done.stderr.strip() or done.returncode})"}
@@ -122,10 +145,12 @@ def stop(request: Request) -> dict[str, Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(runner["pid"], signal.SIGKILL)
     ended, left = procs.sweep(f"{run.path}:{host}")
-    subprocess.run(  # noqa: S603
-        ["tmux", "-L", tmux_socket(run.name), "kill-session", "-t", f"={tmux_session(host)}"],  # noqa: S607
-        capture_output=True, timeout=10, check=False,
-    )  # fmt: skip
+    subprocess.run(
+        ["tmux", "-L", tmux_socket(run.name), "kill-session", "-t", f"={tmux_session(host)}"],
+        capture_output=True,
+        timeout=10,
+        check=False,
+    )
     secrets_path(run, host).unlink(missing_ok=True)
     return {"was_alive": was_alive, "swept": ended, "left": left, "status": read_json(run.status(host))}
 
@@ -153,7 +178,7 @@ def stream(request: Request) -> None:
         if not alive or not request.get("follow"):
             _print({"end": True})
             return
-        if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not sys.stdin.buffer.read1(1):
+        if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not os.read(sys.stdin.fileno(), 4096):
             return
 
 
@@ -166,7 +191,11 @@ def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
     node = next(node for node in plan["nodes"] if node["name"] == host)
     ranks = range(node["first_rank"], node["first_rank"] + node["slots"])
     root = Path(plan["checkpoint_dir"]) if plan.get("checkpoint_dir") else run.checkpoints
-    saved = sorted(p.name for p in root.iterdir() if p.name.startswith("step-") and (p / "manifest.json").exists()) if root.is_dir() else []
+    saved = (
+        sorted(p.name for p in root.iterdir() if p.name.startswith("step-") and (p / "manifest.json").exists())
+        if root.is_dir()
+        else []
+    )
     return {
         "run": run.name,
         "created": plan["created"],
@@ -208,7 +237,7 @@ def _gpus() -> int:
     if not shutil.which("nvidia-smi"):
         return 0
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=15, check=False)  # noqa: S607
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=15, check=False)
         return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
     return 0
 
@@ -222,7 +251,7 @@ def _route(head: str, *, is_head: bool) -> tuple[str, str]:
             address = target if is_head else probe_socket.getsockname()[0]
     except OSError:
         return "", ""
-    done = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, timeout=10, check=False)  # noqa: S607
+    done = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, timeout=10, check=False)
     for line in done.stdout.splitlines():
         words = line.split()
         if words[3].partition("/")[0] == address or (address.startswith("127.") and words[1] == "lo"):
@@ -275,8 +304,12 @@ def _print(value: Any) -> None:
 
 
 ACTIONS: dict[str, Callable[[Request], dict[str, Any] | None]] = {
-    "probe": probe, "start": start, "status": status, "stop": stop, "stream": stream,
-}  # fmt: skip
+    "probe": probe,
+    "start": start,
+    "status": status,
+    "stop": stop,
+    "stream": stream,
+}
 
 
 def main() -> int:
@@ -287,7 +320,6 @@ def main() -> int:
     if reply is not None:
         _print(reply)
     return 0
-
 
 
 if __name__ == "__main__":

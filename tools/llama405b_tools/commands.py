@@ -76,7 +76,9 @@ def device_env(nodes: Sequence[tuple[str, int]], gpus: Sequence[int]) -> list[di
         begin = used.get(machine, 0)
         used[machine] = begin + slots
         if present and used[machine] > present:
-            raise UserError(f"slots: {used[machine]} ranks on a machine with {present} GPUs; lower slots= in the hosts file")
+            raise UserError(
+                f"slots: {used[machine]} ranks on a machine with {present} GPUs; lower slots= in the hosts file"
+            )
         ids = ",".join(str(i) for i in range(begin, begin + slots))
         environments.append({"CUDA_VISIBLE_DEVICES": ids} if present and machine in shared else {})
     return environments
@@ -90,7 +92,9 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
     """
     node = plan.node(name)
     return [
-        node.python, "-m", "torch.distributed.run",
+        node.python,
+        "-m",
+        "torch.distributed.run",
         f"--nnodes={len(plan.nodes)}",
         f"--nproc-per-node={node.slots}",
         "--rdzv-backend=c10d",
@@ -102,7 +106,7 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
         f"--log-dir={log_dir}",
         "--redirects=3",
         *plan.program,
-    ]  # fmt: skip
+    ]
 
 
 def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
@@ -122,7 +126,9 @@ def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
 def agent_command(python: str, workdir: str, action: str) -> str:
     """The shell line that runs one action of the agent on a host; what to do goes in by standard input."""
     directory = f"~/{shlex.quote(workdir[2:])}" if workdir.startswith("~/") else shlex.quote(workdir)
-    return f"cd {directory} && PYTHONPATH=tools exec {shlex.quote(python)} -m llama405b_tools.agent {shlex.quote(action)}"
+    return (
+        f"cd {directory} && PYTHONPATH=tools exec {shlex.quote(python)} -m llama405b_tools.agent {shlex.quote(action)}"
+    )
 
 
 def tmux_socket(run: str) -> str:
@@ -161,4 +167,4 @@ def disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 def default_address(host: Host, ssh_hostname: str) -> str:
     """The address that the other hosts find a host at."""
-    return host.address or ("127.0.0.1" if host.loopback else ssh_hostname)
+    return "127.0.0.1" if host.loopback else host.address or ssh_hostname

@@ -79,10 +79,18 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
     if "workdir" in options and not options["workdir"].startswith(("/", "~/")):
         raise UserError(f"{where}: workdir={options['workdir']} is relative; write a full path")
     return [
-        Host(name, where, match["user"] or "", port, int(slots), options.get("address", ""),
-             options.get("workdir", ""), options.get("python", ""))
+        Host(
+            name,
+            where,
+            match["user"] or "",
+            port,
+            int(slots),
+            options.get("address", ""),
+            options.get("workdir", ""),
+            options.get("python", ""),
+        )
         for name in _expand(match["name"], where)
-    ]  # fmt: skip
+    ]
 
 
 def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:

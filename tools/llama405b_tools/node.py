@@ -87,11 +87,10 @@ class NodeRunner:
     def first_failure(self) -> str:
         """The first failure of this attempt on this host, from torchrun's summary and the rank's own words."""
         log = self.run.logs(self.host) / "torchrun.log"
-        match = None
-        for match in ROOT_CAUSE.finditer(log.read_text(encoding="utf-8", errors="replace")):
-            pass
-        if match is None:
+        matches = list(ROOT_CAUSE.finditer(log.read_text(encoding="utf-8", errors="replace")))
+        if not matches:
             return f"torchrun failed; see {log}"
+        match = matches[-1]
         rank, code = self.plan.node(self.host).first_rank, int(match[2])
         rank = self.rank_of(int(match[1]), rank)
         words = (read_json(self.run.heartbeat(rank)) or {}).get("message", "")
@@ -132,10 +131,15 @@ class NodeRunner:
         argv = torchrun_argv(self.plan, self.host, str(logs))
         with (logs / "torchrun.log").open("ab") as log:
             log.write(f"attempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
-            return subprocess.Popen(  # noqa: S603
-                argv, cwd=os.path.expanduser(node.workdir), env=env, stdin=subprocess.DEVNULL,  # noqa: PTH111
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+            return subprocess.Popen(
+                argv,
+                cwd=node.workdir,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def take_secrets(self) -> dict[str, str]:
         """Read the secrets' file, and delete it."""

@@ -34,7 +34,7 @@ def marked(value: str) -> list[int]:
     """Processes whose environment says that they belong to ``<run directory>:<host>``."""
     needle = f"{MARKER}={value}".encode()
     found = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208: a Path for each process costs more than the scan
+    for entry in os.listdir("/proc"):  # noqa: PTH208
         if entry.isdigit() and start_time(int(entry)) is not None:
             try:
                 environment = Path(f"/proc/{entry}/environ").read_bytes()

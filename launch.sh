@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Set up everything, then train on the hosts of a hosts file.
+#   bash launch.sh                                  the demo: ./hosts, followed to its end
+#   bash launch.sh my-hosts --config my.toml …      `llama405b launch` with these arguments
+set -uo pipefail
+called_from=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
+# shellcheck source=tools/setup.sh
+source tools/setup.sh
+need_programs tmux:tmux || exit 2
+need_venv train || exit 2
+llama405b=$PWD/.venv/bin/llama405b
+if [ $# -eq 0 ]; then
+    exec "$llama405b" launch hosts --preset demo --follow
+fi
+cd "$called_from" || exit 2
+exec "$llama405b" launch "$@"

@@ -1,0 +1,77 @@
+"""The front door: ``llama405b VERB``. Imports a verb's module only when that verb is called."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from llama405b import __version__
+from llama405b.errors import STOPPED_FOLLOWING, UserError
+
+VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
+    "launch": ("llama405b_tools.launch", "start a run on every host, all or nothing"),
+    "status": ("llama405b_tools.status", "what runs where, and how it goes"),
+    "logs": ("llama405b_tools.logs", "the logs of every rank of every host"),
+    "attach": ("llama405b_tools.attach", "one tmux session with a window on every host"),
+    "stop": ("llama405b_tools.stop", "end a run on every host, and verify it"),
+    "train": ("llama405b.train", "the training program; launch runs it under torchrun"),
+    "demo": ("llama405b.demo_cli", "write a small Llama checkpoint to try things on"),
+    "bench": ("llama405b.bench", "measure against a named baseline"),
+}
+OPERATOR, HOSTS = ("launch", "status", "logs", "attach", "stop"), ("train", "demo", "bench")
+
+
+def usage() -> str:
+    """The help text."""
+    lines = [
+        "usage: llama405b VERB …        (llama405b VERB --help tells more)",
+        "",
+        "Fully fine-tune Llama 3.1 405B on machines you reach by SSH.",
+    ]
+    for title, verbs in (("at your terminal", OPERATOR), ("on a GPU host", HOSTS)):
+        lines += ["", f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
+    return "\n".join(
+        [*lines, "", "example: llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow"]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"llama405b {__version__}")
+        return 0
+    try:
+        if args[0] not in VERBS:
+            raise UserError(f"there is no verb {args[0]!r}; take one of {', '.join(VERBS)}")
+        return _verb(args[0], args[1:])
+    except UserError as error:
+        print(f"llama405b: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return STOPPED_FOLLOWING
+    except BrokenPipeError:
+        sys.stderr.close()  # or Python complains once more on its way out
+        return 0
+
+
+def _verb(verb: str, args: list[str]) -> int:
+    if verb == "train":  # what is wrong with the command is said without waiting for torch
+        from llama405b.command import parse
+
+        parse(args)
+    try:
+        module = importlib.import_module(VERBS[verb][0])
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
+            raise
+        raise UserError(
+            f"{verb} needs {missing.name}, which is not installed; pip install 'llama405b[train]'"
+        ) from None
+    return int(module.main(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

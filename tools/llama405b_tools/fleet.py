@@ -1,0 +1,143 @@
+"""All hosts at once: a connection each, one agent call to each, bounded concurrency. Holds no decisions."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llama405b.errors import UserError
+from llama405b_tools.commands import agent_command
+from llama405b_tools.hosts import Host, parse
+from llama405b_tools.transport import Connection, HostError, Local, Result, Stream
+
+MAX_AT_ONCE = 64
+Reply = dict[str, Any]
+Outcome = Reply | HostError  # what a host answered, or why it did not
+
+
+def read_hosts(path: Path) -> tuple[Host, ...]:
+    """Read a hosts file.
+
+    Raises:
+        UserError: It cannot be read, or a line of it is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
+        raise UserError(f"{path}: cannot be read ({reason}); name a hosts file, one host a line") from None
+    return parse(text, str(path))
+
+
+def is_local(host: Host) -> bool:
+    """Whether a host is this machine: then no sshd is needed. A user or port in the line asks for SSH."""
+    if host.user or host.port:
+        return False
+    if host.loopback or host.name == socket.gethostname():
+        return True
+    if host.address:
+        with contextlib.suppress(OSError), socket.socket() as bound:  # only an own address can be bound
+            bound.bind((host.address, 0))
+            return True
+    return False
+
+
+class Fleet:
+    """Connections to hosts, made when first needed and kept."""
+
+    def __init__(self, hosts: Iterable[Host]) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self.connections: dict[str, Connection] = {}
+        self.pool = concurrent.futures.ThreadPoolExecutor(min(MAX_AT_ONCE, len(self.hosts)), "host")
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for connection in self.connections.values():
+            connection.close()
+
+    def each(self, ask: Callable[[str], Reply], names: Iterable[str] | None = None) -> dict[str, Outcome]:
+        """Ask hosts at once; a host that fails does not keep the others' answers back."""
+        futures = {name: self.pool.submit(ask, name) for name in (self.hosts if names is None else names)}
+        outcomes: dict[str, Outcome] = {}
+        for name, future in futures.items():
+            try:
+                outcomes[name] = future.result()
+            except HostError as error:
+                outcomes[name] = error
+        return outcomes
+
+    def ask_all(self, action: str, requests: Mapping[str, Reply], timeout_s: float) -> dict[str, Outcome]:
+        """Run one action of the agent on each host that has a request."""
+        return self.each(lambda name: self.ask(name, action, requests[name], timeout_s), requests)
+
+    def ask(self, name: str, action: str, request: Reply, timeout_s: float) -> Reply:
+        """Run one action of the agent on a host.
+
+        Raises:
+            HostError: The host cannot be reached, or the agent cannot run there.
+        """
+        result = self.connection(name).run(self.command(name, action), json.dumps(request) + "\n", timeout_s)
+        try:
+            reply = json.loads(result.out.splitlines()[-1]) if result.code == 0 else None
+        except (ValueError, IndexError):
+            reply = None
+        if not isinstance(reply, dict):
+            raise HostError(_explain(result, self.python(name), self.workdir(name)))
+        return reply
+
+    def stream(self, name: str, request: Reply) -> Stream:
+        """Follow a run on a host.
+
+        Raises:
+            HostError: The host cannot be reached.
+        """
+        return self.connection(name).stream(self.command(name, "stream"), json.dumps(request) + "\n")
+
+    def connection(self, name: str) -> Connection:
+        """The kept connection to a host.
+
+        Raises:
+            HostError: It cannot be made.
+        """
+        if name not in self.connections:
+            host = self.hosts[name]
+            if is_local(host):
+                self.connections[name] = Local()
+            else:
+                from llama405b_tools.ssh import Ssh  # paramiko takes a while to import
+
+                self.connections[name] = Ssh(host)
+        return self.connections[name]
+
+    def command(self, name: str, action: str) -> str:
+        """The shell line for an action on a host."""
+        return agent_command(self.python(name), self.workdir(name), action)
+
+    def python(self, name: str) -> str:
+        """The interpreter on a host."""
+        return self.hosts[name].python or sys.executable
+
+    def workdir(self, name: str) -> str:
+        """The working directory on a host."""
+        return self.hosts[name].workdir or os.getcwd()  # noqa: PTH109
+
+
+def _explain(result: Result, python: str, workdir: str) -> str:
+    """Say in one clause why the agent did not run."""
+    err = result.err.strip()
+    last = err.splitlines()[-1] if err else f"exit code {result.code}"
+    if "No module named" in err:
+        return f"{python} has no llama405b in {workdir}; put the project there, or pip install it (set workdir= or python=)"
+    if "cd:" in err or "can't cd" in err:
+        return f"there is no directory {workdir}; make it, or set workdir= in the hosts file"
+    if result.code in (126, 127):
+        return f"{python} cannot be run; set python= in the hosts file"
+    return f"the agent failed ({last})"

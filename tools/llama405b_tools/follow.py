@@ -1,0 +1,146 @@
+"""Follow a run to its end: rank 0's words as they come, the others' when they fail. Ctrl-C only stops following."""
+
+import json
+import queue
+import re
+import sys
+import threading
+from typing import Any
+
+from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING
+from llama405b_tools import runs
+from llama405b_tools.commands import Plan
+from llama405b_tools.fleet import Fleet
+from llama405b_tools.runs import Failure
+from llama405b_tools.stop import stop
+from llama405b_tools.transport import HostError, Stream
+
+MEAN_OF = 10  # steps: one step's loss depends on its few sequences
+PEER_GRACE_S = 15.0  # after the first failure, for the others to find out by themselves
+Event = tuple[str, dict[str, Any] | None]  # host, news; None: its stream ended
+
+
+class Watch:
+    """What is known of a run while it is followed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.metrics: list[dict[str, Any]] = []
+        self.ended: dict[str, Failure | None] = {}
+        self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
+        self.saved = ""
+
+    def take(self, host: str, news: dict[str, Any] | None) -> list[str]:
+        """Take one piece of news; returns the lines to print."""
+        if news is None:
+            if host not in self.ended:
+                self._end(host, Failure(host, "the connection to it broke", own=True))
+            return []
+        if "metrics" in news:
+            self.metrics += news["metrics"]
+        elif "file" in news:
+            return self._lines(host, news["file"], news["lines"])
+        elif "alive" in news and not news["alive"]:
+            described = {"alive": False, "leftovers": [], "status": news["status"]}
+            self._end(host, runs.failure_of(host, described))
+        return []
+
+    def _end(self, host: str, failure: Failure | None) -> None:
+        self.ended[host] = failure
+        if failure:
+            self.failures.append(failure)
+
+    def _lines(self, host: str, file: str, lines: list[str]) -> list[str]:
+        for line in lines:
+            if line.startswith("saved "):
+                self.saved = line.removeprefix("saved ")
+        if host == self.plan.nodes[0].name and re.search(r"/0/stdout\.log$", file):
+            return lines
+        return [
+            f"{host} │ {line}" for line in lines if file.endswith("stderr.log") and line.startswith("llama405b train:")
+        ]
+
+
+def follow(fleet: Fleet, plan: Plan) -> int:
+    """Print what happens until every host is done; when one fails, end the others.
+
+    Returns 0 where the run ended well, 1 where it failed, 130 on Ctrl-C.
+    """
+    watch = Watch(plan)
+    news: queue.Queue[Event] = queue.Queue()
+    streams = _open_streams(fleet, plan, news)
+    stopping = False
+    try:
+        while len(watch.ended) < len(plan.nodes):
+            try:
+                host, item = news.get(timeout=PEER_GRACE_S if watch.failures and not stopping else None)
+            except queue.Empty:  # the rest still runs, or hangs: the run cannot go on without the host that failed
+                stopping = True
+                threading.Thread(target=stop, args=(fleet, plan.run), daemon=True).start()
+                continue
+            for line in watch.take(host, item):
+                print(line)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(
+            f"\nno longer following; the run goes on. `llama405b logs -f --run {plan.run}` follows again, "
+            f"`llama405b stop --run {plan.run}` ends it"
+        )
+        return STOPPED_FOLLOWING
+    finally:
+        for stream in streams:
+            stream.close()
+    return summarise(watch, plan)
+
+
+def summarise(watch: Watch, plan: Plan) -> int:
+    """Print how it ended."""
+    if watch.metrics:
+        first, last = watch.metrics[0], watch.metrics[-1]
+        ending = watch.metrics[-MEAN_OF:]
+        loss = sum(m["loss"] for m in ending) / len(ending)
+        tokens_per_s = sum(m["tokens_per_s"] * m["step_s"] for m in watch.metrics) / sum(
+            m["step_s"] for m in watch.metrics
+        )
+        print(
+            f"\n{plan.run}: steps {first['step']}-{last['step']}, loss {first['loss']:.3f} -> {loss:.3f} (mean of the last {len(ending)}), "
+            f"{tokens_per_s:,.0f} tokens/s on {plan.world} ranks of {len(plan.nodes)} hosts"
+        )
+    if watch.saved:
+        print(f"checkpoint: {watch.saved}")
+    if watch.failures:
+        worst = runs.first_failure(watch.failures)
+        print(f"FAILED  {worst.host}: {worst.what}", file=sys.stderr)
+        print(
+            f"next: `llama405b logs --run {plan.run}` shows every rank; the same launch with --run {plan.run} --resume auto goes on",
+            file=sys.stderr,
+        )
+        return FAILED
+    print(
+        f"next: `llama405b logs --run {plan.run}` shows every rank; `llama405b launch my-hosts --config my.toml` trains yours"
+    )
+    return GOOD
+
+
+def _open_streams(fleet: Fleet, plan: Plan, news: "queue.Queue[Event]") -> list[Stream]:
+    streams = []
+    for i, node in enumerate(plan.nodes):
+        request = {"run": plan.run, "host": node.name, "follow": True, "metrics": i == 0}
+        try:
+            stream = fleet.stream(node.name, request)
+        except HostError:
+            news.put((node.name, None))
+            continue
+        streams.append(stream)
+        threading.Thread(target=pump, args=(node.name, stream, news), daemon=True).start()
+    return streams
+
+
+def pump(host: str, stream: Stream, news: "queue.Queue[Event]") -> None:
+    """Put a stream's lines on the queue."""
+    for line in stream:
+        try:
+            news.put((host, json.loads(line)))
+        except ValueError:
+            continue
+    news.put((host, None))

@@ -1,0 +1,131 @@
+"""``llama405b status``: what runs where, and how it goes."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llama405b.errors import FAILED, GOOD, UserError
+from llama405b_tools import runs
+from llama405b_tools.fleet import Fleet, read_hosts
+from llama405b_tools.runs import Described, Failure
+from llama405b_tools.transport import HostError
+
+STATUS_TIMEOUT_S = 30.0
+
+
+class VerbParser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse."""
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+
+def verb_parser(verb: str, description: str | None) -> VerbParser:
+    """The arguments that status, stop, logs and attach share."""
+    parser = VerbParser(prog=f"llama405b {verb}", description=description, allow_abbrev=False)
+    parser.add_argument(
+        "hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]"
+    )
+    parser.add_argument("--run", help="the run's name [the only live one, else the newest]")
+    return parser
+
+
+def ask(fleet: Fleet, run: str | None) -> tuple[str, dict[str, Described | HostError | None]]:
+    """Find the run that is meant, and what each host says of it (None: it does not know it).
+
+    Raises:
+        UserError: There is no such run, or several are alive.
+    """
+    outcomes = fleet.ask_all("status", {name: {"host": name, "run": run} for name in fleet.hosts}, STATUS_TIMEOUT_S)
+    answers = {name: found["runs"] for name, found in outcomes.items() if isinstance(found, dict)}
+    if not answers:
+        name, fault = next((name, found) for name, found in outcomes.items())
+        raise HostError(f"no host can be asked: {name}: {fault}")
+    chosen = runs.choose(answers, run)
+    seen: dict[str, Described | HostError | None] = {}
+    for name, found in outcomes.items():
+        if isinstance(found, HostError):
+            seen[name] = found
+        else:
+            seen[name] = next((described for described in found["runs"] if described["run"] == chosen), None)
+    return chosen, seen
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = verb_parser("status", __doc__)
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    args = parser.parse_args(argv)
+    with Fleet(read_hosts(args.hosts)) as fleet:
+        run, seen = ask(fleet, args.run)
+    failures = failures_of(seen)
+    if args.json:
+        hosts = {name: {"error": str(found)} if isinstance(found, HostError) else found for name, found in seen.items()}
+        print(
+            json.dumps(
+                {
+                    "run": run,
+                    "ok": not failures,
+                    "failures": [f"{f.host}: {f.what}" for f in failures],
+                    "hosts": hosts,
+                }
+            )
+        )
+    else:
+        print(f"run {run}")
+        print_table(
+            ("host", "state", "ranks", "phase", "step", "heard"),
+            [_row(name, found) for name, found in seen.items()],
+        )
+        print_progress([found for found in seen.values() if isinstance(found, dict)])
+        if failures:
+            worst = runs.first_failure(failures)
+            print(f"{worst.host}: {worst.what}")
+    return FAILED if failures else GOOD
+
+
+def failures_of(seen: dict[str, Described | HostError | None]) -> list[Failure]:
+    """Every host that is not as it should be."""
+    failures = []
+    for name, found in seen.items():
+        failure = Failure(name, str(found), own=True) if isinstance(found, HostError) else runs.failure_of(name, found)
+        if failure:
+            failures.append(failure)
+    return failures
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns, as wide as they need to be."""
+    table = [list(headings), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in table) for i in range(len(headings))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    sys.stdout.flush()
+
+
+def print_progress(found: Sequence[Described]) -> None:
+    """Print the last step and the newest checkpoint, where a host knows them."""
+    metrics = max((d["metrics"] for d in found if d["metrics"]), key=lambda m: m["step"], default=None)
+    if metrics:
+        print(
+            f"step {metrics['step']}, loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s, {metrics['step_s']:.2f} s a step"
+        )
+    saved = max((d["checkpoint"] for d in found if d["checkpoint"]), default=None)
+    print(f"newest checkpoint: {saved or 'none yet'}")
+
+
+def _row(name: str, found: Described | HostError | None) -> tuple[str, ...]:
+    if isinstance(found, HostError):
+        return name, f"UNREACHABLE: {found}", "—", "—", "—", "—"
+    beats: list[dict[str, Any]] = found["heartbeats"] if found else []
+    if found is None or not beats:
+        return name, runs.state_of(found), "—", "—", "—", "—"
+    steps, phases = sorted({b["step"] for b in beats}), sorted({b["phase"] for b in beats})
+    age = max(found["now"] - b["time"] for b in beats)  # both by that host's clock
+    span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+    ranks = f"{beats[0]['rank']}" if len(beats) == 1 else f"{beats[0]['rank']}-{beats[-1]['rank']}"
+    return name, runs.state_of(found), ranks, "/".join(phases), span, f"{age:.0f} s ago"

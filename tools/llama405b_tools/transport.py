@@ -1,0 +1,123 @@
+"""The seam between the tools and a machine: run a shell line there, or stream its output.
+
+``Connection`` is all that the verbs know; ``Local`` is this machine, ``ssh.Ssh`` is another.
+"""
+
+import dataclasses
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Protocol
+
+from llama405b.errors import RunError
+
+# All that a run may inherit from whoever launches it; everything else, secrets above all, is given on purpose.
+INHERITED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "XDG_RUNTIME_DIR",
+    "LD_LIBRARY_PATH",
+)
+
+
+class HostError(RunError):
+    """A host could not be reached, or did not do what was asked; the message has no host name in it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Stream(Protocol):
+    """Lines of a command that goes on."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield lines until the command ends."""
+
+    def close(self) -> None:
+        """Close the command's standard input, which ends it; safe from another thread."""
+
+
+class Connection(Protocol):
+    """A way to run commands on one machine."""
+
+    def run(self, command: str, stdin: str, timeout_s: float) -> Result:
+        """Run a shell line to its end.
+
+        Raises:
+            HostError: It cannot be run, or takes longer than ``timeout_s``.
+        """
+
+    def stream(self, command: str, stdin: str) -> Stream:
+        """Start a shell line whose standard input stays open.
+
+        Raises:
+            HostError: It cannot be run.
+        """
+
+    def close(self) -> None:
+        """Let go of the machine."""
+
+
+class Local:
+    """This machine, without any sshd."""
+
+    def run(self, command: str, stdin: str, timeout_s: float) -> Result:
+        """See ``Connection``."""
+        with _start(command) as child:
+            try:
+                out, err = child.communicate(stdin, timeout_s)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                raise HostError(f"did not answer within {timeout_s:.0f} s") from None
+            return Result(child.returncode, out, err)
+
+    def stream(self, command: str, stdin: str) -> Stream:
+        """See ``Connection``."""
+        return _LocalStream(_start(command), stdin)
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+class _LocalStream:
+    def __init__(self, child: "subprocess.Popen[str]", stdin: str) -> None:
+        self.child = child
+        assert child.stdin
+        child.stdin.write(stdin)
+        child.stdin.flush()
+
+    def __iter__(self) -> Iterator[str]:
+        assert self.child.stdout
+        yield from self.child.stdout
+        self.child.wait()
+
+    def close(self) -> None:
+        assert self.child.stdin
+        self.child.stdin.close()
+
+
+def _start(command: str) -> "subprocess.Popen[str]":
+    env = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        env=env,
+        start_new_session=True,
+    )
