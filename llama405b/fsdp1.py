@@ -51,7 +51,7 @@ def build(directory: Path, config: LlamaConfig, attention: str, parallel: Parall
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
         sync_module_states=True,
         param_init_fn=None if me.leads else lambda module: module.to_empty(device=me.device, recurse=False),
-        device_id=me.device if me.device.type == "cuda" else None,
+        device_id=me.device,
         sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
         mixed_precision=mixed if parallel.numerics == "fp32-master" else None,
         cpu_offload=CPUOffload(offload_params=parallel.cpu_offload),

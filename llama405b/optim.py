@@ -10,8 +10,10 @@ from llama405b.config import Optimizer
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """Fused AdamW over the shards, on the CPU where they are offloaded. Matrices decay, vectors (norms) do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    # By name: FSDP1 leaves flat pieces, whose number of dimensions says nothing.
+    named = dict(model.named_parameters())
+    vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
+    matrices = [p for name, p in named.items() if not ("norm" in name or name.endswith(".bias"))]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

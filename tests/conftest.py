@@ -1,0 +1,57 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    from models import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_tied(tmp_path_factory):
+    from models import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory):
+    """The demo's checkpoint, smaller: real tokenizer, real shards."""
+    from llama405b.demo import make_demo
+
+    directory = tmp_path_factory.mktemp("models") / "demo"
+    make_demo(directory, layers=2, hidden=64)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Some real text."""
+    directory = tmp_path_factory.mktemp("corpus")
+    (directory / "a.py").write_text((Path(os.__file__)).read_text())
+    (directory / "b.md").write_text((ROOT / "LICENSE").read_text())
+    return directory
+
+
+@pytest.fixture
+def cli():
+    """Run ``llama405b`` in a directory; returns the completed process."""
+
+    def run(cwd, *args, timeout=120, env=None, **more):
+        command = [sys.executable, "-m", "llama405b_tools.cli", *map(str, args)]
+        path = f"{ROOT}:{ROOT / 'tools'}"
+        return subprocess.run(
+            command, cwd=cwd, env=os.environ | {"PYTHONPATH": path} | (env or {}), capture_output=True, text=True,
+            timeout=timeout, check=False, **more,
+        )
+
+    return run

@@ -1,0 +1,84 @@
+"""Loading is exact: every rank's shard equals that slice of the files, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import write_llama
+from ranks_rig import run_ranks
+from safetensors import safe_open
+from transformers import LlamaForCausalLM
+
+
+def _read(directory):
+    whole = {}
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            whole |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    return whole
+
+
+def _load_and_compare(me, directory, numerics, checkpointing):
+    from llama405b import load, model, shard
+    from llama405b.config import Parallel
+
+    whole, faults = _read(directory), []
+    for how in ("rank0", "local"):
+        config = model.read_config(directory)
+        module = model.build_on_meta(config, "sdpa", shard.kept_dtype(numerics))
+        shard.shard(module, Parallel(numerics=numerics), me.device)
+        if checkpointing:
+            shard.checkpoint_activations(module)
+        calls = []
+        load.load(module, Path(directory), how, me, lambda done, total, calls=calls: calls.append((done, total)))
+        assert calls[-1][0] == calls[-1][1] == sum(t.numel() * t.element_size() for t in whole.values())
+        seen = set()
+        for _, parameters in shard.units(module):
+            for name, parameter in parameters.items():
+                start, stop = load.rows_of(whole[name].shape[0], me.rank, me.world)
+                local = parameter.to_local()
+                expected = whole[name][start:stop].to(local.dtype)
+                if not torch.equal(local, expected):
+                    faults.append(f"{how} {name}")
+                assert parameter.full_tensor().shape == whole[name].shape
+                seen.add(name)
+        assert seen == set(whole)
+        reference = LlamaForCausalLM.from_pretrained(directory)
+        assert torch.equal(module.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+        assert not any(t.is_meta for t in [*module.parameters(), *module.buffers()])
+        if config.tie_word_embeddings:
+            assert module.lm_head.weight is module.model.embed_tokens.weight
+    return faults
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shards_equal_the_files(tiny, tiny_tied, world):
+    for directory in (tiny, tiny_tied):
+        assert run_ranks(world, _load_and_compare, directory, "fp32", True) == [[]] * world
+
+
+def test_bf16_files_into_either_dtype(tmp_path):
+    directory = write_llama(tmp_path / "bf16", dtype=torch.bfloat16)
+    assert run_ranks(2, _load_and_compare, directory, "fp32-master", False) == [[], []]
+    assert run_ranks(2, _load_and_compare, directory, "pure-bf16", False) == [[], []]
+
+
+def _load_where_only_rank0_reads(me, directory, how):
+    from llama405b import load, model, shard
+    from llama405b.config import Parallel
+    from llama405b.errors import UserError
+
+    module = model.build_on_meta(model.read_config(directory), "sdpa", torch.float32)
+    shard.shard(module, Parallel(numerics="fp32"), me.device)
+    mine = Path(directory) if me.leads else Path("/nonexistent")
+    try:
+        return load.load(module, mine, how, me, lambda *_: None)
+    except UserError as error:
+        return str(error)
+
+
+def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
+    auto = run_ranks(2, _load_where_only_rank0_reads, tiny, "auto")
+    assert auto == ["rank 0 read the weights and sent each rank its rows"] * 2
+    local = run_ranks(2, _load_where_only_rank0_reads, tiny, "local")
+    assert all("rank 1 cannot read the same files" in words for words in local)

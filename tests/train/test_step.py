@@ -1,0 +1,176 @@
+"""A step's numerics and communication, on real ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks_rig import run_ranks
+from transformers import LlamaForCausalLM
+
+STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
+
+
+def _batches():
+    generator = torch.Generator().manual_seed(7)
+    batches = []
+    for _ in range(STEPS):
+        first = torch.randint(0, 131, (GLOBAL_BATCH, 1), generator=generator)
+        ids = (first + torch.arange(SEQ + 1)) % 131  # each token foretells the next
+        x, y = ids[:, :-1], ids[:, 1:].clone()
+        y[::2, : SEQ // 2] = -100  # ranks hold different numbers of targets
+        batches.append((x, y))
+    return batches
+
+
+def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32"):
+    from llama405b import load, model, shard
+    from llama405b.config import Parallel
+
+    module = model.build_on_meta(model.read_config(directory), "sdpa", shard.kept_dtype(numerics))
+    shard.shard(module, Parallel(numerics=numerics, cpu_offload=offload), me.device)
+    load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
+    if checkpointing:
+        shard.checkpoint_activations(module)
+    return module
+
+
+def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32"):
+    from llama405b.config import Optimizer, Parallel
+    from llama405b.optim import build_optimizer
+    from llama405b.step import train_step
+
+    if kind == "fsdp1":
+        import torch.distributed.fsdp._init_utils as init_utils
+
+        from llama405b import fsdp1, model, shard
+
+        init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
+        module = fsdp1.build(directory, model.read_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me)
+        shard.checkpoint_activations(module)
+    else:
+        module = _sharded(me, directory, offload=offload, numerics=numerics)
+    optimizer = build_optimizer(module, Optimizer(lr=3e-3))
+    each = GLOBAL_BATCH // me.world
+    losses, norms = [], []
+    for x, y in _batches():
+        x, y = x[me.rank * each :][:each], y[me.rank * each :][:each]
+        size = micro or each
+        parts = [(x[i : i + size], y[i : i + size]) for i in range(0, each, size)]
+        result = train_step(module, optimizer, parts, max_norm=1.0, world=me.world, set_to_none=not offload)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    return losses, norms
+
+
+def _plain(directory):
+    """The loop anyone would write, on the Hugging Face model."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for x, y in _batches():
+        loss = F.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return _plain(tiny)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_losses_equal_a_plain_loop(tiny, plain, world):
+    for losses, _ in run_ranks(world, _losses, tiny):
+        assert losses == pytest.approx(plain, abs=1e-3)
+        assert losses[0] != pytest.approx(losses[-1], abs=1e-2)  # it learns
+
+
+def test_tied_embeddings_train_like_a_plain_loop(tiny_tied):
+    for losses, _ in run_ranks(2, _losses, tiny_tied):
+        assert losses == pytest.approx(_plain(tiny_tied), abs=1e-3)
+
+
+def test_accumulation_changes_nothing(tiny):
+    whole, parts = run_ranks(2, _losses, tiny)[0], run_ranks(2, _losses, tiny, 1)[0]
+    assert parts[0] == pytest.approx(whole[0], rel=1e-5)
+    assert parts[1][0] == pytest.approx(whole[1][0], rel=1e-5)  # later ones differ as rounding grows
+
+
+def test_fsdp1_equals_fsdp2(tiny, tiny_tied):
+    for directory in (tiny, tiny_tied):
+        fsdp1 = run_ranks(2, _losses, directory, None, False, False, "fsdp1")[0]
+        fsdp2 = run_ranks(2, _losses, directory)[0]
+        assert fsdp1[0] == pytest.approx(fsdp2[0], abs=1e-3)
+        assert fsdp1[1][0] == pytest.approx(fsdp2[1][0], rel=1e-5)
+
+
+def test_offload_runs_on_cpu(tiny, plain):
+    losses = run_ranks(2, _losses, tiny, None, True)[0][0]
+    assert losses == pytest.approx(plain, abs=1e-3)
+
+
+@pytest.mark.parametrize("numerics", ["fp32-master", "pure-bf16"])
+def test_bf16_numerics_learn(tiny, plain, numerics):
+    losses = run_ranks(2, _losses, tiny, None, False, False, "fsdp2", numerics)[0][0]
+    assert losses == pytest.approx(plain, abs=0.2)
+    assert losses[-1] < losses[0]
+
+
+def _count(me, directory):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from llama405b.config import Optimizer
+    from llama405b.optim import build_optimizer
+    from llama405b.step import train_step
+
+    module = _sharded(me, directory)
+    optimizer = build_optimizer(module, Optimizer())
+    x, y = _batches()[0]
+    counts = []
+    for _ in range(2):
+        with CommDebugMode() as comm:
+            train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, world=me.world)
+        by_name = {str(op): n for op, n in comm.get_comm_counts().items()}
+        counts.append(
+            (sum(n for op, n in by_name.items() if "all_gather" in op or "allgather" in op),
+             sum(n for op, n in by_name.items() if "reduce_scatter" in op))
+        )
+    return counts
+
+
+def test_each_unit_costs_what_it_must(tiny, tiny_tied):
+    # 4 layers x 2 all-gathers and 1 reduce-scatter, the head 1 and 1, the embedding 1 and 1
+    assert run_ranks(2, _count, tiny) == [[(10, 6)] * 2] * 2
+    # embedding, norm and head are one unit: gathered once, kept for the backward
+    assert run_ranks(2, _count, tiny_tied) == [[(9, 5)] * 2] * 2
+
+
+def _poison(me, directory):
+    from llama405b.config import Optimizer
+    from llama405b.optim import build_optimizer
+    from llama405b.step import NonFiniteError, train_step
+
+    module = _sharded(me, directory)
+    optimizer = build_optimizer(module, Optimizer())
+    before = [p.to_local().clone() for p in module.parameters()]
+    if me.rank == 1:
+        module.model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
+    x, y = _batches()[0]
+    try:
+        train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, world=me.world)
+    except NonFiniteError as error:
+        same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
+        return ("stopped", same, "nan" in str(error))
+    return "went on"
+
+
+def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
+    assert run_ranks(2, _poison, tiny) == [("stopped", True, True)] * 2
