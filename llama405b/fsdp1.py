@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.config import Parallel
-from llama405b.model import build_on_meta, restore_buffers
+from llama405b.model import build_on_meta, restore_buffers, tie_head
 from llama405b.ranks import Ranks
 from llama405b.shard import check_wrap, kept_dtype
 
@@ -44,13 +44,19 @@ def build(directory: Path, config: LlamaConfig, attention: str, parallel: Parall
     classes = {
         type(m) for m in model.modules() if type(m).__name__ in parallel.wrap and not (tied and type(m) is nn.Embedding)
     }
+
+    def materialise(module: nn.Module) -> None:
+        module.to_empty(device=me.device, recurse=False)
+        if module is model.lm_head:
+            tie_head(model)  # to_empty has parted the two
+
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     prefetch = None if parallel.backward_prefetch == "none" else BackwardPrefetch[parallel.backward_prefetch]
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
         sync_module_states=True,
-        param_init_fn=None if me.leads else lambda module: module.to_empty(device=me.device, recurse=False),
+        param_init_fn=None if me.leads else materialise,
         device_id=me.device,
         sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
         mixed_precision=mixed if parallel.numerics == "fp32-master" else None,

@@ -36,6 +36,8 @@ def run_ranks(world, target, *args, timeout_s=150):
             path = Path(scratch) / str(rank)
             results.append(pickle.loads(path.read_bytes()) if path.exists() else ("gone", processes[rank].exitcode))
         for rank, (kind, value) in enumerate(results):
+            assert kind != "gone" or rank in hung, f"rank {rank} died with exit code {value}; {results}"
+        for rank, (kind, value) in enumerate(results):
             if kind == "raised":
                 raise AssertionError(f"rank {rank}: {value}")
         assert not hung, f"ranks {hung} did not end within {timeout_s} s"
