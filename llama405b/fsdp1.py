@@ -47,8 +47,7 @@ def build(directory: Path, config: LlamaConfig, attention: str, parallel: Parall
 
     def materialise(module: nn.Module) -> None:
         module.to_empty(device=me.device, recurse=False)
-        if module is model.lm_head:
-            tie_head(model)  # to_empty has parted the two
+        tie_head(model)  # to_empty parts the two
 
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     prefetch = None if parallel.backward_prefetch == "none" else BackwardPrefetch[parallel.backward_prefetch]

@@ -50,8 +50,14 @@ def cli():
         command = [sys.executable, "-m", "llama405b_tools.cli", *map(str, args)]
         path = f"{ROOT}:{ROOT / 'tools'}"
         return subprocess.run(
-            command, cwd=cwd, env=os.environ | {"PYTHONPATH": path} | (env or {}), capture_output=True, text=True,
-            timeout=timeout, check=False, **more,
+            command,
+            cwd=cwd,
+            env=os.environ | {"PYTHONPATH": path} | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            **more,
         )
 
     return run

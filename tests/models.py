@@ -7,10 +7,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def write_llama(directory, *, tied=False, layers=4, vocab=131, dtype=torch.float32, **more):
     """A Llama whose rows do not divide evenly over ranks; on 3 ranks k_proj leaves one without any row."""
     torch.manual_seed(1)
-    shape = {"hidden_size": 24, "intermediate_size": 50, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 4} | more
+    shape = {
+        "hidden_size": 24,
+        "intermediate_size": 50,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+    } | more
     config = LlamaConfig(
-        vocab_size=vocab, num_hidden_layers=layers, max_position_embeddings=64, tie_word_embeddings=tied,
-        bos_token_id=0, eos_token_id=1, **shape,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+        **shape,
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(directory, max_shard_size="20KB")
     return directory

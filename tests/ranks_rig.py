@@ -19,7 +19,9 @@ def run_ranks(world, target, *args, timeout_s=150):
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
-        processes = [context.Process(target=_rank, args=(rank, world, port, scratch, target, args)) for rank in range(world)]
+        processes = [
+            context.Process(target=_rank, args=(rank, world, port, scratch, target, args)) for rank in range(world)
+        ]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout_s
@@ -37,17 +39,22 @@ def run_ranks(world, target, *args, timeout_s=150):
             results.append(pickle.loads(path.read_bytes()) if path.exists() else ("gone", processes[rank].exitcode))
         for rank, (kind, value) in enumerate(results):
             assert kind != "gone" or rank in hung, f"rank {rank} died with exit code {value}; {results}"
-        for rank, (kind, value) in enumerate(results):
-            if kind == "raised":
-                raise AssertionError(f"rank {rank}: {value}")
+        raised = [(rank, value) for rank, (kind, value) in enumerate(results) if kind == "raised"]
+        for rank, value in sorted(raised, key=lambda entry: "gloo" in entry[1]):  # a lost peer is the effect
+            raise AssertionError(f"rank {rank}: {value}")
         assert not hung, f"ranks {hung} did not end within {timeout_s} s"
         return [value for _, value in results]
 
 
 def _rank(rank, world, port, scratch, target, args):
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
-        GLOO_SOCKET_IFNAME="lo", LLAMA405B_HOST=f"host-{rank}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        GLOO_SOCKET_IFNAME="lo",
+        LLAMA405B_HOST=f"host-{rank}",
     )
     import torch
 

@@ -44,7 +44,9 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         from llama405b import fsdp1, model, shard
 
         init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
-        module = fsdp1.build(directory, model.read_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me)
+        module = fsdp1.build(
+            directory, model.read_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me
+        )
         shard.checkpoint_activations(module)
     else:
         module = _sharded(me, directory, offload=offload, numerics=numerics)
@@ -140,8 +142,10 @@ def _count(me, directory):
             train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, world=me.world)
         by_name = {str(op): n for op, n in comm.get_comm_counts().items()}
         counts.append(
-            (sum(n for op, n in by_name.items() if "all_gather" in op or "allgather" in op),
-             sum(n for op, n in by_name.items() if "reduce_scatter" in op))
+            (
+                sum(n for op, n in by_name.items() if "all_gather" in op or "allgather" in op),
+                sum(n for op, n in by_name.items() if "reduce_scatter" in op),
+            )
         )
     return counts
 
