@@ -1,0 +1,173 @@
+"""Checkpoints are whole or not there, and bring everything back."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_rig import run_ranks
+
+
+def _trainer(me, directory, load_weights=True):
+    from llama405b import load, model, shard
+    from llama405b.config import Optimizer, Parallel
+    from llama405b.optim import build_optimizer
+
+    module = model.build_on_meta(model.read_config(directory), "sdpa", torch.float32)
+    shard.shard(module, Parallel(numerics="fp32"), me.device)
+    if load_weights:
+        load.load(module, directory, "auto", me, lambda *_: None)
+    else:
+        load.materialise(module, me)
+    shard.checkpoint_activations(module)
+    return module, build_optimizer(module, Optimizer(lr=1e-2))
+
+
+def _step(me, module, optimizer, number):
+    from llama405b.step import train_step
+
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 131, (6, 17), generator=generator)
+    each = 6 // me.world
+    x, y = ids[me.rank * each :][:each, :-1], ids[me.rank * each :][:each, 1:]
+    return train_step(module, optimizer, [(x, y)], max_norm=1.0, world=me.world).loss
+
+
+def _save_four(me, directory, root, tear_at=None, keep=3):
+    from llama405b import checkpoint
+
+    module, optimizer = _trainer(me, directory)
+    store = checkpoint.Store(Path(root), keep, me)
+    store.prove_shared()
+    losses = []
+    for number in range(1, 9):
+        losses.append(_step(me, module, optimizer, number))
+        if number % 2 == 0:
+            if number == tear_at and me.rank == 1:
+                checkpoint._seal = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+            store.save(number, module, optimizer)
+    return losses, torch.get_rng_state().sum().item()
+
+
+def _resume(me, directory, root, resume="auto"):
+    from llama405b import checkpoint
+    from llama405b.errors import UserError
+
+    module, optimizer = _trainer(me, directory, load_weights=False)
+    torch.manual_seed(99 + me.rank)
+    store = checkpoint.Store(Path(root), 3, me)
+    try:
+        path, passed_over = store.find(resume)
+    except UserError as error:
+        return str(error)
+    if path is None:
+        return None, passed_over, []
+    done = checkpoint.restore(path, module, optimizer, me)
+    losses = [_step(me, module, optimizer, number) for number in range(done + 1, 9)]
+    return path.name, passed_over, losses
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved") / "checkpoints"
+    return root, run_ranks(2, _save_four, tiny, root)[0][0]
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "checkpoints")
+    return tmp_path / "checkpoints", saved[1]
+
+
+def test_manifest_and_retention(saved):
+    root, _ = saved
+    assert sorted(p.name for p in root.iterdir()) == ["step-00000004", "step-00000006", "step-00000008"]
+    manifest = json.loads((root / "step-00000006" / "manifest.json").read_text())
+    assert manifest["step"] == 6
+    assert manifest["world_size"] == 2
+    assert set(manifest["files"]) == {p.name for p in (root / "step-00000006").iterdir()} - {"manifest.json"}
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(manifest["files"])
+
+
+def test_resumed_losses_are_identical(tiny, copy):
+    root, losses = copy
+    shutil.rmtree(root / "step-00000008")
+    shutil.rmtree(root / "step-00000006")
+    for name, passed_over, resumed in run_ranks(2, _resume, tiny, root):
+        assert (name, passed_over) == ("step-00000004", [])
+        assert resumed == losses[4:]  # exactly
+
+
+def test_another_world_size_resumes(tiny, copy):
+    root, losses = copy
+    for name, _, resumed in run_ranks(3, _resume, tiny, root, "4"):
+        assert name == "step-00000004"
+        assert resumed == pytest.approx(losses[4:], abs=1e-3)
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: _flip(d / "__1_0.distcp"), "__1_0.distcp: its content differs from its checksum"),
+        (lambda d: os.truncate(d / "__0_0.distcp", 1000), "__0_0.distcp: 1000 bytes where the manifest says"),
+        (lambda d: (d / ".metadata").unlink(), ".metadata: missing"),
+        (lambda d: (d / "manifest.json").write_text("{"), "no manifest that can be read"),
+    ],
+    ids=["bit", "truncated", "missing", "manifest"],
+)
+def test_damage_is_passed_over_and_named(tiny, copy, damage, words):
+    root, losses = copy
+    damage(root / "step-00000008")
+    name, passed_over, resumed = run_ranks(2, _resume, tiny, root)[0]
+    assert name == "step-00000006"
+    assert len(passed_over) == 1
+    assert words in passed_over[0]
+    assert resumed == losses[6:]
+    named = run_ranks(1, _resume, tiny, root, "8")[0]
+    assert named.startswith("--resume: ")
+    assert words in named
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tiny, tmp_path):
+    root = tmp_path / "checkpoints"
+    outcomes = run_ranks(2, _save_four, tiny, root, 6, may_fail=True)
+    assert outcomes[1] == ("gone", -signal.SIGKILL)
+    assert (root / "step-00000006.tmp").is_dir()
+    assert not (root / "step-00000006").exists()
+    assert run_ranks(2, _resume, tiny, root)[0][0] == "step-00000004"
+
+
+def test_saving_a_step_again_replaces_it_whole(tiny, copy):
+    root, losses = copy
+    before = (root / "step-00000008" / "manifest.json").stat().st_ino
+    assert run_ranks(2, _save_four, tiny, root)[0][0] == losses
+    assert (root / "step-00000008" / "manifest.json").stat().st_ino != before
+    assert run_ranks(2, _resume, tiny, root)[0][:2] == ("step-00000008", [])
+
+
+def _prove(me, root):
+    from llama405b import checkpoint
+    from llama405b.errors import UserError
+
+    checkpoint.SEEN_WITHIN_S = 1.0
+    store = checkpoint.Store(Path(root) / ("shared" if me.leads else "elsewhere"), 2, me)
+    try:
+        store.prove_shared()
+    except UserError as error:
+        return str(error)
+    return "shared"
+
+
+def test_a_directory_that_is_not_shared_is_refused(tmp_path):
+    words = run_ranks(2, _prove, tmp_path)
+    assert words[0] == words[1]
+    assert words[0].startswith("--checkpoint.dir: rank 1 on host-1 does not see")
