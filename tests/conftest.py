@@ -29,7 +29,7 @@ def demo(tmp_path_factory):
     from llama405b.demo import make_demo
 
     directory = tmp_path_factory.mktemp("models") / "demo"
-    make_demo(directory, layers=2, hidden=64)
+    make_demo(directory, layers=2, hidden=192)
     return directory
 
 

@@ -37,7 +37,10 @@ class Watch:
                 self._end(host, Failure(host, "the connection to it broke", own=True))
             return []
         if "metrics" in news:
-            self.metrics += news["metrics"]
+            for metrics in news["metrics"]:  # a resumed run goes back: what it takes again is forgotten
+                while self.metrics and self.metrics[-1]["step"] >= metrics["step"]:
+                    self.metrics.pop()
+                self.metrics.append(metrics)
         elif "file" in news:
             return self._lines(host, news["file"], news["lines"])
         elif "alive" in news and not news["alive"]:

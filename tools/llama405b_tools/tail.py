@@ -13,9 +13,9 @@ class Tail:
     def __init__(self, root: Path, *, from_end: bool = False) -> None:
         """Begin at the files' present ends, or at their beginnings."""
         self.root = root
-        self.offsets: dict[Path, int] = {}
+        self.offsets: dict[Path, tuple[int, int]] = {}  # inode and position: a file may be replaced by a longer one
         if from_end:
-            self.offsets = {path: path.stat().st_size for path in self.files()}
+            self.offsets = {path: (path.stat().st_ino, path.stat().st_size) for path in self.files()}
 
     def files(self) -> list[Path]:
         """The files there are now."""
@@ -24,12 +24,12 @@ class Tail:
     def new_lines(self) -> Iterator[tuple[Path, list[str]]]:
         """Yield the whole lines that were added since the last call, file by file."""
         for path in self.files():
-            offset = self.offsets.get(path, 0)
+            inode, offset = self.offsets.get(path, (0, 0))
             try:
-                size = path.stat().st_size
-                if size < offset:  # written anew
+                now = path.stat()
+                if now.st_ino != inode or now.st_size < offset:  # written anew
                     offset = 0
-                if size == offset:
+                if now.st_size == offset:
                     continue
                 with path.open("rb") as file:
                     file.seek(offset)
@@ -37,6 +37,6 @@ class Tail:
             except OSError:
                 continue
             end = block.rfind(b"\n") + 1 or (len(block) if len(block) >= MAX_LINE_BYTES else 0)
-            self.offsets[path] = offset + end
+            self.offsets[path] = (now.st_ino, offset + end)
             if end:
                 yield path, block[:end].decode("utf-8", "replace").splitlines()

@@ -1,0 +1,263 @@
+"""The whole path on this machine: two nodes, two torchrun agents, real tmux. No sshd."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
+
+
+@pytest.fixture
+def work(tmp_path, cli):
+    """A working directory with a hosts file; whatever runs in it is stopped at the end."""
+    (tmp_path / "hosts").write_text(HOSTS)
+    yield tmp_path
+    for run in (tmp_path / "runs").glob("*/plan.json"):
+        cli(tmp_path, "stop", "--run", run.parent.name)
+    left = [
+        pid
+        for pid in (entry.name for entry in Path("/proc").iterdir())
+        if pid.isdigit() and _marked(pid, str(tmp_path))
+    ]
+    assert left == [], f"processes left: {left}"
+
+
+def _marked(pid, text):
+    try:
+        return f"LLAMA405B_NODE={text}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+
+
+def settings(demo, corpus, steps=12):
+    return [
+        "--preset", "demo", "--model.path", demo, "--data.paths", corpus, "--data.seq_len", 64,
+        "--training.global_batch_size", 4, "--training.micro_batch_size", 2, "--training.max_steps", steps,
+        "--checkpoint.every", 4,
+    ]  # fmt: skip
+
+
+def metrics(work, run):
+    return {m["step"]: m for m in map(json.loads, (work / "runs" / run / "metrics.jsonl").read_text().splitlines())}
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+    return value
+
+
+def heartbeat(work, run, rank):
+    try:
+        return json.loads((work / "runs" / run / "heartbeat" / f"rank-{rank}.json").read_text())
+    except OSError:
+        return {"step": -1}
+
+
+def test_kill_a_rank_then_resume_to_the_same_losses(work, cli, demo, corpus):
+    whole = cli(work, "launch", "--run", "whole", "--follow", *settings(demo, corpus))
+    assert whole.returncode == 0, whole.stderr
+    assert "steps 1-12" in whole.stdout
+    assert "saved runs/whole/checkpoints/step-00000012" in whole.stdout
+    straight = metrics(work, "whole")
+    assert list(straight) == list(range(1, 13))
+    assert straight[12]["loss"] < straight[1]["loss"]
+    assert straight[12]["tokens"] == 12 * 4 * 64
+    parts = ("data_s", "forward_s", "backward_s", "optimizer_s")
+    assert straight[5]["step_s"] == pytest.approx(sum(straight[5][part] for part in parts))
+
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *map(str, settings(demo, corpus))],
+        cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: (work / "runs/cut/checkpoints/step-00000004").exists())
+    os.kill(heartbeat(work, "cut", 1)["pid"], signal.SIGKILL)
+    out, err = follower.communicate(timeout=90)
+    assert follower.returncode == 1, out
+    assert "FAILED  node-b: exited 1: rank 1 was killed by SIGKILL" in err
+    state = cli(work, "status", "--run", "cut")
+    assert state.returncode == 1
+    assert state.stdout.splitlines()[-1] == "node-b: exited 1: rank 1 was killed by SIGKILL"
+
+    again = cli(work, "launch", "--run", "cut", "--resume", "auto", "--follow", *settings(demo, corpus))
+    assert again.returncode == 0, again.stderr
+    assert "resumed from runs/cut/checkpoints/step-" in again.stdout
+    resumed = metrics(work, "cut")
+    assert {step: m["loss"] for step, m in resumed.items()} == {step: m["loss"] for step, m in straight.items()}
+    assert resumed[12]["tokens"] == straight[12]["tokens"]
+
+
+def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
+    started = cli(work, "launch", "--run", "r", *settings(demo, corpus, steps=100_000))
+    assert started.returncode == 0, started.stderr
+    assert "llama405b stop --run r" in started.stdout
+    wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 2)
+    taken = cli(work, "launch", "--run", "r", *settings(demo, corpus))
+    assert taken.returncode == 2
+    assert "--run: 'r' is running on node-a" in taken.stderr
+
+    state = cli(work, "status", "--json")
+    assert state.returncode == 0, state.stdout
+    report = json.loads(state.stdout)
+    assert report["run"] == "r"
+    assert [
+        beat["phase"]
+        for host in report["hosts"].values()
+        for beat in host["heartbeats"]
+        if beat["phase"] in ("train", "checkpoint")
+    ] != []
+    assert "running" in cli(work, "status").stdout
+
+    sessions = subprocess.run(
+        ["tmux", "-L", "llama405b-r", "ls", "-F", "#S"], capture_output=True, text=True, check=True
+    )
+    assert sessions.stdout.split() == ["node-a", "node-b"]
+    pane = wait_for(lambda: "step" in (text := _capture("llama405b-r", "node-a")) and text)
+    assert "loss" in pane
+
+    built = cli(work, "attach", "--no-attach")
+    assert built.returncode == 0, built.stderr
+    try:
+        windows = subprocess.run(
+            ["tmux", "-L", "llama405b-r-attach", "lsw", "-F", "#W"], capture_output=True, text=True, check=True
+        )
+        assert windows.stdout.split() == ["node-a", "node-b"]
+        wait_for(lambda: "loss" in _capture("llama405b-r-attach", "r:node-a"))
+        clients = subprocess.run(
+            ["tmux", "-L", "llama405b-r", "lsc", "-F", "#{client_readonly}"], capture_output=True, text=True, check=True
+        )
+        assert clients.stdout.split() == ["1", "1"]
+    finally:
+        subprocess.run(["tmux", "-L", "llama405b-r-attach", "kill-server"], check=False)
+
+    logs = cli(work, "logs")
+    assert logs.returncode == 0
+    assert "node-a r0 out   │ step 1/100000" in logs.stdout
+
+    stopped = cli(work, "stop")
+    assert stopped.returncode == 0, stopped.stdout
+    assert stopped.stdout.count("no process left") == 2
+    assert stopped.stdout.count("running") == 2
+    after = cli(work, "status")
+    assert after.returncode == 1
+    assert "killed by signal 15: stopped by SIGTERM" in after.stdout
+    assert subprocess.run(["tmux", "-L", "llama405b-r", "ls"], capture_output=True, check=False).returncode != 0
+    again = cli(work, "stop", "--run", "r")  # idempotent
+    assert again.returncode == 0
+    assert again.stdout.count("not running") == 2
+
+
+def _capture(server, target):
+    return subprocess.run(
+        ["tmux", "-L", server, "capture-pane", "-p", "-t", target], capture_output=True, text=True, check=False
+    ).stdout
+
+
+@pytest.mark.parametrize("victim", ["node runner", "torchrun"])
+def test_nothing_outlives_a_sigkill_of_its_parent(work, cli, demo, corpus, victim):
+    assert cli(work, "launch", "--run", "r", *settings(demo, corpus, steps=100_000)).returncode == 0
+    wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 1)
+    worker = heartbeat(work, "r", 1)["pid"]
+    torchrun = int(Path(f"/proc/{worker}/stat").read_text().rpartition(") ")[2].split()[1])
+    runner = json.loads((work / "runs/r/status/node-b.json").read_text())["pid"]
+    os.kill(runner if victim == "node runner" else torchrun, signal.SIGKILL)
+    wait_for(
+        lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2], 20
+    )
+    state = wait_for(
+        lambda: (s := json.loads((work / "runs/r/status/node-b.json").read_text()))["state"] == "killed" and s, 20
+    )
+    assert state["signal"] == signal.SIGKILL
+    assert victim in state["reason"]
+
+
+def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
+    canary = "canary-7f3a9c-secret"
+    (work / "show.py").write_text(
+        "import os, sys, time\nassert os.environ['HF_TOKEN'] == open('expected').read(), 'no secret'\n"
+        "assert sys.argv[1:] == ['a b', '$HOME', 'semi;', \"it's\"], sys.argv\nprint('got it', flush=True); time.sleep(600)\n"
+    )
+    (work / "expected").write_text(canary)
+    env = {"HF_TOKEN": canary, "NOT_FOR_THEM": canary}
+    done = cli(
+        work, "launch", "--run", "s", "--secret", "HF_TOKEN", "--", "show.py", "a b", "$HOME", "semi;", "it's", env=env
+    )
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: cli(work, "logs").stdout.count("got it") == 2)
+    (work / "expected").unlink()
+    hits = subprocess.run(["grep", "-rl", canary, str(work)], capture_output=True, text=True, check=False).stdout
+    assert hits == ""
+    assert canary not in subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["tmux", "-L", "llama405b-s", "show-environment", "-g"], capture_output=True, text=True, check=True
+    )
+    assert canary not in shown.stdout
+    holders = set()
+    for pid in [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        try:
+            if canary.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                holders.add(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    assert holders
+    assert all("torch.distributed.run" in holder or "show.py" in holder for holder in holders), holders
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["none", "--preset", "demo"], "none: cannot be read"),
+        (["--preset", "demmo"], "--preset: no preset 'demmo'"),
+        (["--preset", "demo", "--run", "a/b"], "--run: 'a/b' will not do as a name"),
+        (["--preset", "demo", "--model.path", "nowhere"], "nowhere: no such directory"),
+        (
+            ["--preset", "demo", "--training.global_batch_size", "7"],
+            "7 sequences do not divide into micro-batches of 4 on 2 ranks; take 8",
+        ),
+        (["--preset", "demo", "--secret", "NO_SUCH_VARIABLE"], "--secret: NO_SUCH_VARIABLE is not set here"),
+        (["--preset", "demo", "--", "x.py"], "settings are for the trainer"),
+        (
+            ["--preset", "demo", "--data.seq_len", "100000", "--model.path", "{demo}"],
+            "over the model's limit of 1024 positions",
+        ),
+        (["--port", "{port}", "--preset", "demo"], "--port: {port} is in use on the head"),
+        (["--preset", "demo", "--run", "old"], "--run: 'old' exists on node-a"),
+    ],
+)
+def test_bad_input_starts_nothing(work, cli, demo, args, words):
+    (work / "runs/old").mkdir(parents=True)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        fill = {"demo": demo, "port": held.getsockname()[1]}
+        done = cli(work, "launch", *[arg.format(**fill) for arg in args])
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert words.format(**fill) in done.stderr
+    assert [p.name for p in (work / "runs").iterdir()] == ["old"]
+
+
+def test_no_tmux_is_said(work, cli, tmp_path_factory):
+    programs = tmp_path_factory.mktemp("bin")
+    for name in ("sh", "ip", "env"):
+        (programs / name).symlink_to(f"/usr/bin/{name}")
+    done = cli(work, "launch", "--preset", "demo", env={"PATH": str(programs)})
+    assert done.returncode == 2
+    assert "node-a: there is no tmux; install it there" in done.stderr
+
+
+def test_dry_run_opens_nothing(work, cli):
+    done = cli(work, "launch", "--preset", "demo", "--run", "x", "--dry-run")
+    assert done.returncode == 0
+    assert done.stdout.count("torch.distributed.run") == 2
+    assert not (work / "runs").exists()

@@ -1,0 +1,73 @@
+"""The front door, and that the tools never import torch."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from llama405b_tools import cli
+
+
+def test_help_fits_one_screen_and_names_every_verb():
+    lines = cli.usage().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    assert all(any(line.startswith(f"  {verb} ") for line in lines) for verb in cli.VERBS)
+
+
+def test_unknown_verb(capsys):
+    assert cli.main(["lunch"]) == 2
+    assert "there is no verb 'lunch'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["launch", "--preset", "demo", "--dry-run"], ["train", "--help"]])
+def test_the_control_plane_needs_no_torch(argv):
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = sys.modules['numpy'] = None\n"
+        f"sys.path[:0] = ['{ROOT}', '{ROOT}/tools']\n"
+        f"from llama405b_tools.cli import main\nsys.exit(main({argv!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_verbs_say_what_is_missing():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        f"sys.path[:0] = ['{ROOT}', '{ROOT}/tools']\n"
+        "from llama405b_tools.cli import main\nsys.exit(main(['demo', 'x']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "llama405b: demo needs torch, which is not installed; pip install 'llama405b[train]'\n"
+
+
+def test_true_shape_of_405b():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "llama405b_tools.cli",
+            "train",
+            "--preset",
+            "llama3.1-405b",
+            "--dry-run",
+            "--world",
+            "64",
+        ],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT}/tools", "HOME": "/tmp"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "405,853,388,800 parameters" in done.stdout
+    assert "6,341,459,200 parameters on rank 0" in done.stdout
+    assert "126 decoder layers" in done.stdout

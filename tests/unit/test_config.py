@@ -1,0 +1,102 @@
+import pytest
+
+from llama405b import command, config
+from llama405b.errors import UserError
+
+GIVEN = ["--model.path", "m", "--data.paths", "d"]
+
+
+def refusal(call, *args):
+    with pytest.raises(UserError) as caught:
+        call(*args)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("name", config.preset_names())
+def test_presets_resolve_and_survive_as_flags_and_toml(name, tmp_path):
+    settings = config.read_preset(name) | config.read_flags(["--data.paths", "x,y"])
+    resolved = config.resolve(settings)
+    assert config.resolve(config.read_flags(config.to_flags(settings))) == resolved
+    (tmp_path / "c.toml").write_text(config.to_toml(resolved))
+    assert config.resolve(config.read_toml(tmp_path / "c.toml")) == resolved
+
+
+def test_flags_win_over_the_file_over_the_preset(tmp_path):
+    (tmp_path / "c.toml").write_text("[optimizer]\nlr = 5\nwarmup = 3\n")
+    parsed = command.parse(["--preset", "demo", "--config", str(tmp_path / "c.toml"), "--optimizer.lr=7"])
+    assert (parsed.config.optimizer.lr, parsed.config.optimizer.warmup, parsed.config.optimizer.min_lr) == (
+        7.0,
+        3,
+        3e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[optimizer]\nlr = 1\n\nlrr = 2\n", ":4: there is no setting 'optimizer.lrr' (did you mean 'optimizer.lr'?)"),
+        ("[optimiser]\nlr = 1\n", ":2: there is no setting 'optimiser.lr' (did you mean 'optimizer.lr'?)"),
+        ('[optimizer]\n# lr = 3\nlr = "x"\n', ":3: optimizer.lr is 'x'; it takes a value of type float"),
+        ("[training]\nmax_steps = 1.5\n", ":2: training.max_steps is 1.5; it takes a value of type int"),
+        ("[parallel]\ncpu_offload = 1\n", ":2: parallel.cpu_offload is 1; it takes a value of type bool"),
+        (
+            '[parallel]\nnumerics = "bf16"\n',
+            ":2: parallel.numerics is 'bf16'; take one of fp32-master, pure-bf16, fp32",
+        ),
+        ("[optimizer]\nbetas = [0.9]\n", ":2: optimizer.betas is [0.9]; it takes 2 values of type float"),
+        ("lr = 1\n", ":1: 'lr' stands outside a section"),
+        ("[optimizer\n", ":1: not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_named_by_line(tmp_path, text, words):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    assert f"{path}{words}" in refusal(config.read_toml, path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--lr", "1"], "--lr: there is no setting 'lr' (did you mean 'optimizer.lr'?)"),
+        (["--optimizer.lr"], "--optimizer.lr: no value given"),
+        (["--optimizer.lr", "fast"], "--optimizer.lr: optimizer.lr is 'fast'; it takes a value of type float"),
+        (["--parallel.cpu_offload", "perhaps"], "--parallel.cpu_offload: parallel.cpu_offload is 'perhaps'"),
+        (["--checkpoint.keep", "1"], "--checkpoint.keep: checkpoint.keep is 1; keep at least 2"),
+        (["--optimizer.min_lr", "1"], "--optimizer.min_lr: min_lr 1.0 is above lr 1e-05"),
+        (
+            ["--training.micro_batch_size", "0"],
+            "--training.micro_batch_size: training.micro_batch_size is 0; it must be above 0",
+        ),
+        (
+            ["--parallel.fsdp", "fsdp1", "--parallel.device", "cpu"],
+            "--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2",
+        ),
+        (["--preset", "demmo"], "--preset: no preset 'demmo' (did you mean 'demo'?)"),
+        (["stray"], "stray: not expected here"),
+    ],
+)
+def test_a_bad_flag_is_named(flags, words):
+    assert words in refusal(command.parse, [*GIVEN, *flags])
+
+
+def test_offload_takes_on_and_off_and_nothing():
+    for flags, expected in ((["on"], True), (["off"], False), ([], True)):
+        parsed = command.parse([*GIVEN, "--parallel.cpu_offload", *flags])
+        assert parsed.config.parallel.cpu_offload is expected
+
+
+def test_accumulation_divides_or_names_what_does():
+    training = config.Training(global_batch_size=48, micro_batch_size=2)
+    assert config.accumulation(training, 8) == 3
+    assert "take 42 or 56" in refusal(config.accumulation, training, 7)
+    assert "take 64" in refusal(config.accumulation, training, 32)
+
+
+def test_help_names_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    text = capsys.readouterr().out
+    for key, _, _, _ in config.fields():
+        assert f"--{key} " in text

@@ -1,0 +1,51 @@
+import pytest
+
+from llama405b.errors import UserError
+from llama405b_tools.hosts import parse
+
+
+def test_everything_a_line_can_say():
+    hosts = parse(
+        "# head first\r\nubuntu@gpu-01:2222 slots=8 address=10.0.0.1 workdir=/w python=/p  # here\r\n\r\nnode[08-10].x slots=4\n",
+        "hosts",
+    )
+    assert [host.name for host in hosts] == ["gpu-01", "node08.x", "node09.x", "node10.x"]
+    head = hosts[0]
+    assert (head.user, head.port, head.slots, head.address, head.workdir, head.python, head.where) == (
+        "ubuntu",
+        2222,
+        8,
+        "10.0.0.1",
+        "/w",
+        "/p",
+        "hosts:2",
+    )
+    assert all(host.slots == 4 for host in hosts[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "hosts: no host in it"),
+        ("# only a comment\n", "hosts: no host in it"),
+        ("a\nb\na\n", "hosts:3: 'a' repeats line 1; delete one"),
+        ("node[1-3]\nnode2\n", "hosts:2: 'node2' repeats line 1"),
+        ("-oProxyCommand=touch${IFS}x\n", "hosts:1: '-oProxyCommand=touch${IFS}x' is no host"),
+        ("a b\n", "hosts:1: 'b' is not understood"),
+        ("a slot=8\n", "hosts:1: 'slot=8' is not understood; a host takes slots=, address=, workdir=, python="),
+        ("a slots=0\n", "hosts:1: slots=0 is no number of ranks"),
+        ("a slots=x\n", "hosts:1: slots=x is no number of ranks"),
+        ("a slots=1 slots=2\n", "hosts:1: slots= is given twice"),
+        ("a:70000\n", "hosts:1: port 70000 is out of range"),
+        ("a workdir=x\n", "hosts:1: workdir=x is relative"),
+        ("a address=;rm\n", "hosts:1: address=;rm is no address"),
+        ("n[5-1]\n", "hosts:1: range [5-1] is empty"),
+        ("a;b\n", "hosts:1: 'a;b' is no host"),
+        ("a\nb address=localhost\n", "hosts:2: 'b' is at localhost, where the other hosts cannot reach it"),
+    ],
+)
+def test_a_bad_line_is_named(text, words):
+    with pytest.raises(UserError) as caught:
+        parse(text, "hosts")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,42 @@
+"""Real processes are found and ended, also those that were orphaned or ignore signals."""
+
+import os
+import subprocess
+import sys
+import time
+
+from llama405b_tools import procs
+from llama405b_tools.commands import MARKER
+
+
+def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
+    value = f"{tmp_path}:host"
+    stubborn = (
+        "import signal,time,os,sys;signal.signal(15,1);os.fork() or os.setsid();print(1,flush=True);time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess,sys;subprocess.Popen([sys.executable,'-c',{stubborn!r}]);"],
+        env=os.environ | {MARKER: value},
+        stdout=subprocess.DEVNULL,
+    )
+    other = subprocess.Popen(["sleep", "60"], env=os.environ | {MARKER: value + "2"})
+    try:
+        parent.wait(10)
+        deadline = time.monotonic() + 10
+        while len(procs.marked(value)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(procs.marked(value)) == 2
+        ended, left = procs.sweep(value)
+        assert (ended, left) == (2, [])
+        assert procs.marked(value) == []
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_pid_alone_proves_nothing():
+    began = procs.start_time(os.getpid())
+    assert procs.same_process(os.getpid(), began)
+    assert not procs.same_process(os.getpid(), began + 1)
+    assert procs.start_time(2**22 + 1) is None

@@ -1,0 +1,46 @@
+import pytest
+
+from llama405b.errors import UserError
+from llama405b_tools import runs
+
+
+def run(name, created=0.0, alive=False, **status):
+    state = {"state": "exited", "exit_code": 0, "signal": None, "reason": ""} | status
+    return {"run": name, "created": created, "alive": alive, "leftovers": [], "status": state}
+
+
+def test_the_only_live_run_else_the_newest():
+    assert runs.choose({"a": [run("x", 1, alive=True), run("y", 2)]}, None) == "x"
+    assert runs.choose({"a": [run("x", 1)], "b": [run("y", 2)]}, None) == "y"
+    assert runs.choose({"a": [run("x")]}, "x") == "x"
+    with pytest.raises(UserError, match="2 runs are alive; say which: x, y"):
+        runs.choose({"a": [run("y", alive=True)], "b": [run("x", alive=True)]}, None)
+    with pytest.raises(UserError, match="no host knows a run 'z'"):
+        runs.choose({"a": [run("x")]}, "z")
+    with pytest.raises(UserError, match="no run on these hosts yet"):
+        runs.choose({"a": []}, None)
+
+
+@pytest.mark.parametrize(
+    ("described", "state"),
+    [
+        (None, "no such run"),
+        (run("x", alive=True, state="running"), "running"),
+        (run("x", state="running"), "vanished"),
+        (run("x", exit_code=1), "exited 1"),
+        (run("x", state="killed", signal=9), "killed by signal 9"),
+        (run("x") | {"leftovers": [4, 5]}, "LEFTOVERS (2 processes)"),
+        (run("x") | {"status": None}, "never started"),
+        (run("x"), "exited 0"),
+    ],
+)
+def test_states(described, state):
+    assert runs.state_of(described) == state
+    assert (runs.failure_of("h", described) is None) == (state in ("running", "exited 0"))
+
+
+def test_the_host_where_it_began_is_named():
+    lost = runs.failure_of("a", run("x", exit_code=1, reason="rank 0 exited with 1: lost contact with another rank: …"))
+    own = runs.failure_of("b", run("x", exit_code=1, reason="rank 1 was killed by SIGKILL"))
+    assert runs.first_failure([lost, own]).host == "b"
+    assert runs.first_failure([lost]).host == "a"
