@@ -151,7 +151,8 @@ def stop(request: Request) -> dict[str, Any]:
         timeout=10,
         check=False,
     )
-    secrets_path(run, host).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        secrets_path(run, host).unlink()
     return {"was_alive": was_alive, "swept": ended, "left": left, "status": read_json(run.status(host))}
 
 

@@ -1,0 +1,215 @@
+"""Real hosts on one machine: N network namespaces, each with its own sshd, host name, PID space, root and users.
+
+Every host sees this machine's files through an overlay of its own: what it writes stays its own, except below
+``shared``. Needs root, sshd and iproute2. Only what this module made is ever ended or removed.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from conftest import ROOT
+
+NET = "10.213.7"
+BRIDGE = "l4br0"
+USERS = ("root", "alice", "bob", "carol")
+
+INIT = r"""
+set -eu
+name=$1 dir=$2 shared=$3 user=$4; shift 4
+mount --make-rprivate /
+hostname "$name"
+mount -t tmpfs -o size=1500m,mode=755 rw "$dir/rw"
+mkdir -p "$dir/rw/upper" "$dir/rw/work" "$dir/root"
+mount -t overlay -o "lowerdir=/,upperdir=$dir/rw/upper,workdir=$dir/rw/work" "$name" "$dir/root"
+r=$dir/root
+mount -t proc proc "$r/proc"; mount -t sysfs -o ro sysfs "$r/sys"; mount --bind /dev "$r/dev"
+mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$r/dev/pts"
+mount -t tmpfs shm "$r/dev/shm"; mount -t tmpfs run "$r/run"; mount -t tmpfs -o mode=1777 tmp "$r/tmp"
+mkdir -p "$r/run/sshd" "$r$shared"; mount --bind "$shared" "$r$shared"
+sed -i 's/^hosts:.*/hosts: files/' "$r/etc/nsswitch.conf"
+cp "$dir/hosts" "$r/etc/hosts"; echo "$name" >"$r/etc/hostname"
+for p in "$@"; do while [ "$p" != / ]; do chmod o+rx "$r$p" 2>/dev/null || :; p=$(dirname "$p"); done; done
+[ "$user" = root ] || chroot "$r" useradd -m -s /bin/bash -p '*' "$user"
+home=$(chroot "$r" sh -c "echo ~$user")
+mkdir -p "$r$home/.ssh"; cp "$dir/authorized_keys" "$r$home/.ssh/authorized_keys"
+rm -f "$r$home/.ssh/config" "$r$home/.ssh/known_hosts"
+mkdir -p "$r$home/train_dir"; chroot "$r" chown -R "$user" "$home/.ssh" "$home/train_dir"
+cp "$dir/host_key" "$r/etc/ssh/rig_key"; chmod 600 "$r/etc/ssh/rig_key"
+printf '%s\n' 'HostKey /etc/ssh/rig_key' 'PidFile /run/sshd.pid' 'PasswordAuthentication no' 'StrictModes no' \
+    'KbdInteractiveAuthentication no' 'PermitRootLogin prohibit-password' 'UsePAM no' 'MaxSessions 100' \
+    'MaxStartups 200' >"$r/etc/ssh/rig_config"
+exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin chroot "$r" /bin/bash -c '
+    /usr/sbin/sshd -f /etc/ssh/rig_config -E /var/log/rig_sshd.log
+    while :; do sleep 3600 & wait -n; done'
+"""
+
+
+def missing():
+    """Why real hosts cannot be had here, or ''."""
+    if os.getuid() != 0:
+        return "needs root"
+    programs = [name for name in ("ip", "unshare", "nsenter", "ssh-keygen", "tmux") if not shutil.which(name)]
+    if not Path("/usr/sbin/sshd").exists():
+        programs.append("sshd")
+    return f"needs {', '.join(programs)}" if programs else ""
+
+
+def run(*args, **more):
+    return subprocess.run(args, check=True, capture_output=True, text=True, timeout=30, **more)
+
+
+class Hosts:
+    """The hosts ``node-1`` … ``node-N``, each with another user; the operator is this process's namespace."""
+
+    def __init__(self, count, users=USERS):
+        self.count, self.users = count, users
+        self.state = Path(tempfile.mkdtemp(prefix="l4hosts-"))
+        self.shared = self.state / "shared"
+        self.shared.mkdir()
+        self.state.chmod(0o755)
+        self.shared.chmod(0o1777)
+        self.inits = {}
+
+    def __enter__(self):
+        try:
+            self._up()
+        except subprocess.CalledProcessError as error:
+            self._down()
+            raise RuntimeError(f"{error.cmd}: {error.stderr}") from error
+        except BaseException:
+            self._down()
+            raise
+        return self
+
+    def __exit__(self, *exc):
+        self._down()
+
+    def user(self, i):
+        return self.users[(i - 1) % len(self.users)]
+
+    def address(self, i):
+        return f"{NET}.{10 + i}"
+
+    def workdir(self, i):
+        home = "/root" if self.user(i) == "root" else f"/home/{self.user(i)}"
+        return f"{home}/train_dir"
+
+    def exec(self, i, *command, check=True):
+        """Run a command inside a host without ssh."""
+        pid = run("pgrep", "-P", str(self.inits[i].pid)).stdout.split()[0]
+        inside = ("nsenter", "-t", pid, "--mount", "--uts", "--ipc", "--net", "--pid", "--root", "--wd=/")
+        return subprocess.run([*inside, *command], check=check, capture_output=True, text=True, timeout=60)
+
+    def crash(self, i):
+        """Power loss."""
+        self.inits[i].send_signal(signal.SIGKILL)
+        self.inits[i].wait(10)
+
+    def hosts_file(self, path, extra="", indices=None):
+        lines = [
+            f"node-{i} slots=1 workdir=~/train_dir python={sys.executable}{extra}\n"
+            for i in indices or range(1, self.count + 1)
+        ]
+        path.write_text("".join(lines))
+        return path
+
+    def env(self):
+        """What the operator's programs need to reach the hosts."""
+        return {"LLAMA405B_SSH_CONFIG": str(self.state / "ssh_config"), "SSH_AUTH_SOCK": ""}
+
+    def _up(self):
+        run("ip", "link", "add", BRIDGE, "type", "bridge")
+        run("ip", "addr", "add", f"{NET}.1/24", "dev", BRIDGE)
+        run("ip", "link", "set", BRIDGE, "up")
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.state / "key"))
+        names = "".join(f"{self.address(i)} node-{i}\n" for i in range(1, self.count + 1))
+        known, config = [], []
+        for i in range(1, self.count + 1):
+            directory = self.state / f"node-{i}"
+            (directory / "rw").mkdir(parents=True)
+            run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / "host_key"))
+            (directory / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 node-{i}.local\n{names}")
+            shutil.copy(self.state / "key.pub", directory / "authorized_keys")
+            known.append(f"{self.address(i)} {' '.join((directory / 'host_key.pub').read_text().split()[:2])}\n")
+            config.append(f"Host node-{i}\n  HostName {self.address(i)}\n  User {self.user(i)}\n")
+        (self.state / "known_hosts").write_text("@cert-authority *.example.org ssh-ed25519 AAAA\n" + "".join(known))
+        (self.state / "ssh_config").write_text(
+            "".join(config)
+            + (
+                f"Host *\n  IdentityFile {self.state}/key\n  IdentitiesOnly yes\n  UserKnownHostsFile {self.state}/known_hosts\n"
+                "  StrictHostKeyChecking yes\n"
+            )
+        )
+        for i in range(1, self.count + 1):
+            self.boot(i)
+        self._wait()
+
+    def boot(self, i):
+        namespace, directory = f"l4h{i}", self.state / f"node-{i}"
+        if not Path(f"/run/netns/{namespace}").exists():
+            run("ip", "netns", "add", namespace)
+            run("ip", "link", "add", f"l4v{i}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            run("ip", "link", "set", f"l4v{i}", "master", BRIDGE, "up")
+            run("ip", "-n", namespace, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                run("ip", "-n", namespace, "link", "set", link, "up")
+        readable = [str(ROOT), str(Path(sys.executable).resolve().parent)]
+        self.inits[i] = subprocess.Popen(
+            [
+                "nsenter",
+                f"--net=/run/netns/{namespace}",
+                "unshare",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "bash",
+                "-c",
+                INIT,
+                "init",
+                f"node-{i}",
+                str(directory),
+                str(self.shared),
+                self.user(i),
+                *readable,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=(directory / "console.log").open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _wait(self):
+        deadline = time.monotonic() + 30
+        for i in range(1, self.count + 1):
+            while True:
+                done = subprocess.run(
+                    ["ssh", "-F", str(self.state / "ssh_config"), f"node-{i}", "true"],
+                    capture_output=True,
+                    text=True,
+                    timeout=20,
+                    check=False,
+                )
+                if done.returncode == 0:
+                    break
+                if time.monotonic() > deadline or self.inits[i].poll() is not None:
+                    raise RuntimeError(f"node-{i}: {done.stderr} {(self.state / f'node-{i}/console.log').read_text()}")
+                time.sleep(0.1)
+
+    def _down(self):
+        for init in self.inits.values():
+            init.kill()  # --kill-child: every process of the host goes with it
+            init.wait(10)
+        for i in range(1, self.count + 1):
+            subprocess.run(["ip", "netns", "del", f"l4h{i}"], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "del", f"l4v{i}"], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
+        shutil.rmtree(self.state, ignore_errors=True)

@@ -1,0 +1,262 @@
+"""Launching over SSH on real hosts: namespaces with their own sshd, host name, users, root and tmux."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import hosts_rig
+import pytest
+from conftest import ROOT
+from hosts_rig import Hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
+
+DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def can_have_hosts():
+    if why := hosts_rig.missing():
+        if os.environ.get("LLAMA405B_NOTHING_SKIPPED"):
+            pytest.fail(f"NOT RUN: real hosts: {why}")
+        pytest.skip(f"NOT RUN: real hosts: {why}")
+
+
+@pytest.fixture(scope="module")
+def hosts(can_have_hosts):
+    with Hosts(3) as found:
+        yield found
+
+
+@pytest.fixture
+def operator(hosts, tmp_path, cli):
+    """Run the front door as the operator; afterwards no host may have a process of a run."""
+    hosts.hosts_file(tmp_path / "hosts")
+    names = []
+
+    def call(*args, env=None, timeout=120):
+        names.extend(str(args[i + 1]) for i, arg in enumerate(args) if arg == "--run")
+        return cli(tmp_path, *args, env=hosts.env() | (env or {}), timeout=timeout)
+
+    call.path = tmp_path
+    yield call
+    for name in set(names):
+        call("stop", "--run", name)
+    for i in range(1, hosts.count + 1):
+        assert processes(hosts, i) == []
+
+
+def processes(hosts, i):
+    """What runs on a host beside sshd and its keeper."""
+    lines = hosts.exec(i, "ps", "-eo", "args", "--no-headers").stdout.splitlines()
+    quiet = ("/bin/bash -c", "sshd:", "sleep 3600", "ps -eo", "[")
+    return [line for line in lines if not line.startswith(quiet)]
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.3)
+    return value
+
+
+def test_three_users_train_together(hosts, operator):
+    done = operator("launch", "--run", "t", *DEMO, "--training.max_steps", 5, "--checkpoint.every", 0, "--follow")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 read the weights and sent each rank its rows" in done.stdout
+    assert "3 ranks of 3 hosts" in done.stdout
+    for i in (1, 2, 3):
+        status = json.loads(hosts.exec(i, "cat", f"{hosts.workdir(i)}/runs/t/status/node-{i}.json").stdout)
+        assert (status["state"], status["exit_code"]) == ("exited", 0)
+        heartbeat = json.loads(hosts.exec(i, "cat", f"{hosts.workdir(i)}/runs/t/heartbeat/rank-{i - 1}.json").stdout)
+        assert (heartbeat["host"], heartbeat["phase"], heartbeat["step"]) == (
+            f"node-{i}",
+            "done",
+            5,
+        )  # ranks in line order
+        modes = hosts.exec(i, "find", f"{hosts.workdir(i)}/runs", "-perm", "/077").stdout
+        assert modes == ""
+
+
+def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
+    canary = "canary-51d2e8-secret"
+    program = (
+        "import os,time,sys; print('token', len(os.environ['HF_TOKEN']), sys.argv[1:], flush=True); time.sleep(900)"
+    )
+    for i in (1, 2, 3):
+        hosts.exec(
+            i,
+            "sh",
+            "-c",
+            f"cat > '{hosts.workdir(i)}/p.py' <<'EOF'\n{program}\nEOF\nchmod 644 '{hosts.workdir(i)}/p.py'",
+        )
+    done = operator(
+        "launch", "--run", "s", "--secret", "HF_TOKEN", "--", "p.py", "a b", "$(id)", env={"HF_TOKEN": canary}
+    )
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: operator("logs").stdout.count(f"token {len(canary)} ['a b', '$(id)']") == 3)
+    assert operator("status").returncode == 0
+    for i in (1, 2, 3):
+        everything = hosts.exec(
+            i,
+            "sh",
+            "-c",
+            "ps axww; su $(stat -c %U /proc/$(pgrep -f p.py | head -1)) -c 'tmux -L llama405b-s showenv -g'",
+        ).stdout
+        assert "p.py" in everything
+        assert canary not in everything
+        assert hosts.exec(i, "grep", "-rl", canary, hosts.workdir(i), "/tmp", check=False).stdout == ""
+    built = operator("attach", "--no-attach")
+    assert built.returncode == 0, built.stderr
+    try:
+        wait_for(
+            lambda: (
+                "token"
+                in subprocess.run(
+                    ["tmux", "-L", "llama405b-s-attach", "capture-pane", "-p", "-t", "s:node-3"],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                ).stdout
+            )
+        )
+    finally:
+        subprocess.run(["tmux", "-L", "llama405b-s-attach", "kill-server"], check=False)
+    stopped = operator("stop")
+    assert stopped.returncode == 0, stopped.stdout
+    assert stopped.stdout.count("no process left") == 3
+
+
+def test_the_operator_dies_and_nothing_of_its_stays(hosts, operator):
+    assert (
+        operator("launch", "--run", "d", *DEMO, "--training.max_steps", 99999, "--checkpoint.every", 0).returncode == 0
+    )
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "logs", "-f", "--run", "d"],
+        cwd=operator.path,
+        env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: any("agent stream" in p for p in processes(hosts, 2)))
+    follower.send_signal(signal.SIGKILL)
+    follower.wait(10)
+    wait_for(lambda: not any("agent stream" in p for i in (1, 2, 3) for p in processes(hosts, i)), 5)
+    assert operator("status").returncode == 0  # the run goes on
+
+
+def refused(operator, *args, code=1):
+    done = operator("launch", "--run", f"no-{time.monotonic_ns()}", *DEMO, *args)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    return done.stderr
+
+
+def test_a_host_that_does_not_start_stops_the_others(hosts, operator):
+    hosts.exec(
+        3, "sh", "-c", f"cd {hosts.workdir(3)}; mkdir -p runs; mv runs /root/aside; touch '{hosts.workdir(3)}/runs'"
+    )
+    try:
+        words = refused(operator)
+        assert "node-3: " in words
+        assert "nothing is left running" in words
+        for i in (1, 2, 3):
+            assert processes(hosts, i) == []
+    finally:
+        hosts.exec(3, "sh", "-c", f"rm '{hosts.workdir(3)}/runs'; mv /root/aside '{hosts.workdir(3)}/runs'")
+
+
+def test_what_differs_between_hosts_is_named(hosts, operator):
+    metadata = hosts.exec(
+        2, "sh", "-c", f"ls -d {sys.prefix}/lib/python*/site-packages/transformers-*.dist-info/METADATA"
+    ).stdout.strip()
+    hosts.exec(2, "sed", "-i", "s/^Version: .*/Version: 5.17.0/", metadata)
+    try:
+        assert "transformers is" in (words := refused(operator))
+        assert "but node-2 has 5.17.0" in words
+    finally:
+        hosts.exec(2, "sh", "-c", f"cp {metadata} /tmp/m")  # the overlay keeps its own copy: put the text back
+        real = [line for line in open(metadata) if line.startswith("Version: ")][0].strip()  # noqa: SIM115, PTH123, RUF015
+        hosts.exec(2, "sed", "-i", f"s/^Version: .*/{real}/", metadata)
+
+
+def test_a_host_without_tmux_or_project_or_workdir(hosts, operator):
+    hosts.exec(2, "mv", "/usr/bin/tmux", "/usr/bin/tmux.away")
+    try:
+        assert "node-2: there is no tmux" in refused(operator, code=2)
+    finally:
+        hosts.exec(2, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
+    hosts.hosts_file(operator.path / "hosts", extra="", indices=[1, 2])
+    text = (operator.path / "hosts").read_text()
+    for old, new, words in (
+        (sys.executable, "/usr/bin/python3", "/usr/bin/python3 has no llama405b"),
+        (sys.executable, "/nowhere/python", "/nowhere/python cannot be run; set python="),
+        ("~/train_dir", "/nowhere", "there is no directory /nowhere"),
+    ):
+        first, second = text.splitlines()
+        (operator.path / "hosts").write_text(f"{first}\n{second.replace(old, new)}\n")
+        assert f"node-2: {words}" in refused(operator)
+
+
+def test_host_keys_are_checked(hosts, operator):
+    known = hosts.state / "known_hosts"
+    before = known.read_text()
+    lines = before.splitlines(keepends=True)
+    try:
+        known.write_text("".join(line for line in lines if hosts.address(2) not in line))
+        assert "node-2: its host key is not in known_hosts" in refused(operator)
+        other = lines[-1].split(" ", 1)[1]  # node-3's key under node-2's address
+        known.write_text("".join(f"{hosts.address(2)} {other}" if hosts.address(2) in line else line for line in lines))
+        words = refused(operator)
+        assert "node-2: its host key has CHANGED" in words
+        assert "SHA256:" in words
+    finally:
+        known.write_text(before)
+
+
+def test_login_refused_and_name_unknown(hosts, operator):
+    path = operator.path / "hosts"
+    text = path.read_text()
+    path.write_text(text.replace("node-2", "nobody@node-2"))
+    assert "login as nobody was refused" in refused(operator)
+    path.write_text(text + "no-such-host.invalid\n")
+    assert "no-such-host.invalid: the name 'no-such-host.invalid' does not resolve" in refused(operator)
+
+
+def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
+    config, known = hosts.state / "ssh_config", hosts.state / "known_hosts"
+    before, before_known = config.read_text(), known.read_text()
+    try:
+        config.write_text(f"Host node-3\n  ProxyJump node-1\n{before}")
+        hosts.exec(3, "sh", "-c", ": > /var/log/rig_sshd.log")
+        done = operator("launch", "--run", "jump", "--", "-c", "x")  # torchrun will fail: only the way there matters
+        assert done.returncode == 0, done.stderr
+        seen = hosts.exec(3, "cat", "/var/log/rig_sshd.log").stdout
+        assert f"Accepted publickey for bob from {hosts.address(1)} " in seen
+        known.write_text(
+            "".join(line for line in before_known.splitlines(keepends=True) if hosts.address(1) not in line)
+        )
+        assert "node-3: its host key is not in known_hosts" in refused(operator)
+    finally:
+        config.write_text(before)
+        known.write_text(before_known)
+
+
+def test_a_dead_host_means_nothing_is_started(hosts, operator):
+    """Last: the host is gone afterwards."""
+    hosts.crash(3)
+    words = refused(operator)
+    assert "node-3: " in words
+    assert "Nothing was started" in words
+    for i in (1, 2):
+        assert processes(hosts, i) == []
+        assert words.count(f"node-{i}") == 0
+    state = operator("status")
+    assert state.returncode == 1
+    assert "UNREACHABLE" in state.stdout
+    hosts.boot(3)
+    hosts._wait()
