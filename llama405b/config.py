@@ -17,6 +17,7 @@ from typing import Any, Literal
 from llama405b.errors import UserError
 
 PRESET_DIR = Path(__file__).parent / "presets"
+Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
 Setting = tuple[Any, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
 
 
@@ -81,7 +82,7 @@ class Parallel:
     fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fully_shard, or FullyShardedDataParallel")
     wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
     cpu_offload: bool = option(False, "weights, gradients and optimizer live in CPU memory")
-    numerics: Literal["fp32-master", "pure-bf16", "fp32"] = option(
+    numerics: Numerics = option(
         "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA where there is a GPU")

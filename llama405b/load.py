@@ -5,15 +5,15 @@ one unit. ``local``: each rank reads its own rows and nothing crosses the networ
 point sends; not the optimizer or the data. Weights travel in the files' dtype and are converted on arrival.
 """
 
-import contextlib
+import mmap
+import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -38,11 +38,12 @@ def load(model: Any, directory: Path, how: str, me: Ranks, progress: Progress, *
     materialise(model, me, offload=offload)
     total, done = sum(_n_bytes(layout, name, shape[0]) for name, (_, shape) in layout.items()), 0
     read = _receive if how == "rank0" else _read_own
-    with _Files(directory, me.leads or how == "local") as files:
-        for _, parameters in units(model):
-            read(parameters, layout, files, me)
-            done += sum(_n_bytes(layout, name, layout[name][1][0]) for name in parameters)
-            progress(done, total)
+    files = _Files(directory, me.leads or how == "local")
+    scratch = _Scratch(me)
+    for _, parameters in units(model):
+        read(parameters, layout, files, scratch, me)
+        done += sum(_n_bytes(layout, name, layout[name][1][0]) for name in parameters)
+        progress(done, total)
     return "rank 0 read the weights and sent each rank its rows" if how == "rank0" else "each rank read its own rows"
 
 
@@ -59,23 +60,31 @@ def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
     return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
 
 
-class _Files(contextlib.AbstractContextManager["_Files"]):
-    """Open safetensors files, each mapped once; a rank that reads nothing has none."""
+class _Files:
+    """The checkpoint's files, each mapped once: rows are views of the page cache, and cost no memory of ours."""
 
     def __init__(self, directory: Path, reads: bool) -> None:
         self.tensors = weights.read_tensors(directory) if reads else {}
-        self.open: dict[Path, Any] = {}
-        self.stack = contextlib.ExitStack()
+        self.mapped: dict[Path, mmap.mmap] = {}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows ``[start, stop)`` of a tensor, in the file's dtype."""
-        path = self.tensors[name].file
-        if path not in self.open:
-            self.open[path] = self.stack.enter_context(safe_open(path, framework="pt"))
-        return self.open[path].get_slice(name)[start:stop]
-
-    def __exit__(self, *exc: object) -> None:
-        self.stack.close()
+        """Rows ``[start, stop)`` of a tensor in the file's dtype, to be read only."""
+        info = self.tensors[name]
+        if info.file not in self.mapped:
+            with info.file.open("rb") as file:
+                self.mapped[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        each = info.n_bytes // info.shape[0]
+        if start == stop:
+            return torch.empty((0, *info.shape[1:]), dtype=DTYPES[info.dtype])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the buffer cannot be written to
+            flat = torch.frombuffer(
+                self.mapped[info.file],
+                dtype=DTYPES[info.dtype],
+                count=(stop - start) * each // DTYPES[info.dtype].itemsize,
+                offset=info.offset + start * each,
+            )
+        return flat.view(stop - start, *info.shape[1:])
 
 
 def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, Layout]:
@@ -114,51 +123,71 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
 
 
+class _Scratch:
+    """One buffer for what is sent or received, used again for every unit: malloc would keep a hole for each."""
+
+    def __init__(self, me: Ranks) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=me.device)
+
+    def take(self, n_bytes: int) -> Tensor:
+        """The first ``n_bytes`` of it."""
+        if self.buffer.numel() < n_bytes:
+            self.buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self.buffer.device)
+        return self.buffer[:n_bytes]
+
+
+Unit = dict[str, nn.Parameter]
+
+
 @torch.no_grad()
-def _read_own(parameters: dict[str, nn.Parameter], layout: Layout, files: _Files, me: Ranks) -> None:
-    for name, parameter in parameters.items():
+def _read_own(unit: Unit, layout: Layout, files: _Files, _scratch: _Scratch, me: Ranks) -> None:
+    for name, parameter in unit.items():
         _local(parameter).copy_(files.rows(name, *rows_of(layout[name][1][0], me.rank, me.world)))
 
 
 @torch.no_grad()
-def _receive(parameters: dict[str, nn.Parameter], layout: Layout, files: _Files, me: Ranks) -> None:
-    """Rank 0 sends every other rank its rows of this unit as one buffer; each copies them into its shards."""
+def _receive(unit: Unit, layout: Layout, files: _Files, scratch: _Scratch, me: Ranks) -> None:
+    """Rank 0 sends every other rank its rows of this unit in one piece; each copies them into its shards."""
     if me.leads:
-        buffers = {rank: _pack(parameters, layout, files, rank, me) for rank in range(1, me.world)}
-        sends = [dist.isend(buffer, rank) for rank, buffer in buffers.items() if buffer.numel()]
-        _read_own(parameters, layout, files, me)
-        for send in sends:
-            send.wait()
+        _send(unit, layout, files, scratch, me)
         return
-    spans = dict(_spans(parameters, layout, me.rank, me.world))
-    buffer = torch.empty(sum(size for _, _, size in spans.values()), dtype=torch.uint8, device=me.device)
-    if buffer.numel():
+    spans, n_bytes = _spans(unit, layout, me.rank, me.world)
+    buffer = scratch.take(n_bytes)
+    if n_bytes:
         dist.recv(buffer, 0)
     for name, (_, begin, size) in spans.items():
         if size:
-            shard = _local(parameters[name])
+            shard = _local(unit[name])
             shard.copy_(buffer[begin : begin + size].view(DTYPES[layout[name][0]]).view(shard.shape))
 
 
-def _pack(parameters: dict[str, nn.Parameter], layout: Layout, files: _Files, rank: int, me: Ranks) -> Tensor:
-    spans = dict(_spans(parameters, layout, rank, me.world))
-    buffer = torch.empty(sum(size for _, _, size in spans.values()), dtype=torch.uint8)
-    for name, ((start, stop), begin, size) in spans.items():
-        if size:
-            buffer[begin : begin + size].copy_(files.rows(name, start, stop).flatten().view(torch.uint8))
-    return buffer.to(me.device)
+def _send(unit: Unit, layout: Layout, files: _Files, scratch: _Scratch, me: Ranks) -> None:
+    """Pack every rank's rows, send them all at once, and take rank 0's own meanwhile."""
+    packed = [_spans(unit, layout, rank, me.world) for rank in range(1, me.world)]
+    pieces = scratch.take(sum(n_bytes for _, n_bytes in packed)).split([n_bytes for _, n_bytes in packed])
+    sends = []
+    for rank, ((spans, n_bytes), piece) in enumerate(zip(packed, pieces, strict=True), 1):
+        for name, ((start, stop), begin, size) in spans.items():
+            if size:
+                piece[begin : begin + size].copy_(files.rows(name, start, stop).flatten().view(torch.uint8))
+        if n_bytes:
+            sends.append(dist.isend(piece, rank))
+    _read_own(unit, layout, files, scratch, me)
+    for send in sends:
+        send.wait()
 
 
 def _spans(
-    parameters: dict[str, nn.Parameter], layout: Layout, rank: int, world: int
-) -> Iterator[tuple[str, tuple[tuple[int, int], int, int]]]:
-    """For each tensor: a rank's rows, and where they stand in its buffer (begin and size in bytes).
+    unit: Unit, layout: Layout, rank: int, world: int
+) -> tuple[dict[str, tuple[tuple[int, int], int, int]], int]:
+    """For each tensor a rank's rows and where they stand in its piece (begin, size); and the piece's size, in bytes.
 
-    Wider dtypes come first, so that each tensor begins at a multiple of its element size.
+    Wider dtypes come first, so that each tensor begins at a multiple of its element size; so does each piece, at 16.
     """
-    begin = 0
-    for name in sorted(parameters, key=lambda name: -weights.DTYPE_BYTES[layout[name][0]]):
+    begin, spans = 0, {}
+    for name in sorted(unit, key=lambda name: -weights.DTYPE_BYTES[layout[name][0]]):
         rows = rows_of(layout[name][1][0], rank, world)
         size = _n_bytes(layout, name, rows[1] - rows[0])
-        yield name, (rows, begin, size)
+        spans[name] = (rows, begin, size)
         begin += size
+    return spans, -(-begin // 16) * 16

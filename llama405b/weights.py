@@ -48,6 +48,7 @@ class TensorInfo:
     file: Path
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]
+    offset: int = 0  # of its first byte in the file
 
     @property
     def n_bytes(self) -> int:
@@ -193,7 +194,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         try:
             header = json.loads(file.read(length))
             infos = {
-                name: TensorInfo(path, entry["dtype"], tuple(entry["shape"]))
+                name: TensorInfo(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
@@ -201,7 +202,14 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
                 default=0,
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+            whole = all(
+                entry["data_offsets"][1] - entry["data_offsets"][0] == infos[name].n_bytes
+                for name, entry in header.items()
+                if name != "__metadata__"
+            )
+            if not whole:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise UserError(f"{path}: its safetensors header cannot be read; fetch it again") from None
     if actual != 8 + length + end:
         raise UserError(f"{path}: {actual} bytes where its header says {8 + length + end}; fetch it again")

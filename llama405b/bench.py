@@ -1,0 +1,41 @@
+"""``llama405b bench``: measure against a named baseline, in one run, and print ratios."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.command import OneLineParser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = OneLineParser(prog="llama405b bench", description=__doc__)
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT", parser_class=OneLineParser)
+    load = what.add_parser("load", help="streaming load beside from_pretrained + set_model_state_dict", description="")
+    load.add_argument("--gb", type=float, default=1.1, help="size of the checkpoint it writes, in 10^9 bytes [1.1]")
+    load.add_argument("--ranks", type=int, default=2, help="ranks on this machine, gloo [2]")
+    load.add_argument(
+        "--numerics", choices=("fp32-master", "pure-bf16"), default="fp32-master", help="dtype kept [fp32-master]"
+    )
+    load.add_argument("--dir", type=Path, help="where to write the checkpoint, and leave it [a temporary directory]")
+    layers = what.add_parser("layers", help="decoder layers of the true 405B shape on this GPU", description="")
+    layers.add_argument("--layers", type=int, default=2, help="decoder layers [2]")
+    layers.add_argument("--seq-len", type=int, default=4096, help="tokens [4096]")
+    layers.add_argument("--steps", type=int, default=4, help="steps timed, after one that is not [4]")
+    for verb in (load, layers):
+        verb.add_argument("--json", action="store_true", help="for scripts")
+    args = parser.parse_args(argv)
+    report, text = _run(args)
+    print(json.dumps(report) if args.json else text)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> tuple[dict[str, object], str]:
+    if args.what == "load":
+        from llama405b.bench_load import bench_load
+
+        return bench_load(args.gb, args.ranks, args.numerics, args.dir)
+    from llama405b.bench_layers import bench_layers
+
+    return bench_layers(args.layers, args.seq_len, args.steps)

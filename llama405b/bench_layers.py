@@ -1,0 +1,102 @@
+"""A few decoder layers of the true 405B shape on one GPU: step parts, peak memory, copy rates. Needs CUDA.
+
+Compares CPU offload with none, where both fit. One GPU shows no sharding over NCCL. The vocabulary is small, so
+that the layers are what is measured.
+"""
+
+import json
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from llama405b import load, model, ranks, shard
+from llama405b.config import PRESET_DIR, Numerics, Optimizer, Parallel
+from llama405b.errors import UserError
+from llama405b.optim import build_optimizer
+from llama405b.step import train_step
+from llama405b.timer import Laps
+
+VOCAB = 8192
+GIB = 1 << 30
+COPY_BYTES = 2 * GIB
+
+
+def bench_layers(layers: int, seq_len: int, steps: int) -> tuple[dict[str, Any], str]:
+    """Train ``layers`` decoder layers on ``seq_len`` random tokens.
+
+    Raises:
+        UserError: There is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise UserError("bench layers: torch sees no GPU here; run it on a GPU host")
+    me = ranks.join("cuda", 600)
+    results = {}
+    forms: tuple[tuple[str, bool, Numerics], ...] = (
+        ("offload", True, "fp32-master"),
+        ("no offload", False, "pure-bf16"),
+    )
+    for name, offload, numerics in forms:
+        results[name] = _measure(layers, seq_len, steps, me, Parallel(cpu_offload=offload, numerics=numerics))
+    report = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "layers": layers,
+        "seq_len": seq_len,
+        "copy_gib_per_s": _copy_rates(me.device),
+        "results": results,
+    }
+    ranks.leave()
+    return report, json.dumps(report, indent=2)
+
+
+def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: Parallel) -> dict[str, Any]:
+    known = json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"]
+    config = LlamaConfig(**(known | {"num_hidden_layers": layers, "vocab_size": VOCAB}))
+    attention, _ = model.choose_attention("auto", me.device)
+    module = model.build_on_meta(config, attention, shard.kept_dtype(parallel.numerics))
+    shard.shard(module, parallel, me.device)
+    load.materialise(module, me, offload=parallel.cpu_offload)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter.data.to_local(), std=0.02)
+    shard.checkpoint_activations(module)
+    optimizer = build_optimizer(module, Optimizer())
+    x = torch.randint(0, VOCAB, (1, seq_len), device=me.device)
+    torch.cuda.reset_peak_memory_stats()
+    timed = []
+    for _ in range(steps + 1):
+        laps = Laps(me.device)
+        result = train_step(
+            module,
+            optimizer,
+            [(x, x.roll(-1))],
+            max_norm=1.0,
+            world=me.world,
+            set_to_none=not parallel.cpu_offload,
+            lap=laps.end,
+        )
+        timed.append(dict(laps.seconds()))
+    mean = {part: sum(laps[part] for laps in timed[1:]) / steps for part in timed[0]}
+    return {
+        "numerics": parallel.numerics,
+        "attention": attention,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "seconds": mean,
+        "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+        "last_loss": result.loss,
+    }
+
+
+def _copy_rates(device: torch.device) -> dict[str, float]:
+    """GiB/s between host and device, from pinned and from pageable memory."""
+    rates = {}
+    on_device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    for name, pinned in (("pinned", True), ("pageable", False)):
+        on_host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        for way, source, target in (("to_device", on_host, on_device), ("to_host", on_device, on_host)):
+            target.copy_(source)
+            laps = Laps(device)
+            target.copy_(source, non_blocking=True)
+            laps.end("copy")
+            rates[f"{name}_{way}"] = COPY_BYTES / GIB / laps.seconds()["copy"]
+    return rates

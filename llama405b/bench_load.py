@@ -1,0 +1,187 @@
+"""Time and memory of loading, beside the form that everybody uses.
+
+Baseline: ``from_pretrained`` on rank 0, then ``set_model_state_dict(broadcast_from_rank0=True)``. Each form runs in
+fresh processes. Memory is rank 0's RssAnon + RssShmem (what it cannot drop; mapped file pages it can), sampled from
+another process: the peak, less the value before loading, less the bytes of rank 0's shards.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import LlamaForCausalLM
+
+from llama405b import load, model, ranks, shard, weights
+from llama405b.config import Numerics, Parallel
+from llama405b.errors import RunError
+
+GIB = 1 << 30
+SAMPLE_S = 0.002
+TIMEOUT_S = 600
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 32000,
+}
+FORMS = {"streamed": "rank 0 streams each rank its rows", "baseline": "from_pretrained + set_model_state_dict"}
+
+
+def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | None) -> tuple[dict[str, Any], str]:
+    """Write a checkpoint of ``gb`` x 10^9 bytes in BF16, load it in both forms, and compare."""
+    scratch = Path(tempfile.mkdtemp(prefix="llama405b-bench-")) if directory is None else directory
+    try:
+        llama = write_random(scratch, gb)
+        file_bytes = sum(info.n_bytes for info in weights.read_tensors(scratch).values())
+        results = {form: _measure(form, scratch, n_ranks, numerics) for form in FORMS}
+    finally:
+        if directory is None:
+            shutil.rmtree(scratch)
+    unit = largest_unit(llama) * shard.kept_dtype(numerics).itemsize
+    report = {
+        "checkpoint_bytes": file_bytes,
+        "ranks": n_ranks,
+        "numerics": numerics,
+        "largest_unit_bytes": unit,
+        "forms": results,
+        "torch": torch.__version__,
+    }
+    lines = [
+        f"checkpoint {file_bytes / 1e9:.2f} GB in BF16, {n_ranks} ranks (gloo, CPU), kept in {shard.kept_dtype(numerics)}, "
+        f"largest unit {unit / GIB:.3f} GiB, torch {torch.__version__}",
+        f"{'form':40} {'seconds':>8} {'rank 0 peak above its shards':>29} {'in largest units':>17}",
+    ]
+    for form, found in results.items():
+        above = found["peak_above_shards_bytes"]
+        lines.append(f"{FORMS[form]:40} {found['seconds']:8.2f} {above / GIB:25.3f} GiB {above / unit:17.1f}")
+    ratio = results["baseline"]["peak_above_shards_bytes"] / max(1, results["streamed"]["peak_above_shards_bytes"])
+    speed = results["baseline"]["seconds"] / results["streamed"]["seconds"]
+    lines.append(f"the baseline takes {ratio:.1f} times the memory and {speed:.1f} times the time")
+    return report, "\n".join(lines)
+
+
+def write_random(directory: Path, gb: float) -> weights.Llama:
+    """Write a Llama of about ``gb`` x 10^9 bytes: config.json, BF16 shards, index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, **SHAPE}
+    one = weights.parse_llama(config | {"num_hidden_layers": 1}, "bench")
+    two = weights.parse_llama(config | {"num_hidden_layers": 2}, "bench")
+    each = two.parameters - one.parameters
+    n_layers = max(1, round((gb * 1e9 / 2 - (one.parameters - each)) / each))
+    config["num_hidden_layers"] = n_layers
+    (directory / "config.json").write_text(json.dumps(config))
+    llama = weights.parse_llama(config, "bench")
+    torch.manual_seed(0)
+    groups: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in llama.tensors().items():
+        groups.setdefault(f"model-{_unit(name)}.safetensors", {})[name] = shape
+    for file, shapes in groups.items():
+        tensors = {name: torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02) for name, shape in shapes.items()}
+        save_file(tensors, directory / file, {"format": "pt"})
+    index = {name: file for file, shapes in groups.items() for name in shapes}
+    (directory / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return llama
+
+
+def largest_unit(llama: weights.Llama) -> int:
+    """Parameters of the largest FSDP unit: a decoder layer, the embedding, or the head with its norm."""
+    sizes: dict[str, int] = {}
+    for name, shape in llama.tensors().items():
+        sizes[_unit(name)] = sizes.get(_unit(name), 0) + torch.Size(shape).numel()
+    return max(sizes.values())
+
+
+def _unit(name: str) -> str:
+    return name.split(".")[2] if ".layers." in name else "embedding" if "embed" in name else "head"
+
+
+def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> dict[str, Any]:
+    """Run one form on fresh ranks; rank 0's figures."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as meeting:
+        processes = [
+            context.Process(target=_rank, args=(rank, n_ranks, meeting, form, directory, numerics, results))
+            for rank in range(n_ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + TIMEOUT_S
+        while results.empty() and time.monotonic() < deadline and not any(process.exitcode for process in processes):
+            time.sleep(0.05)
+        found = None if results.empty() else dict(results.get())
+        for process in processes:
+            process.join(30 if found else 0)
+            process.kill()
+    if found is None:
+        raise RunError(f"bench load: the ranks of {form!r} failed, or took over {TIMEOUT_S} s; their words stand above")
+    return found
+
+
+def _rank(rank: int, n_ranks: int, meeting: str, form: str, directory: Path, numerics: Numerics, results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
+    me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
+    config = model.read_config(directory)
+    module = model.build_on_meta(config, "sdpa", shard.kept_dtype(numerics))
+    shard.shard(module, Parallel(numerics=numerics), me.device)
+    ranks.agreed(None)  # connections and buffers of the first collective are not the load's
+    with _Peak() as peak:
+        began = time.perf_counter()
+        if form == "streamed":
+            load.load(module, directory, "rank0", me, lambda *_: None)
+        else:
+            _baseline(module, directory, me, shard.kept_dtype(numerics))
+        torch.distributed.barrier()
+        seconds = time.perf_counter() - began
+    shards = sum(p.data.to_local().nbytes for p in module.parameters())
+    if me.leads:
+        results.put({"seconds": seconds, "shard_bytes": shards, "peak_above_shards_bytes": peak.above - shards})
+    ranks.leave()
+
+
+def _baseline(module: Any, directory: Path, me: ranks.Ranks, dtype: torch.dtype) -> None:
+    whole = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).state_dict() if me.leads else {}
+    load.materialise(module, me)
+    set_model_state_dict(module, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+
+class _Peak:
+    """Samples this process's unreclaimable memory from another process."""
+
+    def __enter__(self) -> "_Peak":
+        context = multiprocessing.get_context("spawn")
+        self.above = 0
+        self.mine, theirs = context.Pipe()
+        self.sampler = context.Process(target=_sample, args=(os.getpid(), theirs), daemon=True)
+        self.sampler.start()
+        self.mine.recv()  # it is sampling
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.mine.send("stop")
+        self.above = self.mine.recv()
+        self.sampler.join()
+
+
+def _sample(pid: int, pipe: Any) -> None:
+    before = peak = unreclaimable_bytes(pid)
+    pipe.send("ready")
+    while not pipe.poll(SAMPLE_S):
+        peak = max(peak, unreclaimable_bytes(pid))
+    pipe.send(peak - before)
+
+
+def unreclaimable_bytes(pid: int) -> int:
+    """RssAnon + RssShmem of a process, from /proc/<pid>/status (proc(5): in kB)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
