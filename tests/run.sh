@@ -9,10 +9,10 @@ source tools/setup.sh
 need_programs tmux:tmux sshd:openssh-server ip:iproute2 || exit 2
 need_venv train,dev || exit 2
 bash tests/check.sh || exit 1
-marks=(-m "not slow")
+marks=(-m "not slow and not gpu")
 if [ "${1:-}" = --all ]; then
     shift
-    marks=()
+    marks=(-m "not gpu")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
 fi
 exec .venv/bin/python -m pytest "${marks[@]}" "$@"

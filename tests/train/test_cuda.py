@@ -1,0 +1,47 @@
+"""What only a GPU can show. Run where there is one: ``.venv/bin/python -m pytest -m gpu``."""
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
+
+
+def _losses(directory, kind, offload, numerics="fp32"):
+    from llama405b import fsdp1, load, model, ranks, shard
+    from llama405b.config import Optimizer, Parallel
+    from llama405b.optim import build_optimizer
+    from llama405b.step import train_step
+
+    me = ranks.join("cuda", 60)
+    try:
+        parallel = Parallel(fsdp=kind, cpu_offload=offload, numerics=numerics)
+        config = model.read_config(directory)
+        if kind == "fsdp1":
+            module = fsdp1.build(directory, config, "sdpa", parallel, me)
+        else:
+            module = model.build_on_meta(config, "sdpa", shard.kept_dtype(numerics))
+            shard.shard(module, parallel, me.device)
+            load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
+        shard.checkpoint_activations(module)
+        optimizer = build_optimizer(module, Optimizer(lr=3e-3))
+        losses = []
+        for step in range(10):
+            ids = ((torch.arange(17) + step) % 131).repeat(6, 1).to(me.device)
+            result = train_step(
+                module, optimizer, [(ids[:, :-1], ids[:, 1:])], max_norm=1.0, world=1, set_to_none=not offload
+            )
+            losses.append(result.loss)
+        return losses
+    finally:
+        ranks.leave()
+
+
+def test_fsdp1_and_fsdp2_with_and_without_offload_agree(tiny):
+    reference = _losses(tiny, "fsdp2", False)
+    assert reference[-1] < reference[0]
+    for kind, offload in (("fsdp2", True), ("fsdp1", False), ("fsdp1", True)):
+        assert _losses(tiny, kind, offload) == pytest.approx(reference, abs=1e-3), (kind, offload)
+
+
+def test_bf16_compute_agrees_roughly(tiny):
+    assert _losses(tiny, "fsdp2", False, "fp32-master") == pytest.approx(_losses(tiny, "fsdp2", False), abs=0.1)

@@ -1,0 +1,76 @@
+"""Each import rule is shown once to fail when it is broken; and the wheel installs nothing it should not."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+LINT = Path(sys.executable).parent / "lint-imports"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    copy = tmp_path_factory.mktemp("tree")
+    for part in ("llama405b", "tools"):
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def lint(tree):
+    env = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'tools'}"}
+    return subprocess.run(
+        [LINT, "--no-cache"], cwd=tree, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_rules_hold(tree):
+    assert lint(tree).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "rule"),
+    [
+        ("tools/llama405b_tools/status.py", "import torch", "never import torch"),
+        ("tools/llama405b_tools/status.py", "from llama405b import optim", "never import torch"),
+        ("llama405b/config.py", "import subprocess", "The trainer knows nothing"),
+        ("llama405b/data.py", "from llama405b_tools import hosts", "The trainer knows nothing"),
+        ("tools/llama405b_tools/hosts.py", "import pathlib", "Pure modules"),
+        ("tools/llama405b_tools/commands.py", "import time", "Pure modules"),
+        ("tools/llama405b_tools/stop.py", "import paramiko", "Only ssh.py"),
+        ("tools/llama405b_tools/logs.py", "import libtmux", "Only attach.py"),
+    ],
+)
+def test_a_broken_rule_is_found(tree, file, line, rule):
+    path = tree / file
+    before = path.read_text()
+    path.write_text(before + f"\n{line}\n")
+    try:
+        done = lint(tree)
+    finally:
+        path.write_text(before)
+    assert done.returncode == 1
+    broken = " ".join(done.stdout.partition("Broken contracts")[2].split())
+    assert rule in broken
+
+
+@pytest.mark.slow
+def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, tree], check=True, timeout=300
+    )
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"llama405b", "llama405b_tools"}
+    assert {"llama405b/presets/demo.toml", "llama405b/presets/architectures.json", "llama405b/py.typed"} <= set(names)
+    [metadata] = [name for name in names if name.endswith("METADATA")]
+    needs = [
+        line for line in zipfile.ZipFile(wheel).read(metadata).decode().splitlines() if line.startswith("Requires-Dist")
+    ]
+    assert {line.split()[1].split(">")[0] for line in needs if "extra" not in line} == {"libtmux", "paramiko", "rich"}
