@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 from hosts_rig import Hosts
-from ops.test_hosts import DEMO, can_have_hosts, processes, wait_for
+from ops.test_real_hosts import DEMO, can_have_hosts, processes, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 __all__ = ["can_have_hosts"]
