@@ -9,6 +9,7 @@ BF16 as kept), and every rank's random state. The step number fixes schedule and
 """
 
 import contextlib
+import datetime
 import hashlib
 import importlib.metadata
 import os
@@ -38,10 +39,10 @@ SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
 class Store:
     """The checkpoints of one run, in one directory that every host sees."""
 
-    def __init__(self, root: Path, keep: int, me: Ranks) -> None:
+    def __init__(self, root: Path, keep: int, me: Ranks, timeout_s: int = 1800) -> None:
         self.root, self.keep, self.me = root, keep, me
         # DCP on the process group that trains can deadlock with it: it gets one of its own.
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def prove_shared(self) -> None:
         """Check, with a token file, that all ranks see one directory and may write to it.

@@ -105,8 +105,8 @@ class Checkpoint:
 class Timeouts:
     """When a collective that does not return ends the run."""
 
-    load: int = option(3600, "seconds, until the first step is done")
-    step: int = option(600, "seconds, from then on")
+    load: int = option(3600, "seconds, until the first step is done, and while a checkpoint is written")
+    step: int = option(600, "seconds, otherwise")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

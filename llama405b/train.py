@@ -71,9 +71,8 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> 
     pulse.phase("data")
     batches = data.open_batches(config.data, files, run.path.parent / ".cache", me)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
-    store = checkpoint.Store(
-        Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints, config.checkpoint.keep, me
-    )
+    root = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+    store = checkpoint.Store(root, config.checkpoint.keep, me, config.timeouts.load)
     if config.checkpoint.every:
         store.prove_shared()
     start, passed_over = store.find(resume)
@@ -92,23 +91,42 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> 
         _log(me, f"resumed from {start}")
     elif resume == "auto":
         _log(me, "no checkpoint that verifies: starting from the model's weights")
-    _log(
-        me,
-        f"{steps} steps of {config.training.global_batch_size} x {config.data.seq_len} tokens "
-        f"({accumulate} micro-batches on each of {me.world} ranks), {batches.n_sequences} sequences in an epoch",
-    )
+    shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
+    micro = f"{accumulate} micro-batches on each of {me.world} ranks"
+    _log(me, f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
+    run_steps(config, range(done + 1, steps + 1), module, optimizer, batches, store, run, me, pulse)
+
+
+def run_steps(
+    config: Config,
+    steps: range,
+    module: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: data.Batches,
+    store: checkpoint.Store,
+    run: RunDir,
+    me: Ranks,
+    pulse: Pulse,
+) -> None:
+    """Take the steps, writing metrics, heartbeats and checkpoints.
+
+    Raises:
+        UserError: A checkpoint could not be written.
+        RunError: The loss or the gradient is not finite; the last checkpoint stands.
+    """
     pulse.phase("train")
-    writer = MetricsWriter(run.metrics, done) if me.leads else None
-    for step in range(done + 1, steps + 1):
-        metrics = one_step(config, step, steps, module, optimizer, batches, me)
-        if step == done + 1:
-            ranks.set_timeout(config.timeouts.step)
+    last = steps.stop - 1
+    writer = MetricsWriter(run.metrics, steps.start - 1) if me.leads else None
+    for step in steps:
+        metrics = one_step(config, step, last, module, optimizer, batches, me)
+        ranks.set_timeout(config.timeouts.step)
         pulse.step = step
         pulse.beat()
         if writer:
-            writer.write(metrics, steps)
-        if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == steps):
+            writer.write(metrics, last)
+        if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == last):
             pulse.phase("checkpoint")
+            ranks.set_timeout(config.timeouts.load)  # writing is slow and skewed, as loading is
             _log(me, f"saved {store.save(step, module, optimizer)}")
             pulse.phase("train")
 

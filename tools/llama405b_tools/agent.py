@@ -28,7 +28,8 @@ from llama405b.errors import UserError
 from llama405b.rundir import UMASK, RunDir, read_json, write_json
 from llama405b_tools import procs
 from llama405b_tools.commands import tmux_session, tmux_socket
-from llama405b_tools.node import GRACE_S, is_alive, secrets_path
+from llama405b_tools.hosts import LOOPBACK
+from llama405b_tools.node import GRACE_S, is_alive, secrets_path, take_lock
 from llama405b_tools.tail import Tail
 
 Request = dict[str, Any]
@@ -36,6 +37,7 @@ START_WITHIN_S = 20.0
 STREAM_EVERY_S = 0.3
 CONNECT_TIMEOUT_S = 5.0
 NEWEST_RUNS = 20
+ELSEWHERE = "192.0.2.1"  # RFC 5737: an address of no machine, whose route is the default one
 
 
 def probe(request: Request) -> dict[str, Any]:
@@ -70,7 +72,9 @@ def start(request: Request) -> dict[str, Any]:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request["host"], request["plan"]
     run = run_dir(plan["run"])
-    run.path.mkdir(parents=True, exist_ok=True)
+    claim = take_lock(run.lock(f"{host}.start"))  # two launches of one name at once: the other one is told
+    if claim is None or is_alive(run, host):
+        return {"error": f"run {run.name} was started by somebody else just now"}
     write_json(run.plan, plan)
     run.status(host).unlink(missing_ok=True)
     for rank in request["ranks"]:
@@ -133,6 +137,8 @@ def status(request: Request) -> dict[str, Any]:
 def stop(request: Request) -> dict[str, Any]:
     """End every process of the run on this host, and look whether any is left."""
     run, host = run_dir(request["run"]), request["host"]
+    if request.get("only") not in (None, (read_json(run.plan) or {}).get("rdzv_id")):
+        return {"was_alive": False, "swept": 0, "left": [], "status": None}  # another launch's: not ours to end
     runner = read_json(run.status(host)) or {}
     was_alive = is_alive(run, host)
     if was_alive and procs.same_process(runner.get("pid", 0), runner.get("pid_start", -1)):
@@ -247,8 +253,10 @@ def _route(head: str, *, is_head: bool) -> tuple[str, str]:
     """The interface and own address on the way to the head; gloo and NCCL must be told, or may pick loopback."""
     try:
         target = socket.gethostbyname(head)
+        if is_head and target.startswith("127.") and not LOOPBACK.fullmatch(head):
+            target, is_head = ELSEWHERE, False  # Debian's "127.0.1.1 <own name>": where the others cannot reach it
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-            probe_socket.connect((target, 9))
+            probe_socket.connect((target, 9))  # sends nothing
             address = target if is_head else probe_socket.getsockname()[0]
     except OSError:
         return "", ""

@@ -5,17 +5,19 @@ import queue
 import re
 import sys
 import threading
+import time
 from typing import Any
 
 from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b_tools import runs
 from llama405b_tools.commands import Plan
-from llama405b_tools.fleet import Fleet
+from llama405b_tools.fleet import Fleet, Outcome
 from llama405b_tools.runs import Failure
 from llama405b_tools.stop import stop
 from llama405b_tools.transport import HostError, Stream
 
 MEAN_OF = 10  # steps: one step's loss depends on its few sequences
+POLL_S = 0.5
 PEER_GRACE_S = 15.0  # after the first failure, for the others to find out by themselves
 Event = tuple[str, dict[str, Any] | None]  # host, news; None: its stream ended
 
@@ -29,6 +31,7 @@ class Watch:
         self.ended: dict[str, Failure | None] = {}
         self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
         self.saved = ""
+        self.stopped: dict[str, Outcome] = {}  # how ending the rest went, where that was needed
 
     def take(self, host: str, news: dict[str, Any] | None) -> list[str]:
         """Take one piece of news; returns the lines to print."""
@@ -72,14 +75,17 @@ def follow(fleet: Fleet, plan: Plan) -> int:
     watch = Watch(plan)
     news: queue.Queue[Event] = queue.Queue()
     streams = _open_streams(fleet, plan, news)
-    stopping = False
+    give_up_at = float("inf")
     try:
         while len(watch.ended) < len(plan.nodes):
+            if watch.failures and give_up_at == float("inf"):
+                give_up_at = time.monotonic() + PEER_GRACE_S
+            if time.monotonic() > give_up_at:  # the rest still runs, or hangs: it cannot go on without who failed
+                watch.stopped = stop(fleet, plan.run)
+                break
             try:
-                host, item = news.get(timeout=PEER_GRACE_S if watch.failures and not stopping else None)
-            except queue.Empty:  # the rest still runs, or hangs: the run cannot go on without the host that failed
-                stopping = True
-                threading.Thread(target=stop, args=(fleet, plan.run), daemon=True).start()
+                host, item = news.get(timeout=POLL_S)
+            except queue.Empty:
                 continue
             for line in watch.take(host, item):
                 print(line)
@@ -113,6 +119,12 @@ def summarise(watch: Watch, plan: Plan) -> int:
         print(f"checkpoint: {watch.saved}")
     if watch.failures:
         worst = runs.first_failure(watch.failures)
+        for host, end in watch.stopped.items():
+            if isinstance(end, HostError) or end["left"]:
+                print(
+                    f"{host}: could not be verified to have ended; run `llama405b stop --run {plan.run}` again",
+                    file=sys.stderr,
+                )
         print(f"FAILED  {worst.host}: {worst.what}", file=sys.stderr)
         print(
             f"next: `llama405b logs --run {plan.run}` shows every rank; the same launch with --run {plan.run} --resume auto goes on",

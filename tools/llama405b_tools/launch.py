@@ -33,6 +33,9 @@ from llama405b_tools.transport import HostError
 PROBE_TIMEOUT_S, START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 45.0, 60.0
 PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection sits on it
 PORT_TRIES = 5
+UNPROVED = (
+    "note: CUDA and NCCL are marked 'never run' in the README's proof table; try a small preset on these hosts first"
+)
 EPILOG = """
 Settings of the training run are flags too (`llama405b train --help`); after -- comes any other torchrun program:
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow
@@ -136,6 +139,12 @@ def main(argv: Sequence[str]) -> int:
         start(asked, plan, fleet)
         took = f"up in {time.monotonic() - began:.1f} s"
         print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
+        if (
+            asked.training
+            and asked.training.config.parallel.device != "cpu"
+            and any(a["gpus"] for a in answers.values())
+        ):
+            print(UNPROVED)
         print_next(asked, plan)
         sys.stdout.flush()
         return follow(fleet, plan) if asked.follow else 0
@@ -147,7 +156,6 @@ def start(asked: Asked, plan: Plan, fleet: Fleet) -> None:
     Raises:
         RunError: Names the hosts that did not start, and any on which something may be left.
     """
-    write_json(RunDir(Path("runs") / plan.run).plan, plan)
     record = dataclasses.asdict(plan)
     hidden = {name: os.environ[name] for name in asked.secrets}
     requests = {
@@ -162,8 +170,11 @@ def start(asked: Asked, plan: Plan, fleet: Fleet) -> None:
     outcomes = fleet.ask_all("start", requests, START_TIMEOUT_S)
     faults = {name: why for name, found in outcomes.items() if (why := _start_fault(found))}
     if not faults:
+        write_json(RunDir(Path("runs") / plan.run).plan, plan)
         return
-    ends = fleet.ask_all("stop", {name: {"run": plan.run, "host": name} for name in requests}, STOP_TIMEOUT_S)
+    ends = fleet.ask_all(
+        "stop", {name: {"run": plan.run, "host": name, "only": plan.rdzv_id} for name in requests}, STOP_TIMEOUT_S
+    )
     rows = []
     for name in requests:
         end = ends[name]

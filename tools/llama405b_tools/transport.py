@@ -85,7 +85,7 @@ class Local:
 
     def stream(self, command: str, stdin: str) -> Stream:
         """See ``Connection``."""
-        return _LocalStream(_start(command), stdin)
+        return _LocalStream(_start(command, stderr=subprocess.DEVNULL), stdin)  # a full pipe would stop it
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -108,13 +108,13 @@ class _LocalStream:
         self.child.stdin.close()
 
 
-def _start(command: str) -> "subprocess.Popen[str]":
+def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str]":
     env = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return subprocess.Popen(
         ["/bin/sh", "-c", command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         encoding="utf-8",
         errors="replace",
