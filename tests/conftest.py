@@ -11,14 +11,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    from models import write_llama
+    from tiny_models import write_llama
 
     return write_llama(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def tiny_tied(tmp_path_factory):
-    from models import write_llama
+    from tiny_models import write_llama
 
     return write_llama(tmp_path_factory.mktemp("models") / "tied", tied=True)
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT
 
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 
-import hosts_rig
 import pytest
+
+import hosts_rig
 from conftest import ROOT
 from hosts_rig import Hosts
 

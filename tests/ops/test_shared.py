@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from conftest import ROOT
 from hosts_rig import Hosts
 from ops.test_real_hosts import DEMO, can_have_hosts, processes, wait_for

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from ranks_rig import run_ranks
 
 

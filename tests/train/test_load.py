@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import write_llama
-from ranks_rig import run_ranks
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
+
+from ranks_rig import run_ranks
+from tiny_models import write_llama
 
 
 def _read(directory):

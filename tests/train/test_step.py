@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks_rig import run_ranks
 from transformers import LlamaForCausalLM
+
+from ranks_rig import run_ranks
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
 

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 
+from conftest import ROOT
 from llama405b_tools import cli
 
 

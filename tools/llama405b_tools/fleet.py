@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,17 @@ def is_local(host: Host) -> bool:
             bound.bind((host.address, 0))
             return True
     return False
+
+
+def front_door() -> str:
+    """The program's name as this terminal finds it, for commands that are printed to be typed."""
+    if shutil.which("llama405b"):
+        return "llama405b"
+    beside = Path(sys.executable).parent / "llama405b"
+    here = Path.cwd()
+    if not beside.exists():
+        return f"{sys.executable} -m llama405b_tools.cli"
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 class Fleet:

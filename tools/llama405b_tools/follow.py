@@ -11,7 +11,7 @@ from typing import Any
 from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b_tools import runs
 from llama405b_tools.commands import Plan
-from llama405b_tools.fleet import Fleet, Outcome
+from llama405b_tools.fleet import Fleet, Outcome, front_door
 from llama405b_tools.runs import Failure
 from llama405b_tools.stop import stop
 from llama405b_tools.transport import HostError, Stream
@@ -67,8 +67,10 @@ class Watch:
         ]
 
 
-def follow(fleet: Fleet, plan: Plan) -> int:
+def follow(fleet: Fleet, plan: Plan, hosts: str = "") -> int:
     """Print what happens until every host is done; when one fails, end the others.
+
+    ``hosts`` is what the commands that are printed need, to find the hosts again.
 
     Returns 0 where the run ended well, 1 where it failed, 130 on Ctrl-C.
     """
@@ -92,17 +94,17 @@ def follow(fleet: Fleet, plan: Plan) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         print(
-            f"\nno longer following; the run goes on. `llama405b logs -f --run {plan.run}` follows again, "
-            f"`llama405b stop --run {plan.run}` ends it"
+            f"\nno longer following; the run goes on. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "
+            f"`{front_door()} stop{hosts} --run {plan.run}` ends it"
         )
         return STOPPED_FOLLOWING
     finally:
         for stream in streams:
             stream.close()
-    return summarise(watch, plan)
+    return summarise(watch, plan, hosts)
 
 
-def summarise(watch: Watch, plan: Plan) -> int:
+def summarise(watch: Watch, plan: Plan, hosts: str = "") -> int:
     """Print how it ended."""
     if watch.metrics:
         first, last = watch.metrics[0], watch.metrics[-1]
@@ -117,23 +119,19 @@ def summarise(watch: Watch, plan: Plan) -> int:
         )
     if watch.saved:
         print(f"checkpoint: {watch.saved}")
+    logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
     if watch.failures:
         worst = runs.first_failure(watch.failures)
         for host, end in watch.stopped.items():
             if isinstance(end, HostError) or end["left"]:
                 print(
-                    f"{host}: could not be verified to have ended; run `llama405b stop --run {plan.run}` again",
+                    f"{host}: could not be verified to have ended; run `{front_door()} stop{hosts} --run {plan.run}` again",
                     file=sys.stderr,
                 )
         print(f"FAILED  {worst.host}: {worst.what}", file=sys.stderr)
-        print(
-            f"next: `llama405b logs --run {plan.run}` shows every rank; the same launch with --run {plan.run} --resume auto goes on",
-            file=sys.stderr,
-        )
+        print(f"next: {logs}; the same launch with --run {plan.run} --resume auto goes on", file=sys.stderr)
         return FAILED
-    print(
-        f"next: `llama405b logs --run {plan.run}` shows every rank; `llama405b launch my-hosts --config my.toml` trains yours"
-    )
+    print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains yours")
     return GOOD
 
 

@@ -15,7 +15,7 @@ from llama405b.errors import RunError, UserError
 from llama405b.rundir import UMASK, RunDir, write_json
 from llama405b_tools import commands
 from llama405b_tools.commands import Node, Plan
-from llama405b_tools.fleet import Fleet, Outcome, read_hosts
+from llama405b_tools.fleet import Fleet, Outcome, front_door, read_hosts
 from llama405b_tools.follow import follow
 from llama405b_tools.hosts import Host
 from llama405b_tools.preflight import (
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
             print(UNPROVED)
         print_next(asked, plan)
         sys.stdout.flush()
-        return follow(fleet, plan) if asked.follow else 0
+        return follow(fleet, plan, hosts_argument(asked)) if asked.follow else 0
 
 
 def start(asked: Asked, plan: Plan, fleet: Fleet) -> None:
@@ -187,7 +187,7 @@ def start(asked: Asked, plan: Plan, fleet: Fleet) -> None:
     print_table(("host", "what happened", "now"), rows)
     unverified = [name for name in requests if isinstance(ends[name], HostError) or ends[name]["left"]]  # type: ignore[index]
     tail = (
-        f"; run `llama405b stop --run {plan.run}` once {', '.join(unverified)} can be reached"
+        f"; run `{front_door()} stop --run {plan.run}` once {', '.join(unverified)} can be reached"
         if unverified
         else "; nothing is left running"
     )
@@ -234,16 +234,21 @@ def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:
     print("nothing was started, and no connection opened")
 
 
+def hosts_argument(asked: Asked) -> str:
+    """What a later command needs to find the hosts again."""
+    return "" if asked.hosts_file == Path("hosts") else f" {shlex.quote(str(asked.hosts_file))}"
+
+
 def print_next(asked: Asked, plan: Plan) -> None:
     """Print the commands to go on with."""
-    hosts = "" if asked.hosts_file == Path("hosts") else f" {asked.hosts_file}"
+    hosts = hosts_argument(asked)
     for verb, what in (
         ("status", "how it goes"),
         ("logs", "every rank's log (-f follows)"),
         ("attach", "tmux on every host"),
         ("stop", "end it"),
     ):
-        print(f"  llama405b {verb}{hosts} --run {plan.run}   # {what}")
+        print(f"  {front_door()} {verb}{hosts} --run {plan.run}   # {what}")
 
 
 def _start_fault(found: Outcome) -> str:
