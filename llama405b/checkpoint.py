@@ -106,7 +106,7 @@ class Store:
         files = {name: entry for part in ranks.agreed(mine) for name, entry in part.items()}
         if self.me.leads:
             self._commit(partial, final, step, files)
-            self._retire()
+            self._retire(step)
         dist.barrier(self.group)
         return final
 
@@ -114,13 +114,20 @@ class Store:
         """The checkpoint that ``resume`` (no, auto, a step, a path) means, and why newer ones were passed over.
 
         Raises:
-            UserError: A named checkpoint is not there or does not verify.
+            UserError: A named checkpoint is not there or does not verify, or the directory holds checkpoints of a
+            run that this one does not go on with.
         """
+        present = ranks.from_rank0(_committed(self.root) if self.me.leads else None)
         if resume == "no":
+            if present:
+                raise UserError(
+                    f"--checkpoint.dir: {self.root} holds checkpoints up to {present[-1].name}; take another directory, "
+                    "or go on with --resume auto"
+                )
             return None, []
         if resume == "auto":
             passed_over: list[str] = []
-            for path in reversed(ranks.from_rank0(_committed(self.root) if self.me.leads else None)):
+            for path in reversed(present):
                 if not (why := self._verify(path)):
                     return path, passed_over
                 passed_over.append(why)
@@ -128,7 +135,20 @@ class Store:
         path = self.root / f"step-{int(resume):08d}" if resume.isdigit() else Path(resume)
         if why := self._verify(path):
             raise UserError(f"--resume: {why}; take another, or auto")
-        return path, []
+        return path, self._set_aside([later for later in present if step_of(later) > step_of(path)], path)
+
+    def _set_aside(self, later: list[Path], path: Path) -> list[str]:
+        """Going back to ``path``: what was saved after it is kept, under names that ``auto`` does not take."""
+        if later and path.parent.resolve() != self.root.resolve():
+            raise UserError(
+                f"--checkpoint.dir: {self.root} holds checkpoints up to {later[-1].name}, of another run; "
+                "take another directory"
+            )
+        mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
+        for old in later if self.me.leads else []:
+            old.rename(old.with_name(f"{old.name}.{mark}"))
+        dist.barrier(self.group)
+        return [f"{old}: saved after {path.name}; renamed to …aside" for old in later]
 
     def _verify(self, path: Path) -> str:
         """Hash the files, shared out over the ranks; returns the first fault found, as a clause, or ''."""
@@ -164,8 +184,8 @@ class Store:
         _fsync(self.root)
         shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
 
-    def _retire(self) -> None:
-        for old in _committed(self.root)[: -self.keep]:
+    def _retire(self, step: int) -> None:
+        for old in [path for path in _committed(self.root) if step_of(path) <= step][: -self.keep]:
             doomed = old.with_suffix(".tmp")  # first the name, so that a kill leaves nothing that looks whole
             old.rename(doomed)
             shutil.rmtree(doomed)
@@ -179,7 +199,10 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: 
     if f"rng.{me.rank}.cpu" in reader.read_metadata().state_dict_metadata:
         state["rng"] = {str(me.rank): _rng_state(me)}
     dcp.load(state, storage_reader=reader)
+    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # what is configured now counts
+        group.update(settings)
     if "rng" in state:
         torch.set_rng_state(state["rng"][str(me.rank)]["cpu"])
         if "cuda" in state["rng"][str(me.rank)]:

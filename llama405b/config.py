@@ -292,6 +292,21 @@ def accumulation(training: Training, world: int, where: str = "--training.global
     return training.global_batch_size // unit
 
 
+def check_world(config: Config, world: int) -> int:
+    """Check a configuration against the number of ranks; returns the forwards per rank and step.
+
+    Raises:
+        UserError: The batch does not divide, or its accumulation would give wrong gradients.
+    """
+    forwards = accumulation(config.training, world)
+    if config.parallel.fsdp == "fsdp1" and config.parallel.cpu_offload and forwards > 1:
+        raise UserError(  # torch's FSDP1 then takes the newest gradient instead of the sum
+            f"--parallel.fsdp: fsdp1 with cpu_offload cannot accumulate {forwards} micro-batches; take fsdp2, or "
+            f"--training.global_batch_size {config.training.micro_batch_size * world}"
+        )
+    return forwards
+
+
 def known_key(key: str, where: str) -> str:
     """Return ``key`` if it is a setting.
 
@@ -404,6 +419,8 @@ def _check(config: Config, wheres: Mapping[str, str]) -> None:
             "optimizer.betas",
             f"betas are {list(config.optimizer.betas)}; each must be at least 0 and below 1",
         )
+    if config.model.attention == "flash_attention_2" and config.parallel.numerics == "fp32":
+        refuse("model.attention", "flash-attn computes in BF16 only; take sdpa, or other numerics than fp32")
     if config.parallel.fsdp == "fsdp1" and config.parallel.device == "cpu":
         refuse("parallel.fsdp", "torch refuses fsdp1 on CPU; take fsdp2")
 

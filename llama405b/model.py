@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from llama405b.errors import UserError
 
 
-def choose_attention(choice: str, device: torch.device) -> tuple[str, str]:
+def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-master") -> tuple[str, str]:
     """Pick the attention implementation; returns it with the reason for the log.
 
     Raises:
@@ -27,6 +27,8 @@ def choose_attention(choice: str, device: torch.device) -> tuple[str, str]:
         raise UserError(f"--model.attention: {lack} here; take auto or sdpa, or pip install 'llama405b[flash]'")
     if choice != "auto":
         return choice, "as configured"
+    if installed and numerics == "fp32":
+        return "sdpa", "flash-attn does not compute in FP32"
     if installed and device.type == "cuda":
         return "flash_attention_2", "flash-attn is installed"
     return "sdpa", "flash-attn is not installed" if not installed else "flash-attn needs CUDA"

@@ -25,7 +25,7 @@ def report(config: Config, preset: str, world: int) -> str:
         UserError: Neither the model's directory nor the preset tells its shape, or the batch does not divide.
     """
     hf_config = _shape(config, preset)
-    accumulate = configuration.accumulation(config.training, world)
+    accumulate = configuration.check_world(config, world)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         module = model.build_on_meta(hf_config, "sdpa", shard.kept_dtype(config.parallel.numerics))

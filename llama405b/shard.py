@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -50,6 +51,9 @@ def shard(model: Any, parallel: Parallel, device: torch.device, mesh: Any = None
         UserError: ``parallel.wrap`` names a class the model does not have.
     """
     check_wrap(model, parallel.wrap)
+    mesh = mesh or dist.init_device_mesh(
+        device.type, (dist.get_world_size(),)
+    )  # torch's default takes any GPU there is
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": _precision(parallel.numerics),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b import checkpoint, command, data, fsdp1, load, model, ranks, shard, weights
-from llama405b.config import Config, accumulation, to_toml
+from llama405b.config import Config, check_world, to_toml
 from llama405b.demo import make_demo
 from llama405b.errors import FAILED, RunError, UserError
 from llama405b.heartbeat import Pulse
@@ -66,7 +66,7 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> 
         UserError: The model, the data or a checkpoint cannot be used.
         RunError: The loss or the gradient is not finite; the last checkpoint stands.
     """
-    accumulate = accumulation(config.training, me.world)
+    accumulate = check_world(config, me.world)
     files = bring_model_files(Path(config.model.path), run, me, config.data.seq_len)
     pulse.phase("data")
     batches = data.open_batches(config.data, files, run.path.parent / ".cache", me)
@@ -169,7 +169,7 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
         UserError: The configuration does not fit the model or the device.
     """
     parallel = config.parallel
-    attention, why = model.choose_attention(config.model.attention, me.device)
+    attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
     dtype = shard.kept_dtype(parallel.numerics)
     hf_config = model.read_config(files)
     began = time.monotonic()

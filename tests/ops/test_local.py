@@ -153,6 +153,9 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     assert after.returncode == 1
     assert "killed by signal 15: stopped by SIGTERM" in after.stdout
     assert subprocess.run(["tmux", "-L", "llama405b-r", "ls"], capture_output=True, check=False).returncode != 0
+    typo = cli(work, "stop", "--run", "typo")
+    assert typo.returncode == 2
+    assert "no host knows a run 'typo'" in typo.stderr
     again = cli(work, "stop", "--run", "r")  # idempotent
     assert again.returncode == 0
     assert again.stdout.count("not running") == 2

@@ -247,6 +247,28 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
         known.write_text(before_known)
 
 
+def test_a_cut_connection_does_not_end_a_healthy_run(hosts, operator):
+    flags = [*map(str, DEMO), "--training.max_steps", "40", "--checkpoint.every", "0"]
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *flags],
+        cwd=operator.path,
+        env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(
+        lambda: "step" in hosts.exec(1, "sh", "-c", f"cat {hosts.workdir(1)}/runs/cut/metrics.jsonl || true").stdout
+    )
+    for i in (1, 2):
+        hosts.exec(i, "pkill", "-f", "llama405b_tools.agent stream")
+    out, err = follower.communicate(timeout=120)
+    assert follower.returncode == 0, err
+    steps = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]
+    assert steps == [f"{i}/40" for i in range(1, 41)]  # each once, none missing
+    assert "node-2 │ reached again" in out
+
+
 def test_a_dead_host_means_nothing_is_started(hosts, operator):
     """Last: the host is gone afterwards."""
     hosts.crash(3)

@@ -155,6 +155,51 @@ def test_saving_a_step_again_replaces_it_whole(tiny, copy):
     assert run_ranks(2, _resume, tiny, root)[0][:2] == ("step-00000008", [])
 
 
+def _find(me, root, resume):
+    from llama405b import checkpoint
+    from llama405b.errors import UserError
+
+    try:
+        return [str(found) for found in checkpoint.Store(Path(root), 2, me).find(resume)]
+    except UserError as error:
+        return str(error)
+
+
+def test_a_fresh_run_does_not_touch_another_ones_checkpoints(copy, tmp_path):
+    root, _ = copy
+    assert "holds checkpoints up to step-00000008; take another directory" in run_ranks(2, _find, root, "no")[1]
+    shutil.copytree(root / "step-00000004", tmp_path / "fork" / "step-00000004")
+    assert "of another run" in run_ranks(1, _find, root, str(tmp_path / "fork" / "step-00000004"))[0]
+    assert len(list(root.iterdir())) == 3
+
+
+def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
+    root, losses = copy
+    name, notes, resumed = run_ranks(2, _resume, tiny, root, "4")[0]
+    assert (name, resumed) == ("step-00000004", losses[4:])
+    assert len(notes) == 2
+    names = sorted(p.name for p in root.iterdir())
+    assert names[0] == "step-00000004"
+    assert [n.split(".aside-")[0] for n in names[1:]] == ["step-00000006", "step-00000008"]
+    assert run_ranks(1, _find, root, "auto")[0][0].endswith("step-00000004")
+
+
+def _settings_after_resume(me, directory, root):
+    from llama405b import checkpoint
+
+    module, optimizer = _trainer(me, directory, load_weights=False)
+    for group in optimizer.param_groups:
+        group.update(weight_decay=0.5, betas=(0.8, 0.9))
+    checkpoint.restore(Path(root) / "step-00000008", module, optimizer, me)
+    return [(group["weight_decay"], group["betas"], len(group["params"])) for group in optimizer.param_groups]
+
+
+def test_optimizer_settings_are_those_of_now(tiny, saved):
+    found = run_ranks(2, _settings_after_resume, tiny, saved[0])[0]
+    assert [group[:2] for group in found] == [(0.5, (0.8, 0.9))] * 2
+    assert all(group[2] for group in found)
+
+
 def _prove(me, root):
     from llama405b import checkpoint
     from llama405b.errors import UserError

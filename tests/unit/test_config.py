@@ -94,6 +94,13 @@ def test_accumulation_divides_or_names_what_does():
     assert "take 64" in refusal(config.accumulation, training, 32)
 
 
+def test_fsdp1_with_offload_does_not_accumulate():
+    flags = [*GIVEN, "--parallel.fsdp", "fsdp1", "--parallel.cpu_offload", "on", "--training.global_batch_size", "64"]
+    chosen = command.parse(flags).config
+    assert config.check_world(chosen, 64) == 1
+    assert "fsdp1 with cpu_offload cannot accumulate 2 micro-batches" in refusal(config.check_world, chosen, 32)
+
+
 def test_help_names_every_setting(capsys):
     with pytest.raises(SystemExit):
         command.parse(["--help"])

@@ -23,6 +23,14 @@ def test_whole_lines_once_in_files_that_appear_later(tmp_path):
     assert drain(tail) == [("a.log", ["replaced", "by a longer one"])]
 
 
+def test_a_long_log_is_handed_out_whole(tmp_path):
+    lines = [f"{i} " + "x" * 90 for i in range(30_000)]
+    (tmp_path / "a.log").write_text("\n".join([*lines, "Traceback, and no newline"]))
+    tail = Tail(tmp_path)
+    assert [line for _, block in tail.all_lines(final=True) for line in block] == [*lines, "Traceback, and no newline"]
+    assert list(tail.all_lines(final=True)) == []
+
+
 def test_from_end(tmp_path):
     (tmp_path / "a.log").write_text("old\n")
     tail = Tail(tmp_path, from_end=True)

@@ -53,6 +53,7 @@ def probe(request: Request) -> dict[str, Any]:
     return {
         "facts": facts,
         "tmux": shutil.which("tmux") is not None,
+        "ip": shutil.which("ip") is not None,
         "run_exists": run.path.exists(),
         "attempt": (read_json(run.plan) or {}).get("attempt", 0),
         "alive": is_alive(run, host),
@@ -138,7 +139,13 @@ def stop(request: Request) -> dict[str, Any]:
     """End every process of the run on this host, and look whether any is left."""
     run, host = run_dir(request["run"]), request["host"]
     if request.get("only") not in (None, (read_json(run.plan) or {}).get("rdzv_id")):
-        return {"was_alive": False, "swept": 0, "left": [], "status": None}  # another launch's: not ours to end
+        return {
+            "known": True,
+            "was_alive": False,
+            "swept": 0,
+            "left": [],
+            "status": None,
+        }  # another launch's: not ours to end
     runner = read_json(run.status(host)) or {}
     was_alive = is_alive(run, host)
     if was_alive and procs.same_process(runner.get("pid", 0), runner.get("pid_start", -1)):
@@ -159,30 +166,42 @@ def stop(request: Request) -> dict[str, Any]:
     )
     with contextlib.suppress(OSError):
         secrets_path(run, host).unlink()
-    return {"was_alive": was_alive, "swept": ended, "left": left, "status": read_json(run.status(host))}
+    return {
+        "known": run.path.is_dir(),
+        "was_alive": was_alive,
+        "swept": ended,
+        "left": left,
+        "status": read_json(run.status(host)),
+    }
 
 
 def stream(request: Request) -> None:
     """Print what is new: log lines, metrics and the host's state, until standard input closes or it is done."""
     run, host = run_dir(request["run"]), request["host"]
     plan = read_json(run.plan) or {}
+    seen: dict[str, int] = dict(request.get("seen") or {})
     tail = Tail(run.logs(host))
     metrics = Tail(run.path) if request.get("metrics") else None
     last = ""
     while True:
         alive = is_alive(run, host)  # before the lines are read: a run that ended has written its last
-        for path, lines in tail.new_lines():
+        last_pass = not alive or not request.get("follow")
+        for path, lines in tail.all_lines(final=last_pass):
             parts = path.relative_to(run.logs(host)).parts
             if len(parts) == 1 or parts[0].startswith(plan.get("rdzv_id", "")):
-                _print({"file": "/".join(parts), "lines": lines})
-        for path, lines in metrics.new_lines() if metrics else ():
+                file = "/".join(parts)
+                skip = min(len(lines), seen.get(file, 0))  # what the operator had before the connection broke
+                seen[file] = seen.get(file, 0) - skip
+                if lines[skip:]:
+                    _print({"file": file, "lines": lines[skip:]})
+        for path, lines in metrics.all_lines() if metrics else ():
             if path == run.metrics:
                 _print({"metrics": [json.loads(line) for line in lines]})
         state = {"alive": alive, "status": read_json(run.status(host))}
         if json.dumps(state) != last:
             last = json.dumps(state)
             _print(state)
-        if not alive or not request.get("follow"):
+        if last_pass:
             _print({"end": True})
             return
         if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not os.read(sys.stdin.fileno(), 4096):
@@ -207,6 +226,7 @@ def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
         "run": run.name,
         "created": plan["created"],
         "attempt": plan["attempt"],
+        "first_rank": node["first_rank"],
         "alive": is_alive(run, host),
         "leftovers": procs.marked(f"{run.path}:{host}") if not is_alive(run, host) else [],
         "status": read_json(run.status(host)),
@@ -260,6 +280,8 @@ def _route(head: str, *, is_head: bool) -> tuple[str, str]:
             address = target if is_head else probe_socket.getsockname()[0]
     except OSError:
         return "", ""
+    if not shutil.which("ip"):
+        return "", address
     done = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, timeout=10, check=False)
     for line in done.stdout.splitlines():
         words = line.split()
@@ -271,6 +293,7 @@ def _route(head: str, *, is_head: bool) -> tuple[str, str]:
 def _listen_fault(port: int) -> str:
     """'' where the rendezvous may listen on ``port`` here, else why not."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an attempt left in TIME_WAIT is no one
         try:
             listener.bind(("", port))
             listener.listen(1)

@@ -129,6 +129,11 @@ class Fleet:
                 self.connections[name] = Ssh(host)
         return self.connections[name]
 
+    def forget(self, name: str) -> None:
+        """Close a connection that broke; the next question makes a new one."""
+        if connection := self.connections.pop(name, None):
+            connection.close()
+
     def command(self, name: str, action: str) -> str:
         """The shell line for an action on a host."""
         return agent_command(self.python(name), self.workdir(name), action)

@@ -1,10 +1,8 @@
 """Follow a run to its end: rank 0's words as they come, the others' when they fail. Ctrl-C only stops following."""
 
-import json
 import queue
 import re
 import sys
-import threading
 import time
 from typing import Any
 
@@ -14,12 +12,12 @@ from llama405b_tools.commands import Plan
 from llama405b_tools.fleet import Fleet, Outcome, front_door
 from llama405b_tools.runs import Failure
 from llama405b_tools.stop import stop
-from llama405b_tools.transport import HostError, Stream
+from llama405b_tools.streams import Streams
+from llama405b_tools.transport import HostError
 
 MEAN_OF = 10  # steps: one step's loss depends on its few sequences
 POLL_S = 0.5
 PEER_GRACE_S = 15.0  # after the first failure, for the others to find out by themselves
-Event = tuple[str, dict[str, Any] | None]  # host, news; None: its stream ended
 
 
 class Watch:
@@ -31,14 +29,21 @@ class Watch:
         self.ended: dict[str, Failure | None] = {}
         self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
         self.saved = ""
+        self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure as long as no host reports one
         self.stopped: dict[str, Outcome] = {}  # how ending the rest went, where that was needed
 
-    def take(self, host: str, news: dict[str, Any] | None) -> list[str]:
+    def take(self, host: str, news: dict[str, Any]) -> list[str]:
         """Take one piece of news; returns the lines to print."""
-        if news is None:
-            if host not in self.ended:
-                self._end(host, Failure(host, "the connection to it broke", own=True))
-            return []
+        if "unreachable" in news:
+            first = host not in self.unreachable
+            self.unreachable[host] = news["unreachable"]
+            return (
+                [f"{host} │ cannot be reached: {news['unreachable']}; its part may go on, trying again"]
+                if first
+                else []
+            )
+        if self.unreachable.pop(host, None):
+            return [f"{host} │ reached again", *self.take(host, news)]
         if "metrics" in news:
             for metrics in news["metrics"]:  # a resumed run goes back: what it takes again is forgotten
                 while self.metrics and self.metrics[-1]["step"] >= metrics["step"]:
@@ -75,8 +80,7 @@ def follow(fleet: Fleet, plan: Plan, hosts: str = "") -> int:
     Returns 0 where the run ended well, 1 where it failed, 130 on Ctrl-C.
     """
     watch = Watch(plan)
-    news: queue.Queue[Event] = queue.Queue()
-    streams = _open_streams(fleet, plan, news)
+    streams = Streams(fleet, plan.run, [node.name for node in plan.nodes], follow=True, metrics_of=plan.nodes[0].name)
     give_up_at = float("inf")
     try:
         while len(watch.ended) < len(plan.nodes):
@@ -86,7 +90,7 @@ def follow(fleet: Fleet, plan: Plan, hosts: str = "") -> int:
                 watch.stopped = stop(fleet, plan.run)
                 break
             try:
-                host, item = news.get(timeout=POLL_S)
+                host, item = streams.news.get(timeout=POLL_S)
             except queue.Empty:
                 continue
             for line in watch.take(host, item):
@@ -99,8 +103,7 @@ def follow(fleet: Fleet, plan: Plan, hosts: str = "") -> int:
         )
         return STOPPED_FOLLOWING
     finally:
-        for stream in streams:
-            stream.close()
+        streams.close()
     return summarise(watch, plan, hosts)
 
 
@@ -121,7 +124,8 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "") -> int:
         print(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
     if watch.failures:
-        worst = runs.first_failure(watch.failures)
+        lost = [Failure(host, f"cannot be reached: {why}", own=True) for host, why in watch.unreachable.items()]
+        worst = runs.first_failure([*watch.failures, *lost])
         for host, end in watch.stopped.items():
             if isinstance(end, HostError) or end["left"]:
                 print(
@@ -133,27 +137,3 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "") -> int:
         return FAILED
     print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains yours")
     return GOOD
-
-
-def _open_streams(fleet: Fleet, plan: Plan, news: "queue.Queue[Event]") -> list[Stream]:
-    streams = []
-    for i, node in enumerate(plan.nodes):
-        request = {"run": plan.run, "host": node.name, "follow": True, "metrics": i == 0}
-        try:
-            stream = fleet.stream(node.name, request)
-        except HostError:
-            news.put((node.name, None))
-            continue
-        streams.append(stream)
-        threading.Thread(target=pump, args=(node.name, stream, news), daemon=True).start()
-    return streams
-
-
-def pump(host: str, stream: Stream, news: "queue.Queue[Event]") -> None:
-    """Put a stream's lines on the queue."""
-    for line in stream:
-        try:
-            news.put((host, json.loads(line)))
-        except ValueError:
-            continue
-    news.put((host, None))

@@ -1,6 +1,7 @@
 """``llama405b launch``: check every host, start torchrun on all of them or on none, and follow if asked."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -167,14 +168,18 @@ def start(asked: Asked, plan: Plan, fleet: Fleet) -> None:
         }
         for node in plan.nodes
     }
-    outcomes = fleet.ask_all("start", requests, START_TIMEOUT_S)
+    try:
+        outcomes = fleet.ask_all("start", requests, START_TIMEOUT_S)
+    except BaseException:  # Ctrl-C as well: all or nothing
+        print("ending what was started", file=sys.stderr)
+        _stop_all(plan, fleet)
+        raise
     faults = {name: why for name, found in outcomes.items() if (why := _start_fault(found))}
     if not faults:
-        write_json(RunDir(Path("runs") / plan.run).plan, plan)
+        with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
+            write_json(RunDir(Path("runs") / plan.run).plan, plan)
         return
-    ends = fleet.ask_all(
-        "stop", {name: {"run": plan.run, "host": name, "only": plan.rdzv_id} for name in requests}, STOP_TIMEOUT_S
-    )
+    ends = _stop_all(plan, fleet)
     rows = []
     for name in requests:
         end = ends[name]
@@ -192,6 +197,12 @@ def start(asked: Asked, plan: Plan, fleet: Fleet) -> None:
         else "; nothing is left running"
     )
     raise RunError(f"{fault_list(faults, len(requests), '')}{tail}")
+
+
+def _stop_all(plan: Plan, fleet: Fleet) -> dict[str, Outcome]:
+    """End this launch's processes everywhere; another launch's of the same name are not touched."""
+    requests = {node.name: {"run": plan.run, "host": node.name, "only": plan.rdzv_id} for node in plan.nodes}
+    return fleet.ask_all("stop", requests, STOP_TIMEOUT_S)
 
 
 def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:
@@ -230,7 +241,7 @@ def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:
         shown = shlex.join(commands.torchrun_argv(plan, host.name, f"runs/{plan.run}/logs/{host.name}"))
         print(f"  {shown if host.slots else shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
     if asked.training and known:
-        config.accumulation(asked.training.config.training, plan.world)
+        config.check_world(asked.training.config, plan.world)
     print("nothing was started, and no connection opened")
 
 

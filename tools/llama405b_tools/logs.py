@@ -1,14 +1,12 @@
 """``llama405b logs``: the logs of every rank of every host, each line with its host and rank."""
 
-import queue
 import sys
-import threading
 from collections.abc import Sequence
 
 from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b_tools.fleet import Fleet, read_hosts
-from llama405b_tools.follow import Event, pump
 from llama405b_tools.status import ask, verb_parser
+from llama405b_tools.streams import Streams
 from llama405b_tools.transport import HostError
 
 
@@ -38,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
                 fleet,
                 run,
                 names,
-                {name: first_rank(seen[name]) for name in names},
+                {name: found["first_rank"] for name, found in seen.items() if isinstance(found, dict)},
                 follow=args.follow,
                 agent=args.agent,
             )
@@ -47,43 +45,31 @@ def main(argv: Sequence[str]) -> int:
     return FAILED if lost else GOOD
 
 
-def first_rank(described: object) -> int:
-    """The rank a host begins with."""
-    beats = described["heartbeats"] if isinstance(described, dict) else []
-    return min((int(beat["rank"]) for beat in beats), default=0)
-
-
 def print_streams(
     fleet: Fleet, run: str, names: Sequence[str], first: dict[str, int], *, follow: bool, agent: bool
 ) -> None:
     """Print the lines of all hosts as they arrive; notices go to standard error."""
-    news: queue.Queue[Event] = queue.Queue()
-    streams = []
-    for name in names:
-        stream = fleet.stream(name, {"run": run, "host": name, "follow": follow})
-        streams.append(stream)
-        threading.Thread(target=pump, args=(name, stream, news), daemon=True).start()
+    streams = Streams(fleet, run, names, follow=follow)
     width = max(map(len, names), default=0)
-    open_streams = set(names)
-    ended: set[str] = set()
+    unreachable: set[str] = set()
+    going = set(names)
     try:
-        while open_streams:
-            host, item = news.get()
-            if item is None:
-                open_streams.discard(host)
-                if host not in ended:
-                    print(f"- {host}: the connection to it broke", file=sys.stderr)
-            elif "end" in item:
-                ended.add(host)
-            elif "file" in item:
-                source = _source(item["file"], first[host])
-                if source or agent:
-                    for line in item["lines"]:
-                        print(f"{host:{width}} {source or 'torchrun':8} │ {line}")
-                    sys.stdout.flush()
+        while going:
+            host, item = streams.news.get()
+            if "unreachable" in item:
+                if host not in unreachable:
+                    print(f"- {host}: {item['unreachable']}; trying again", file=sys.stderr)
+                unreachable.add(host)
+                continue
+            unreachable.discard(host)
+            if "end" in item:
+                going.discard(host)
+            elif "file" in item and ((source := _source(item["file"], first[host])) or agent):
+                for line in item["lines"]:
+                    print(f"{host:{width}} {source or 'torchrun':8} │ {line}")
+                sys.stdout.flush()
     finally:
-        for stream in streams:
-            stream.close()
+        streams.close()
 
 
 def _source(file: str, first: int) -> str:

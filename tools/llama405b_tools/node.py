@@ -26,7 +26,9 @@ from llama405b_tools.tail import Tail
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S = 0.2
-ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)
+ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?rank\s*: \d+ \(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
+)
 
 
 class NodeRunner:
@@ -87,21 +89,14 @@ class NodeRunner:
     def first_failure(self) -> str:
         """The first failure of this attempt on this host, from torchrun's summary and the rank's own words."""
         log = self.run.logs(self.host) / "torchrun.log"
-        matches = list(ROOT_CAUSE.finditer(log.read_text(encoding="utf-8", errors="replace")))
-        if not matches:
+        text = log.read_text(encoding="utf-8", errors="replace").rpartition(f"\nattempt {self.plan.attempt}: ")[2]
+        match = ROOT_CAUSE.search(text)
+        if match is None:
             return f"torchrun failed; see {log}"
-        match = matches[-1]
-        rank, code = self.plan.node(self.host).first_rank, int(match[2])
-        rank = self.rank_of(int(match[1]), rank)
+        rank, code = self.plan.node(self.host).first_rank + int(match[1]), int(match[2])
         words = (read_json(self.run.heartbeat(rank)) or {}).get("message", "")
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
         return f"rank {rank} {how}{f': {words}' if words and code >= 0 else ''}"
-
-    def rank_of(self, torch_rank: int, fallback: int) -> int:
-        """Our rank (order of the hosts file) of a rank in torchrun's summary, by its local rank."""
-        log = (self.run.logs(self.host) / "torchrun.log").read_text(encoding="utf-8", errors="replace")
-        local = re.search(rf"rank\s*: {torch_rank} \(local_rank: (\d+)\)", log)
-        return fallback + int(local[1]) if local else torch_rank
 
     def start_guardian(self) -> tuple[int, int]:
         """Fork the process that ends the run should this one be killed; returns its pid and a pipe to it."""
@@ -130,7 +125,7 @@ class NodeRunner:
         env |= node_env(self.plan, self.host, str(self.run.path)) | self.take_secrets()
         argv = torchrun_argv(self.plan, self.host, str(logs))
         with (logs / "torchrun.log").open("ab") as log:
-            log.write(f"attempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
+            log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
             return subprocess.Popen(
                 argv,
                 cwd=node.workdir,

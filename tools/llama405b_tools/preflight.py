@@ -93,9 +93,11 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
     """
     slots = [host.slots or answers[host.name]["gpus"] or 1 for host in hosts]
     machines = [answers[host.name]["machine"] for host in hosts]
-    devices = commands.device_env(
-        list(zip(machines, slots, strict=True)), [answers[host.name]["gpus"] for host in hosts]
-    )
+    on_cpu = asked.training is not None and asked.training.config.parallel.device == "cpu"
+    gpus = [0 if on_cpu else answers[host.name]["gpus"] for host in hosts]
+    devices = commands.device_env(list(zip(machines, slots, strict=True)), gpus)
+    if on_cpu:
+        devices = [{"CUDA_VISIBLE_DEVICES": ""} for _ in hosts]
     attempt = 1 + max(answers[host.name]["attempt"] for host in hosts)
     nodes = []
     for i, host in enumerate(hosts):
@@ -144,7 +146,7 @@ def check_training(asked: Asked, plan: Plan) -> None:
         parsed = command.parse(plan.program[2:])
         if parsed.config != asked.training.config:
             raise UserError("the planned command does not say what was asked; please report this as a bug")
-        config.accumulation(parsed.config.training, plan.world)
+        config.check_world(parsed.config, plan.world)
 
 
 def head_address(hosts: Sequence[Host]) -> str:
@@ -184,6 +186,8 @@ def _host_fault(found: Reply) -> str:
         return f"{', '.join(missing)} is not installed for its python; install it there"
     if found["head"]:
         return f"{found['head']}; give the head an address= that all hosts reach"
+    if not found["ip"]:
+        return "there is no `ip` program; install iproute2 there"
     if not found["address"] or not found["interface"]:
         return "no route to the head's address; check address= in the hosts file"
     if found["leftovers"]:

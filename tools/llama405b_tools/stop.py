@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llama405b.errors import FAILED, GOOD
+from llama405b.errors import FAILED, GOOD, UserError
 from llama405b_tools.commands import check_run_name
 from llama405b_tools.fleet import Fleet, Outcome, read_hosts
 from llama405b_tools.status import ask, print_table, verb_parser
@@ -17,6 +17,8 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(read_hosts(args.hosts)) as fleet:
         run = check_run_name(args.run) if args.run else ask(fleet, None)[0]
         ends = stop(fleet, run)
+    if not any(isinstance(end, HostError) or end["known"] for end in ends.values()):
+        raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
     print(f"run {run}")
     print_table(("host", "before", "now"), [_row(name, end) for name, end in ends.items()])
     bad = {name: end for name, end in ends.items() if isinstance(end, HostError) or end["left"]}

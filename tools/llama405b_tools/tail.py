@@ -21,6 +21,21 @@ class Tail:
         """The files there are now."""
         return sorted(path for path in self.root.rglob("*") if path.suffix in (".log", ".jsonl") and path.is_file())
 
+    def all_lines(self, *, final: bool = False) -> Iterator[tuple[Path, list[str]]]:
+        """Yield until nothing is left; ``final``: a last line that has no end counts as well."""
+        while True:
+            found = list(self.new_lines())
+            yield from found
+            if not found:
+                break
+        if final:
+            for path in self.files():
+                inode, offset = self.offsets.get(path, (0, 0))
+                rest = path.read_bytes()[offset:] if path.stat().st_ino == inode or not offset else b""
+                if rest:
+                    self.offsets[path] = (path.stat().st_ino, offset + len(rest))
+                    yield path, [rest.decode("utf-8", "replace")]
+
     def new_lines(self) -> Iterator[tuple[Path, list[str]]]:
         """Yield the whole lines that were added since the last call, file by file."""
         for path in self.files():
