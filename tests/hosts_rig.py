@@ -134,7 +134,7 @@ class Hosts:
             directory = self.state / f"node-{i}"
             (directory / "rw").mkdir(parents=True)
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / "host_key"))
-            (directory / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 node-{i}.local\n{names}")
+            (directory / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 node-{i}\n{names}")
             shutil.copy(self.state / "key.pub", directory / "authorized_keys")
             known.append(f"{self.address(i)} {' '.join((directory / 'host_key.pub').read_text().split()[:2])}\n")
             config.append(f"Host node-{i}\n  HostName {self.address(i)}\n  User {self.user(i)}\n")

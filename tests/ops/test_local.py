@@ -161,6 +161,34 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     assert again.stdout.count("not running") == 2
 
 
+def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
+    follower = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "llama405b_tools.cli",
+            "launch",
+            "--run",
+            "r",
+            "--follow",
+            *map(str, settings(demo, corpus, 99_999)),
+        ],
+        cwd=work,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 1)
+    os.killpg(follower.pid, signal.SIGINT)
+    out, _ = follower.communicate(timeout=20)
+    assert follower.returncode == 130
+    assert "no longer following; the run goes on" in out
+    before = heartbeat(work, "r", 1)["step"]
+    wait_for(lambda: heartbeat(work, "r", 1)["step"] > before)
+    assert cli(work, "status").returncode == 0
+
+
 def _capture(server, target):
     return subprocess.run(
         ["tmux", "-L", server, "capture-pane", "-p", "-t", target], capture_output=True, text=True, check=False

@@ -1,0 +1,46 @@
+"""The first command of the README, in a fresh clone without a .venv, to the end of the demo."""
+
+import json
+import math
+import os
+import re
+import subprocess
+
+import pytest
+
+from conftest import ROOT
+
+LN_VOCAB = math.log(2048)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fresh_clone_trains_the_demo(tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True, timeout=60)
+    done = subprocess.run(["bash", "launch.sh"], cwd=clone, capture_output=True, text=True, timeout=850, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    [run] = [p for p in (clone / "runs").iterdir() if not p.name.startswith(".")]
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] == pytest.approx(LN_VOCAB, abs=0.3)
+    assert sum(losses[-10:]) / 10 < 0.7 * LN_VOCAB
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-00000100", "step-00000200"]
+    summary = done.stdout[done.stdout.rindex("\n\n") :]
+    assert re.search(r"steps 1-200, loss 7\.\d+ -> [34]\.\d+ .* tokens/s on 2 ranks of 2 hosts", summary)
+    assert "checkpoint: runs/" in summary
+    assert "next: " in summary
+    commands = re.findall(r"^  (\S+) status --run (\S+) ", done.stdout, re.MULTILINE)
+    assert (
+        subprocess.run(
+            [clone / commands[0][0], "status", "--run", commands[0][1]], cwd=clone, timeout=60, check=False
+        ).returncode
+        == 0
+    )
+
+    again = subprocess.run(
+        ["bash", str(clone / "launch.sh"), "my-hosts", "--preset", "demo", "--dry-run"],
+        cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert again.returncode == 2
+    assert "my-hosts: cannot be read" in again.stderr
+    assert "installing" not in again.stdout
