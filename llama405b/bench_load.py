@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from transformers import LlamaForCausalLM
 
 from llama405b import load, model, ranks, shard, weights
-from llama405b.config import Numerics, Parallel
 from llama405b.errors import RunError
+from llama405b.schema import Numerics, Parallel
 
 GIB = 1 << 30
 SAMPLE_S = 0.002

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from llama405b import config as configuration
-from llama405b.config import Config, Setting
+from llama405b.config import Setting
 from llama405b.errors import UserError
+from llama405b.schema import Config
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -1,6 +1,6 @@
-"""The configuration: frozen dataclasses, filled from a preset, a TOML file and flags, in that order.
+"""The configuration: ``schema``'s dataclasses, filled from a preset, a TOML file and flags, in that order.
 
-Knows fields, units, defaults and what values are allowed. Knows nothing of torch, so that the operator's tools
+Knows how settings are written and which values fit each other. Knows nothing of torch, so that the operator's tools
 can check a training command before any host starts it. A flag is the TOML path: ``--optimizer.lr 3e-5``.
 """
 
@@ -10,127 +10,15 @@ import json
 import re
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.errors import UserError
+from llama405b.schema import TYPES, Config, Training, fields
 
 PRESET_DIR = Path(__file__).parent / "presets"
-Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
 Setting = tuple[Any, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
-
-
-def option(default: Any, text: str) -> Any:
-    """Declare a field with the help text (and unit) that ``--help`` prints."""
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Model:
-    """What is trained."""
-
-    path: str = option("", "checkpoint directory in Hugging Face form (config.json, *.safetensors)")
-    load: Literal["auto", "rank0", "local"] = option(
-        "auto", "rank0: rank 0 reads and sends; local: each rank reads its own rows; auto: local if all can"
-    )
-    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = option(
-        "auto", "auto: flash-attn where installed and on CUDA, else PyTorch's SDPA"
-    )
-    activation_checkpointing: bool = option(True, "recompute each decoder layer in the backward")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Data:
-    """What it is trained on."""
-
-    paths: tuple[str, ...] = option((), "files, folders or globs of text, code, .md, .jsonl; or 'stdlib'")
-    seq_len: int = option(4096, "tokens per sequence")
-    seed: int = option(0, "of the shuffle")
-    max_bytes: int = option(0, "read at most this many bytes of text; 0: all")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Training:
-    """How long, and in which steps."""
-
-    global_batch_size: int = option(64, "sequences per step over all ranks; accumulation is derived from it")
-    micro_batch_size: int = option(1, "sequences per forward on one rank")
-    max_steps: int = option(0, "steps; 0: as many as epochs give")
-    epochs: float = option(1.0, "passes over the data, where max_steps is 0")
-    seed: int = option(0, "of every random generator")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Optimizer:
-    """AdamW and its schedule."""
-
-    lr: float = option(1e-5, "peak learning rate")
-    min_lr: float = option(0.0, "learning rate at the end of the decay")
-    warmup: int = option(0, "steps of linear warmup")
-    decay: Literal["cosine", "linear", "constant"] = option("cosine", "from lr to min_lr after the warmup")
-    betas: tuple[float, float] = option((0.9, 0.95), "of AdamW")
-    eps: float = option(1e-8, "of AdamW")
-    weight_decay: float = option(0.1, "on matrices; vectors (norms) have none")
-    max_norm: float = option(1.0, "global gradient norm is clipped to this; 0: not clipped")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parallel:
-    """How the model is laid over the ranks."""
-
-    fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fully_shard, or FullyShardedDataParallel")
-    wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
-    cpu_offload: bool = option(False, "weights, gradients and optimizer live in CPU memory")
-    numerics: Numerics = option(
-        "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
-    )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA where there is a GPU")
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
-    forward_prefetch: bool = option(False, "fsdp1 only")
-    limit_all_gathers: bool = option(True, "fsdp1 only")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """When and where the run is saved."""
-
-    dir: str = option("", "one directory that all hosts see; default: <run>/checkpoints")
-    every: int = option(100, "steps between checkpoints (the last step is always saved); 0: never")
-    keep: int = option(2, "newest checkpoints kept; at least 2")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Timeouts:
-    """When a collective that does not return ends the run."""
-
-    load: int = option(3600, "seconds, until the first step is done, and while a checkpoint is written")
-    step: int = option(600, "seconds, otherwise")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Config:
-    """Everything a training run is told."""
-
-    model: Model = Model()
-    data: Data = Data()
-    training: Training = Training()
-    optimizer: Optimizer = Optimizer()
-    parallel: Parallel = Parallel()
-    checkpoint: Checkpoint = Checkpoint()
-    timeouts: Timeouts = Timeouts()
-
-
-def fields() -> Iterator[tuple[str, Any, Any, str]]:
-    """Every field as ``(section.key, type, default, help)``."""
-    for section, cls in typing.get_type_hints(Config).items():
-        hints = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            yield f"{section}.{field.name}", hints[field.name], field.default, field.metadata["help"]
-
-
-TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
 
 
 def preset_names() -> list[str]:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from llama405b import config as configuration
 from llama405b import model, shard, weights
-from llama405b.config import Config
+from llama405b.schema import Config
 
 GIB = 1 << 30
 

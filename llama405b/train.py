@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from llama405b import checkpoint, command, data, fsdp1, load, model, ranks, shard, weights
-from llama405b.config import Config, check_world, to_toml
+from llama405b.config import check_world, to_toml
 from llama405b.demo import make_demo
 from llama405b.errors import FAILED, RunError, UserError
 from llama405b.heartbeat import Pulse
 from llama405b.optim import build_optimizer, lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.rundir import UMASK, Metrics, RunDir, write_atomic
+from llama405b.schema import Config
 from llama405b.step import NonFiniteError, StepResult, train_step
 from llama405b.timer import Laps
 

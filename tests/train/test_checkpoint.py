@@ -14,8 +14,8 @@ from ranks_rig import run_ranks
 
 def _trainer(me, directory, load_weights=True):
     from llama405b import load, model, shard
-    from llama405b.config import Optimizer, Parallel
     from llama405b.optim import build_optimizer
+    from llama405b.schema import Optimizer, Parallel
 
     module = model.build_on_meta(model.read_config(directory), "sdpa", torch.float32)
     shard.shard(module, Parallel(numerics="fp32"), me.device)

@@ -1,6 +1,6 @@
 import pytest
 
-from llama405b import command, config
+from llama405b import command, config, schema
 from llama405b.errors import UserError
 
 GIVEN = ["--model.path", "m", "--data.paths", "d"]
@@ -88,7 +88,7 @@ def test_offload_takes_on_and_off_and_nothing():
 
 
 def test_accumulation_divides_or_names_what_does():
-    training = config.Training(global_batch_size=48, micro_batch_size=2)
+    training = schema.Training(global_batch_size=48, micro_batch_size=2)
     assert config.accumulation(training, 8) == 3
     assert "take 42 or 56" in refusal(config.accumulation, training, 7)
     assert "take 64" in refusal(config.accumulation, training, 32)
@@ -105,5 +105,5 @@ def test_help_names_every_setting(capsys):
     with pytest.raises(SystemExit):
         command.parse(["--help"])
     text = capsys.readouterr().out
-    for key, _, _, _ in config.fields():
+    for key, _, _, _ in schema.fields():
         assert f"--{key} " in text

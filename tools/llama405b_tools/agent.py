@@ -82,38 +82,8 @@ def start(request: Request) -> dict[str, Any]:
         run.heartbeat(rank).unlink(missing_ok=True)
     if request["secrets"]:
         _write_secrets(secrets_path(run, host), request["secrets"])
-    env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
-    done = subprocess.run(
-        [
-            "tmux",
-            "-L",
-            tmux_socket(run.name),
-            "-f",
-            "/dev/null",
-            "new-session",
-            "-d",
-            "-s",
-            tmux_session(host),
-            "-x",
-            "200",
-            "-y",
-            "50",
-            "--",
-            sys.executable,
-            "-m",
-            "llama405b_tools.node",
-            str(run.path),
-            host,
-        ],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=START_WITHIN_S,
-        check=False,
-    )
-    if done.returncode:
-        secrets_path(run, host).unlink(missing_ok=True)
-        return {"error": f"tmux would not start a session ({done.stderr.strip() or done.returncode})"}
+    if fault := _start_tmux(run, host):
+        return {"error": fault}
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline:
         status = read_json(run.status(host))
@@ -211,6 +181,43 @@ def stream(request: Request) -> None:
 def run_dir(name: str) -> RunDir:
     """The run's directory below the working directory."""
     return RunDir(Path.cwd() / "runs" / name)
+
+
+def _start_tmux(run: RunDir, host: str) -> str:
+    """Start the node runner in a session of the run's own tmux server; '' or what went wrong."""
+    env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
+    done = subprocess.run(
+        [
+            "tmux",
+            "-L",
+            tmux_socket(run.name),
+            "-f",
+            "/dev/null",
+            "new-session",
+            "-d",
+            "-s",
+            tmux_session(host),
+            "-x",
+            "200",
+            "-y",
+            "50",
+            "--",
+            sys.executable,
+            "-m",
+            "llama405b_tools.node",
+            str(run.path),
+            host,
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=START_WITHIN_S,
+        check=False,
+    )
+    if done.returncode:
+        secrets_path(run, host).unlink(missing_ok=True)
+        return f"tmux would not start a session ({done.stderr.strip() or done.returncode})"
+    return ""
 
 
 def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:

@@ -50,15 +50,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see `llama405b launch --help`")
 
 
-def parse(argv: Sequence[str], now: float) -> Asked:
-    """Parse the command line; a training command goes through the trainer's own parser.
-
-    Raises:
-        UserError: Anything in it is wrong.
-    """
-    own, program = (
-        (list(argv), ()) if "--" not in argv else (list(argv[: argv.index("--")]), tuple(argv[argv.index("--") + 1 :]))
-    )
+def _parser() -> _Parser:
     parser = _Parser(
         prog="llama405b launch",
         description=__doc__,
@@ -83,8 +75,20 @@ def parse(argv: Sequence[str], now: float) -> Asked:
     parser.add_argument("--port", type=int, default=0, help="of the rendezvous on the head [a free one]")
     parser.add_argument("--dry-run", action="store_true", help="print what would run where; opens no connection")
     parser.add_argument("--follow", action="store_true", help="follow the run to its end")
+    return parser
+
+
+def parse(argv: Sequence[str], now: float) -> Asked:
+    """Parse the command line; a training command goes through the trainer's own parser.
+
+    Raises:
+        UserError: Anything in it is wrong.
+    """
+    own, program = (
+        (list(argv), ()) if "--" not in argv else (list(argv[: argv.index("--")]), tuple(argv[argv.index("--") + 1 :]))
+    )
     settings, others = config.split_flags(own)
-    known, rest = parser.parse_known_args(others)
+    known, rest = _parser().parse_known_args(others)
     config.refuse_unknown(rest)
     if "--" in argv and not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
