@@ -169,50 +169,30 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
     Raises:
         UserError: The configuration does not fit the model or the device.
     """
-    parallel = config.parallel
+    parallel, weights_in = config.parallel, Path(config.model.path)
     attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
-    dtype = shard.kept_dtype(parallel.numerics)
     hf_config = model.read_config(files)
     began = time.monotonic()
     if parallel.fsdp == "fsdp1":
         if me.device.type == "cpu":
             raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
-        module, how = (
-            fsdp1.build(Path(config.model.path), hf_config, attention, parallel, me),
-            "rank 0 broadcast the weights",
-        )
+        module = fsdp1.build(weights_in, hf_config, attention, parallel, me)
+        how = "rank 0 broadcast the weights"
     else:
-        module = model.build_on_meta(hf_config, attention, dtype)
+        module = model.build_on_meta(hf_config, attention, shard.kept_dtype(parallel.numerics))
         shard.shard(module, parallel, me.device)
         if start:
             load.materialise(module, me, offload=parallel.cpu_offload)
             how = "weights come from the checkpoint"
         else:
-            how = load.load(
-                module,
-                Path(config.model.path),
-                config.model.load,
-                me,
-                pulse.beat,
-                offload=parallel.cpu_offload,
-            )
+            how = load.load(module, weights_in, config.model.load, me, pulse.beat, offload=parallel.cpu_offload)
     if config.model.activation_checkpointing:
         shard.checkpoint_activations(module)
-    n = (
-        sum(p.numel() for p in module.parameters())
-        if parallel.fsdp == "fsdp2"
-        else weights.read_llama(files).parameters
-    )
-    _log(
-        me,
-        f"{parallel.fsdp} on {me.world} x {me.device.type}: {n:,} parameters, {parallel.numerics} at "
-        f"{shard.BYTES_PER_PARAMETER[parallel.numerics]} bytes each; {how}, {time.monotonic() - began:.1f} s",
-    )
-    _log(
-        me,
-        f"attention: {attention} ({why}); activation checkpointing: {config.model.activation_checkpointing}; "
-        f"cpu offload: {parallel.cpu_offload}",
-    )
+    n, each = weights.read_llama(files).parameters, shard.BYTES_PER_PARAMETER[parallel.numerics]
+    what = f"{n:,} parameters, {parallel.numerics} at {each} bytes each"
+    _log(me, f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
+    recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
+    _log(me, f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.cpu_offload}")
     return module
 
 
