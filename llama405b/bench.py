@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.command import OneLineParser
+from llama405b.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
     for verb in (load, layers):
         verb.add_argument("--json", action="store_true", help="for scripts")
     args = parser.parse_args(argv)
+    if args.what == "load" and not (0.01 <= args.gb <= 10_000 and 1 <= args.ranks <= 1024):
+        raise UserError("bench load: --gb takes 0.01 to 10000, --ranks 1 to 1024; correct them")
     report, text = _run(args)
     print(json.dumps(report) if args.json else text)
     return 0

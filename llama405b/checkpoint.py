@@ -132,7 +132,7 @@ class Store:
                     return path, passed_over
                 passed_over.append(why)
             return None, passed_over
-        path = self.root / f"step-{int(resume):08d}" if resume.isdigit() else Path(resume)
+        path = self.root / f"step-{int(resume):08d}" if resume.isdecimal() else Path(resume)
         if why := self._verify(path):
             raise UserError(f"--resume: {why}; take another, or auto")
         return path, self._set_aside([later for later in present if step_of(later) > step_of(path)], path)

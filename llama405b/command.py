@@ -6,6 +6,7 @@ trainer refuses inside a detached tmux session would be seen by nobody.
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +15,8 @@ from llama405b import config as configuration
 from llama405b.config import Setting
 from llama405b.errors import UserError
 from llama405b.schema import Config
+
+MAX_WORLD = 1_000_000
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -35,6 +38,17 @@ class Command:
     resume: str
     dry_run: bool
     world: int
+
+
+def check_resume(resume: str) -> None:
+    """Refuse what can be no checkpoint: it must be no, auto, a step, or a path that ends in step-<8 digits>.
+
+    Raises:
+        UserError: It is none of them.
+    """
+    step = resume.isascii() and resume.isdecimal() and len(resume) <= 8
+    if resume not in ("no", "auto") and not step and not re.fullmatch(r"step-[0-9]{8}", Path(resume).name):
+        raise UserError(f"--resume: {resume!r} is no checkpoint; write no, auto, a step, or a path to step-<8 digits>")
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -63,8 +77,9 @@ def parse(argv: Sequence[str]) -> Command:
     flags, others = configuration.split_flags(argv)
     known, rest = parser.parse_known_args(others)
     configuration.refuse_unknown(rest)
-    if known.world < 1:
-        raise UserError(f"--world: {known.world} ranks; it takes at least 1")
+    if not 1 <= known.world <= MAX_WORLD:
+        raise UserError(f"--world: {known.world} ranks; it takes 1 to {MAX_WORLD}")
+    check_resume(known.resume)
     settings = configuration.read_preset(known.preset) if known.preset else {}
     settings |= configuration.read_toml(known.config) if known.config else {}
     settings |= configuration.read_flags(flags)

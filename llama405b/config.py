@@ -7,6 +7,7 @@ can check a training command before any host starts it. A flag is the TOML path:
 import dataclasses
 import difflib
 import json
+import math
 import re
 import tomllib
 import typing
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from llama405b.errors import UserError
 from llama405b.schema import TYPES, Config, Training, fields
 
+MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 PRESET_DIR = Path(__file__).parent / "presets"
 Setting = tuple[Any, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
 
@@ -53,6 +55,8 @@ def read_toml(path: Path) -> dict[str, Setting]:
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         raise UserError(f"{path}:{line[1] if line else 1}: not valid TOML ({error}); correct it") from None
+    except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
+        raise UserError(f"{path}: not readable as TOML ({' '.join(str(error).split())}); correct it") from None
     settings: dict[str, Setting] = {}
     for section, table in tables.items():
         where = f"{path}:{_line_of(text, section)}"
@@ -231,8 +235,10 @@ def convert(key: str, value: Any, where: str) -> Any:
 
 
 def _is(value: Any, type_: type) -> bool:
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        return False
     if type_ is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, type_) and (type_ is bool or not isinstance(value, bool))
 
 
@@ -242,7 +248,7 @@ def _from_text(text: str, type_: Any, flag: str) -> Any:
         if text.startswith("["):
             try:
                 return json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise UserError(f'{flag}: {text!r} is no list; write it as a,b or ["a", "b"]') from None
         inner = typing.get_args(type_)[0]
         return [_from_text(part, inner, flag) for part in text.split(",") if part]

@@ -105,7 +105,11 @@ def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> B
 def _tokenised(config: Data, tokenizer_dir: Path, cache: Path) -> Path:
     """The token file of these texts under this tokenizer; made where it is not there yet."""
     files = expand(config.paths)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001
+        why = " ".join(str(error).split())
+        raise UserError(f"{tokenizer_dir}: its tokenizer cannot be read ({why}); fetch tokenizer.json again") from None
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     known = hashlib.sha256(repr((stats, config.max_bytes, tokenizer.backend_tokenizer.to_str())).encode())
     path = cache / f"tokens-{known.hexdigest()[:16]}.bin"

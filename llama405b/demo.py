@@ -25,7 +25,10 @@ def make_demo(directory: Path, *, tied: bool = False, layers: int = 3, hidden: i
     """
     if directory.exists():
         raise UserError(f"{directory}: exists already; name a new directory, or delete it")
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be made ({error.strerror}); name another directory") from None
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer = _train_tokenizer()

@@ -35,8 +35,16 @@ def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-ma
 
 
 def read_config(directory: Path) -> LlamaConfig:
-    """Read ``config.json``."""
-    return LlamaConfig.from_pretrained(directory)
+    """Read ``config.json``.
+
+    Raises:
+        UserError: transformers does not take it.
+    """
+    try:
+        return LlamaConfig.from_pretrained(directory)
+    except Exception as error:  # noqa: BLE001
+        why = " ".join(str(error).split())
+        raise UserError(f"{directory / 'config.json'}: transformers refuses it ({why}); fetch it again") from None
 
 
 def build_on_meta(config: LlamaConfig, attention: str, dtype: torch.dtype) -> LlamaForCausalLM:

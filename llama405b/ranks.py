@@ -48,20 +48,26 @@ def join(device: str, timeout_s: int) -> Ranks:
             "--parallel.device: cuda was asked for, but torch sees no GPU here; take cpu, or fix the driver"
         )
     use_cuda = cuda and device != "cpu"
-    local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    first = os.environ.get("LLAMA405B_FIRST_RANK")
-    rank = int(os.environ.get("RANK", 0)) if first is None else int(first) + local_rank
+    me = place(cuda=use_cuda)
     if use_cuda:
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(me.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
         store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
-        rank=rank,
-        world_size=world,
+        rank=me.rank,
+        world_size=me.world,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
+    return me
+
+
+def place(*, cuda: bool = False) -> Ranks:
+    """This process's place, from the environment alone."""
+    local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    first = os.environ.get("LLAMA405B_FIRST_RANK")
+    rank = int(os.environ.get("RANK", 0)) if first is None else int(first) + local_rank
     host = os.environ.get("LLAMA405B_HOST", socket.gethostname())
-    return Ranks(rank, world, local_rank, host, torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"))
+    return Ranks(rank, world, local_rank, host, torch.device("cuda", local_rank) if cuda else torch.device("cpu"))
 
 
 def set_timeout(timeout_s: int) -> None:
@@ -95,9 +101,9 @@ def refuse_together(error: UserError | None) -> None:
     Raises:
         UserError: Some rank had one.
     """
-    for found in agreed(error and str(error)):
+    for rank, found in enumerate(agreed(error and str(error))):
         if found:
-            raise UserError(found)
+            raise UserError(found if rank == dist.get_rank() else f"stopped with rank {rank}: {found}")
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

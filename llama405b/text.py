@@ -59,14 +59,19 @@ def _jsonl(file: Path) -> Iterator[Document]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             match record:
                 case {"prompt": str(prompt), "completion": str(completion)}:
-                    yield prompt, completion
+                    yield _sound(prompt), _sound(completion)
                 case {"text": str(text)}:
-                    yield "", text
+                    yield "", _sound(text)
                 case _:
                     raise UserError(
                         f'{file}:{number}: not {{"text": …}} or {{"prompt": …, "completion": …}}; correct the line'
                     )
+
+
+def _sound(text: str) -> str:
+    """JSON can spell half of a character (a lone surrogate), which is no text: it becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")

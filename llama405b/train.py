@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(report(asked.config, asked.preset, asked.world))
             return 0
         os.umask(UMASK)
+        pulse = Pulse(RunDir(asked.run_dir), ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
-        pulse = Pulse(RunDir(asked.run_dir), me)
         train(asked.config, RunDir(asked.run_dir), asked.resume, me, pulse)
         pulse.phase("done")
         ranks.leave()
@@ -287,6 +287,7 @@ def _log(me: Ranks, message: str) -> None:
 
 
 def _say_why(message: str, pulse: Pulse | None) -> None:
+    message = " ".join(message.split())  # one line, whoever wrote it
     print(f"llama405b train: {message}", file=sys.stderr, flush=True)
     if pulse:
         pulse.failed(message)

@@ -38,6 +38,7 @@ SMALL_FILES = (  # what a rank without the directory needs of it
     "added_tokens.json",
     "chat_template.jinja",
 )
+MAX_LAYERS = 10_000
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -128,28 +129,34 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     Raises:
         UserError: It is not a LlamaForCausalLM's.
     """
-    if config.get("model_type") != "llama" or "LlamaForCausalLM" not in config.get(
-        "architectures", ["LlamaForCausalLM"]
-    ):
-        found = ", ".join(config.get("architectures") or [str(config.get("model_type"))])
-        raise UserError(f"{where}: this is a {found}, not a LlamaForCausalLM; name a Llama checkpoint")
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        return Llama(
-            layers=int(config["num_hidden_layers"]),
-            hidden=hidden,
-            intermediate=int(config["intermediate_size"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            vocab=int(config["vocab_size"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            max_positions=int(config.get("max_position_embeddings", 2048)),
+    architectures = config.get("architectures") or ["LlamaForCausalLM"]
+    if config.get("model_type") != "llama" or "LlamaForCausalLM" not in architectures:
+        raise UserError(
+            f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; "
+            "only a LlamaForCausalLM of model_type 'llama' can be trained"
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: {error.args[0]!r} is missing or no number; fetch config.json again") from None
+
+    def number(key: str, default: int = 0, limit: int = 1 << 31) -> int:
+        value = config.get(key, default or None)
+        value = default if value is None and default else value
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
+            raise UserError(f"{where}: {key} is {value!r}, not a whole number from 1 on; fetch config.json again")
+        return value
+
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    return Llama(
+        layers=number("num_hidden_layers", limit=MAX_LAYERS),
+        hidden=hidden,
+        intermediate=number("intermediate_size"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", max(1, hidden // heads)),
+        vocab=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        max_positions=number("max_position_embeddings", 2048),
+    )
 
 
 def read_tensors(directory: Path) -> dict[str, TensorInfo]:
@@ -193,27 +200,34 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise UserError(f"{path}: not a safetensors file, or cut short at {actual} bytes; fetch it again")
         try:
             header = json.loads(file.read(length))
-            infos = {
-                name: TensorInfo(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-                for name, entry in header.items()
-                if name != "__metadata__"
-            }
-            end = max(
-                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-                default=0,
-            )
-            whole = all(
-                entry["data_offsets"][1] - entry["data_offsets"][0] == infos[name].n_bytes
-                for name, entry in header.items()
-                if name != "__metadata__"
-            )
-            if not whole:
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            infos, end = _tensors_of(header, path, 8 + length)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             raise UserError(f"{path}: its safetensors header cannot be read; fetch it again") from None
     if actual != 8 + length + end:
         raise UserError(f"{path}: {actual} bytes where its header says {8 + length + end}; fetch it again")
     return infos
+
+
+def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors of a parsed header, and where their bytes end; the format wants them to leave no gap.
+
+    Raises:
+        ValueError: They overlap, leave a gap, or do not have the size that shape and dtype say.
+        UserError: A dtype that cannot be trained.
+    """
+    infos, end = {}, 0
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        if entry["dtype"] not in DTYPE_BYTES:
+            raise UserError(f"{path}: {name} is {entry['dtype']}; only F32, F16 and BF16 can be trained")
+        infos[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
+        if not all(type(n) is int for n in (start, stop, *entry["shape"])):
+            raise ValueError
+        if start != end or stop - start != infos[name].n_bytes:
+            raise ValueError
+        end = stop
+    return infos, end
 
 
 def check_checkpoint(directory: Path, seq_len: int) -> Llama:
@@ -263,9 +277,17 @@ def check_tokenizer(directory: Path, llama: Llama) -> None:
     if not path.is_file():
         raise UserError(f"{path}: no tokenizer here; fetch tokenizer.json of the same model")
     tokenizer = read_object(path)
-    vocab = tokenizer.get("model", {}).get("vocab", {})
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
+    try:
+        vocab = tokenizer["model"]["vocab"]
+        ids = [int(i) for i in vocab.values()] if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [int(token["id"]) for token in tokenizer.get("added_tokens", [])]
+        whole = bool(vocab) and (tokenizer["model"].get("type") != "BPE" or "merges" in tokenizer["model"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        whole, ids = False, []
+    if not whole:
+        raise UserError(f"{path}: not a tokenizer that can be read; fetch it again")
+    if (directory / "tokenizer_config.json").is_file():
+        read_object(directory / "tokenizer_config.json")
     if not ids or max(ids) >= llama.vocab:
         raise UserError(
             f"{path}: its largest id is {max(ids, default=-1)}, but the model has {llama.vocab} embeddings; "
@@ -283,7 +305,7 @@ def read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; a Hugging Face checkpoint has this file") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path}: not valid JSON; fetch it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object; fetch it again")

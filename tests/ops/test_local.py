@@ -256,6 +256,8 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
             ["--preset", "demo", "--training.global_batch_size", "7"],
             "7 sequences do not divide into micro-batches of 4 on 2 ranks; take 8",
         ),
+        (["--preset", "demo", "--secret", "LLAMA405B_NODE"], "--secret: LLAMA405B_NODE is set by the run itself"),
+        (["--preset", "demo", "--resume", "x"], "--resume: 'x' is no checkpoint"),
         (["--preset", "demo", "--secret", "NO_SUCH_VARIABLE"], "--secret: NO_SUCH_VARIABLE is not set here"),
         (["--preset", "demo", "--", "x.py"], "settings are for the trainer"),
         (
@@ -277,6 +279,29 @@ def test_bad_input_starts_nothing(work, cli, demo, args, words):
     assert len(done.stderr.splitlines()) == 1
     assert words.format(**fill) in done.stderr
     assert [p.name for p in (work / "runs").iterdir()] == ["old"]
+
+
+def test_the_ranks_own_sentence_is_the_last_line(work, cli, demo, corpus):
+    flags = settings(demo, corpus)
+    (work / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
+    done = cli(work, "launch", "--run", "b", "--follow", *flags, "--data.paths", "bad.jsonl")
+    assert done.returncode == 1
+    assert "FAILED  node-a: exited 1: rank 0 exited with 2: bad.jsonl:2: not {" in done.stderr
+    import torch
+
+    if not torch.cuda.is_available():  # before the ranks have met
+        done = cli(work, "launch", "--run", "c", "--follow", *flags, "--parallel.device", "cuda")
+        assert done.returncode == 1
+        assert "exited with 2: --parallel.device: cuda was asked for, but torch sees no GPU here" in done.stderr
+
+
+def test_a_file_that_is_no_plan_breaks_no_verb(work, cli):
+    (work / "runs/bad").mkdir(parents=True)
+    (work / "runs/bad/plan.json").write_text('{"nodes": 3}')
+    done = cli(work, "status")
+    assert done.returncode == 2
+    assert "no run on these hosts yet" in done.stderr
+    (work / "runs/bad/plan.json").unlink()
 
 
 def test_no_tmux_is_said(work, cli, tmp_path_factory):

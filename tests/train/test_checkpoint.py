@@ -215,5 +215,5 @@ def _prove(me, root):
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     words = run_ranks(2, _prove, tmp_path)
-    assert words[0] == words[1]
-    assert words[0].startswith("--checkpoint.dir: rank 1 on host-1 does not see")
+    assert words[1].startswith("--checkpoint.dir: rank 1 on host-1 does not see")
+    assert words[0] == f"stopped with rank 1: {words[1]}"

@@ -48,6 +48,9 @@ def test_flags_win_over_the_file_over_the_preset(tmp_path):
         ("[optimizer]\nbetas = [0.9]\n", ":2: optimizer.betas is [0.9]; it takes 2 values of type float"),
         ("lr = 1\n", ":1: 'lr' stands outside a section"),
         ("[optimizer\n", ":1: not valid TOML"),
+        ("[optimizer]\nlr = 1" + "0" * 400 + "\n", ":2: optimizer.lr is 1"),
+        ("[training]\nmax_steps = 1" + "0" * 5000 + "\n", ": not readable as TOML"),
+        ("[data]\npaths = " + "[" * 5000 + "\n", ": not readable as TOML"),
     ],
 )
 def test_a_bad_file_is_named_by_line(tmp_path, text, words):
@@ -75,6 +78,15 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         ),
         (["--preset", "demmo"], "--preset: no preset 'demmo' (did you mean 'demo'?)"),
         (["stray"], "stray: not expected here"),
+        (["--optimizer.lr", "inf"], "--optimizer.lr: optimizer.lr is inf"),
+        (["--training.seed", "9" * 30], "--training.seed: training.seed is"),
+        (["--data.paths", "[" * 5000], "--data.paths: "),
+        (["--world", "9" * 20], "--world: "),
+        (["--resume", "²"], "--resume: '²' is no checkpoint"),
+        (["--resume", ""], "--resume: '' is no checkpoint"),
+        (["--resume=-5"], "--resume: '-5' is no checkpoint"),
+        (["--resume", "/tmp"], "--resume: '/tmp' is no checkpoint"),
+        (["--parallel.numerics", "fp32", "--model.attention", "flash_attention_2"], "flash-attn computes in BF16 only"),
     ],
 )
 def test_a_bad_flag_is_named(flags, words):

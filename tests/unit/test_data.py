@@ -51,6 +51,8 @@ def test_documents(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "c").write_text("no")
     assert list(documents(expand([str(tmp_path)]))) == [("", "caf�"), ("", "x"), ("p", "c")]
+    (tmp_path / "half.jsonl").write_text('{"text": "a\\ud800b"}')  # JSON can spell half of a character
+    assert list(documents([tmp_path / "half.jsonl"])) == [("", "a?b")]
     assert expand([f"{tmp_path}/*.txt"]) == [tmp_path / "a.txt"]
     assert len(expand(["stdlib"])) > 100
 

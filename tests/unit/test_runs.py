@@ -44,3 +44,5 @@ def test_the_host_where_it_began_is_named():
     own = runs.failure_of("b", run("x", exit_code=1, reason="rank 1 was killed by SIGKILL"))
     assert runs.first_failure([lost, own]).host == "b"
     assert runs.first_failure([lost]).host == "a"
+    for effect in ("rank 0 exited with 2: stopped with rank 1: x", "torchrun failed; see /x"):
+        assert not runs.failure_of("a", run("x", exit_code=1, reason=effect)).own

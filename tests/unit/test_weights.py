@@ -77,7 +77,7 @@ def test_not_a_safetensors_file(copy):
 
 def test_not_a_llama(copy):
     edit(copy / "config.json", model_type="mistral", architectures=["MistralForCausalLM"])
-    assert "this is a MistralForCausalLM, not a LlamaForCausalLM" in refusal(copy)
+    assert "architectures ['MistralForCausalLM']; only a LlamaForCausalLM" in refusal(copy)
 
 
 def test_config_of_another_model(copy):
@@ -92,6 +92,46 @@ def test_tokenizer_that_does_not_fit(copy):
     assert "its largest id is 2047, but the model has 100 embeddings" in refusal(copy)
     (copy / "tokenizer.json").unlink()
     assert "no tokenizer here" in refusal(copy)
+
+
+@pytest.mark.parametrize("value", ["big", None, [1], 0, -1, 1.5, True, 10**12, float("inf")])
+def test_a_number_that_is_none(copy, value):
+    edit(copy / "config.json", num_hidden_layers=value)
+    assert "num_hidden_layers is" in refusal(copy)
+
+
+@pytest.mark.parametrize(
+    "model", [None, [], {"vocab": 5}, {"vocab": {"a": "b"}}, {"vocab": {}}, {"type": "BPE", "vocab": {"a": 0}}]
+)
+def test_a_tokenizer_that_cannot_be_read(copy, model):
+    edit(copy / "tokenizer.json", model=model)
+    assert "tokenizer.json: not a tokenizer that can be read; fetch it again" in refusal(copy)
+
+
+def rewrite_header(shard, change):
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change({name: entry for name, entry in header.items() if name != "__metadata__"})
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda entry, other: entry.update(data_offsets=other["data_offsets"]), "header cannot be read"),
+        (lambda entry, _: entry.update(shape=[float(n) for n in entry["shape"]]), "header cannot be read"),
+        (lambda entry, _: entry.update(dtype="F8_E4M3"), "is F8_E4M3; only F32, F16 and BF16 can be trained"),
+        (lambda entry, _: entry.pop("shape"), "header cannot be read"),
+    ],
+    ids=["overlap", "float shape", "F8", "no shape"],
+)
+def test_a_header_that_lies(copy, change, words):
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    rewrite_header(shard, lambda entries: change(*list(entries.values())[:2]))
+    assert f"{shard}: " in (said := refusal(copy))
+    assert words in said
 
 
 def test_sequences_over_the_limit(demo):

@@ -65,6 +65,7 @@ def probe(request: Request) -> dict[str, Any]:
         "address": address,
         "head": _listen_fault(port) if request["is_head"] else _reach_fault(head, port),
         "workdir": str(Path.cwd()),
+        "writable": os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
         "checkpoint": _checkpoint_fault(request.get("checkpoint")),
     }
 
@@ -99,8 +100,10 @@ def status(request: Request) -> dict[str, Any]:
     found = []
     for path in Path("runs").iterdir() if Path("runs").is_dir() else []:
         plan = read_json(path / "plan.json")
-        if plan and host in [node["name"] for node in plan["nodes"]] and request.get("run") in (None, path.name):
-            found.append((plan["created"], path, plan))
+        with contextlib.suppress(KeyError, TypeError):  # a file that is no plan of ours is not a run
+            known = plan and host in [node["name"] for node in plan["nodes"]] and plan["rdzv_id"] and plan["attempt"]
+            if plan and known and request.get("run") in (None, path.name):
+                found.append((float(plan["created"]), path, plan))
     found.sort(key=lambda entry: entry[0], reverse=True)
     return {"runs": [_describe(run_dir(path.name), plan, host) for _, path, plan in found[:NEWEST_RUNS]]}
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from llama405b.errors import UserError
 
 TARGET = re.compile(
-    r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*(?:\[\d+-\d+\])?[A-Za-z0-9.-]*?)(?::(?P<port>\d+))?"
+    r"(?:(?P<user>[A-Za-z_][A-Za-z0-9_.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*(?:\[[0-9]{1,9}-[0-9]{1,9}\])?[A-Za-z0-9.-]*?)(?::(?P<port>[0-9]{1,9}))?"
 )
-RANGE = re.compile(r"\[(\d+)-(\d+)\]")
+RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 KEYS = ("slots", "address", "workdir", "python")
 MAX_HOSTS = 4096
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
@@ -72,7 +72,7 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
         raise UserError(f"{where}: port {port} is out of range; take 1 to 65535")
     options = _parse_options(words[1:], where)
     slots = options.get("slots", "0")
-    if not slots.isdigit() or ("slots" in options and not 0 < int(slots) <= 1024):
+    if not re.fullmatch("[0-9]{1,4}", slots) or ("slots" in options and not 0 < int(slots) <= 1024):
         raise UserError(f"{where}: slots={slots} is no number of ranks; write slots=8")
     if "address" in options and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", options["address"]):
         raise UserError(f"{where}: address={options['address']} is no address; write an IP address or a host name")

@@ -37,6 +37,14 @@ PORT_TRIES = 5
 UNPROVED = (
     "note: CUDA and NCCL are marked 'never run' in the README's proof table; try a small preset on these hosts first"
 )
+OURS = (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PATH",
+    "PYTHONUNBUFFERED",
+)
 EPILOG = """
 Settings of the training run are flags too (`llama405b train --help`); after -- comes any other torchrun program:
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow
@@ -101,8 +109,11 @@ def parse(argv: Sequence[str], now: float) -> Asked:
             raise UserError(
                 f"--secret: {name.partition('=')[0]!r} is no name of a variable; write --secret HF_TOKEN, and export it"
             )
+        if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
+            raise UserError(f"--secret: {name} is set by the run itself; take another name")
         if name not in os.environ:
             raise UserError(f"--secret: {name} is not set here; export it first")
+    command.check_resume(known.resume)
     if known.port and not 0 < known.port < 65536:
         raise UserError(f"--port: {known.port} is out of range; take 1 to 65535")
     training = None

@@ -122,7 +122,7 @@ class NodeRunner:
         logs = self.run.logs(self.host)
         logs.mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
-        env |= node_env(self.plan, self.host, str(self.run.path)) | self.take_secrets()
+        env |= self.take_secrets() | node_env(self.plan, self.host, str(self.run.path))
         argv = torchrun_argv(self.plan, self.host, str(logs))
         with (logs / "torchrun.log").open("ab") as log:
             log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())

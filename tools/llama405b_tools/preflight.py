@@ -186,6 +186,8 @@ def _host_fault(found: Reply) -> str:
         return f"{', '.join(missing)} is not installed for its python; install it there"
     if found["head"]:
         return f"{found['head']}; give the head an address= that all hosts reach"
+    if not found["writable"]:
+        return f"{found['workdir']}/runs is no directory that can be written; mend it, or set workdir="
     if not found["ip"]:
         return "there is no `ip` program; install iproute2 there"
     if not found["address"] or not found["interface"]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from llama405b.errors import UserError
 
+EFFECTS = ("lost contact with another rank", "torchrun failed; see", "stopped with rank ")
 Described = dict[str, Any]  # one run as one host's agent describes it
 
 
@@ -63,7 +64,7 @@ def failure_of(host: str, described: Described | None) -> Failure | None:
         return None
     status = (described or {}).get("status") or {}
     reason = status.get("reason", "")
-    return Failure(host, f"{state}{f': {reason}' if reason else ''}", own="lost contact" not in reason)
+    return Failure(host, f"{state}{f': {reason}' if reason else ''}", own=not any(sign in reason for sign in EFFECTS))
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:

@@ -3,8 +3,10 @@
 ``Connection`` is all that the verbs know; ``Local`` is this machine, ``ssh.Ssh`` is another.
 """
 
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from typing import Protocol
@@ -78,9 +80,12 @@ class Local:
         with _start(command) as child:
             try:
                 out, err = child.communicate(stdin, timeout_s)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                raise HostError(f"did not answer within {timeout_s:.0f} s") from None
+            except BaseException as error:  # Ctrl-C too: what was asked must not go on alone
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    raise HostError(f"did not answer within {timeout_s:.0f} s") from None
+                raise
             return Result(child.returncode, out, err)
 
     def stream(self, command: str, stdin: str) -> Stream:
