@@ -45,16 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(asked.config, RunDir(asked.run_dir), asked.resume, me, pulse)
         pulse.phase("done")
         ranks.leave()
-    except UserError as error:
-        _say_why(str(error), pulse)
-        return error.exit_code
-    except (dist.DistBackendError, dist.DistNetworkError, RuntimeError) as error:
-        if not _lost_peer(error):
-            _say_why(f"{type(error).__name__}: {error}", pulse)
-            raise
-        _say_why(f"lost contact with another rank: {str(error).splitlines()[0][:200]}", pulse)
-        return FAILED
     except Exception as error:
+        if _lost_peer(error):
+            _say_why(f"lost contact with another rank: {str(error)[:300]}", pulse)
+            return FAILED
+        if isinstance(error, UserError):
+            _say_why(str(error), pulse)
+            return error.exit_code
         _say_why(f"{type(error).__name__}: {error}", pulse)
         raise
     return 0

@@ -33,7 +33,7 @@ def test_a_run_survives_the_loss_of_a_host_by_its_shared_checkpoints(can_have_ho
         hosts.crash(3)
         out, err = follower.communicate(timeout=90)
         assert follower.returncode == 1, out
-        assert "FAILED  node-3: cannot be reached" in err
+        assert "FAILED  node-3: cannot be reached" in err, err
         for i in (1, 2):
             assert processes(hosts, i) == []
         hosts.boot(3)

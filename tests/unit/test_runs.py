@@ -45,4 +45,7 @@ def test_the_host_where_it_began_is_named():
     assert runs.first_failure([lost, own]).host == "b"
     assert runs.first_failure([lost]).host == "a"
     for effect in ("rank 0 exited with 2: stopped with rank 1: x", "torchrun failed; see /x"):
-        assert not runs.failure_of("a", run("x", exit_code=1, reason=effect)).own
+        assert runs.failure_of("a", run("x", exit_code=1, reason=effect)).origin == 0
+    aborted = runs.failure_of("c", run("x", exit_code=1, reason="rank 2 was killed by SIGABRT"))
+    assert runs.first_failure([lost, aborted]).host == "c"
+    assert runs.first_failure([aborted, own]).host == "b"

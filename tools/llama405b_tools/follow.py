@@ -124,7 +124,7 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "") -> int:
         print(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
     if watch.failures:
-        lost = [Failure(host, f"cannot be reached: {why}", own=True) for host, why in watch.unreachable.items()]
+        lost = [Failure(host, f"cannot be reached: {why}", origin=2) for host, why in watch.unreachable.items()]
         worst = runs.first_failure([*watch.failures, *lost])
         for host, end in watch.stopped.items():
             if isinstance(end, HostError) or end["left"]:

@@ -6,17 +6,18 @@ from typing import Any
 
 from llama405b.errors import UserError
 
+# What a rank says that lost its peer. gloo may also abort the process then, in a thread of its own.
 EFFECTS = ("lost contact with another rank", "torchrun failed; see", "stopped with rank ")
 Described = dict[str, Any]  # one run as one host's agent describes it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a host is not as it should be; ``own`` where the fault began there."""
+    """Why a host is not as it should be."""
 
     host: str
     what: str
-    own: bool
+    origin: int  # how surely the fault began there: 2 surely, 1 perhaps, 0 it followed from another
 
 
 def choose(answers: Mapping[str, Sequence[Described]], asked: str | None) -> str:
@@ -64,9 +65,10 @@ def failure_of(host: str, described: Described | None) -> Failure | None:
         return None
     status = (described or {}).get("status") or {}
     reason = status.get("reason", "")
-    return Failure(host, f"{state}{f': {reason}' if reason else ''}", own=not any(sign in reason for sign in EFFECTS))
+    origin = 0 if any(sign in reason for sign in EFFECTS) else 1 if "killed by SIGABRT" in reason else 2
+    return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin)
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """The one to name: where the fault began, rather than a host that lost its peer; in order of arrival."""
-    return next((failure for failure in failures if failure.own), failures[0])
+    return max(failures, key=lambda failure: failure.origin)  # the first of equals

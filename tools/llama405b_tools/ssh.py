@@ -120,12 +120,12 @@ def load_known_hosts(client: paramiko.SSHClient, options: dict[str, Any]) -> Non
     """Load the known host keys, line by line: paramiko gives up on a whole file at a ``@cert-authority``."""
     files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
     files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split()
+    paths = [path for name in files if (path := Path(name).expanduser()).is_file()]
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    revoked = {word for line in lines if line.startswith("@revoked") for word in line.split()[3:4]}
     alias = options.get("hostkeyalias")
-    for name in files:
-        path = Path(name).expanduser()
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-            if not line.strip() or line.startswith(("#", "@")):  # a @revoked key is then unknown, and refused
-                continue
+    for line in lines:
+        if line.strip() and not line.startswith(("#", "@")) and not revoked & set(line.split()):
             with contextlib.suppress(Exception):
                 entry = paramiko.hostkeys.HostKeyEntry.from_line(line)
                 for pattern in entry.hostnames if entry and entry.key else []:

@@ -92,7 +92,7 @@ def failures_of(seen: dict[str, Described | HostError | None]) -> list[Failure]:
     """Every host that is not as it should be."""
     failures = []
     for name, found in seen.items():
-        failure = Failure(name, str(found), own=True) if isinstance(found, HostError) else runs.failure_of(name, found)
+        failure = Failure(name, str(found), origin=2) if isinstance(found, HostError) else runs.failure_of(name, found)
         if failure:
             failures.append(failure)
     return failures
