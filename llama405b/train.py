@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks.leave()
     except Exception as error:
         if _lost_peer(error):
-            _say_why(f"lost contact with another rank: {str(error)[:300]}", pulse)
+            where = f" in phase {pulse.phase_name}" if pulse else ""
+            _say_why(f"lost contact with another rank{where}: {str(error)[:300]}", pulse)
             return FAILED
         if isinstance(error, UserError):
             _say_why(str(error), pulse)
