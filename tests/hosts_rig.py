@@ -30,7 +30,7 @@ mount -t overlay -o "lowerdir=/,upperdir=$dir/rw/upper,workdir=$dir/rw/work" "$n
 r=$dir/root
 mount -t proc proc "$r/proc"; mount -t sysfs -o ro sysfs "$r/sys"; mount --bind /dev "$r/dev"
 mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$r/dev/pts"
-mount -t tmpfs shm "$r/dev/shm"; mount -t tmpfs run "$r/run"; mount -t tmpfs -o mode=1777 tmp "$r/tmp"
+mount -t tmpfs shm "$r/dev/shm"; mount -t tmpfs run "$r/run"; rm -rf "$r"/tmp/tmux-*
 mkdir -p "$r/run/sshd" "$r$shared"; mount --bind "$shared" "$r$shared"
 sed -i 's/^hosts:.*/hosts: files/' "$r/etc/nsswitch.conf"
 cp "$dir/hosts" "$r/etc/hosts"; echo "$name" >"$r/etc/hostname"
