@@ -19,6 +19,7 @@ from llama405b.errors import UserError
 from llama405b.schema import TYPES, Config, Training, fields
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
+DEMO_MODEL = "models/demo"  # made on the spot by rank 0 where it is missing
 PRESET_DIR = Path(__file__).parent / "presets"
 Setting = tuple[Any, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b import checkpoint, command, data, fsdp1, load, model, ranks, shard, weights
-from llama405b.config import check_world, to_toml
+from llama405b.config import DEMO_MODEL, check_world, to_toml
 from llama405b.demo import make_demo
 from llama405b.errors import FAILED, RunError, UserError
 from llama405b.heartbeat import Pulse
@@ -25,8 +25,6 @@ from llama405b.rundir import UMASK, Metrics, RunDir, write_atomic
 from llama405b.schema import Config
 from llama405b.step import NonFiniteError, StepResult, train_step
 from llama405b.timer import Laps
-
-DEMO = Path("models/demo")  # made on the spot where it is missing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,7 +138,7 @@ def bring_model_files(directory: Path, run: RunDir, me: Ranks, seq_len: int) -> 
     error: UserError | None = None
     if me.leads:
         try:
-            if directory == DEMO and not directory.exists():
+            if directory == Path(DEMO_MODEL) and not directory.exists():
                 _log(me, f"making the demo's model and tokenizer in {directory}")
                 make_demo(directory)
             weights.check_checkpoint(directory, seq_len)

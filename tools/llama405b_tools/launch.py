@@ -86,6 +86,23 @@ def _parser() -> _Parser:
     return parser
 
 
+def check_secrets(names: Sequence[str]) -> None:
+    """Refuse what cannot be handed on: no name, a name the run sets itself, or a variable that is not set here.
+
+    Raises:
+        UserError: Names the first.
+    """
+    for name in names:
+        if not commands.SECRET_NAME.fullmatch(name):
+            raise UserError(
+                f"--secret: {name.partition('=')[0]!r} is no name of a variable; write --secret HF_TOKEN, and export it"
+            )
+        if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
+            raise UserError(f"--secret: {name} is set by the run itself; take another name")
+        if name not in os.environ:
+            raise UserError(f"--secret: {name} is not set here; export it first")
+
+
 def parse(argv: Sequence[str], now: float) -> Asked:
     """Parse the command line; a training command goes through the trainer's own parser.
 
@@ -104,15 +121,7 @@ def parse(argv: Sequence[str], now: float) -> Asked:
         raise UserError(
             f"{(settings or ['--preset/--config'])[0]}: settings are for the trainer, but a program stands after --; take one away"
         )
-    for name in known.secret:
-        if not commands.SECRET_NAME.fullmatch(name):
-            raise UserError(
-                f"--secret: {name.partition('=')[0]!r} is no name of a variable; write --secret HF_TOKEN, and export it"
-            )
-        if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
-            raise UserError(f"--secret: {name} is set by the run itself; take another name")
-        if name not in os.environ:
-            raise UserError(f"--secret: {name} is not set here; export it first")
+    check_secrets(known.secret)
     command.check_resume(known.resume)
     if known.port and not 0 < known.port < 65536:
         raise UserError(f"--port: {known.port} is out of range; take 1 to 65535")

@@ -173,7 +173,7 @@ def _probe_requests(asked: Asked, hosts: Sequence[Host], port: int) -> dict[str,
             "packages": packages,
         }
         settings = asked.training.config if asked.training else None
-        if i == 0 and settings and settings.model.path != "models/demo":
+        if i == 0 and settings and settings.model.path != config.DEMO_MODEL:
             requests[host.name]["checkpoint"] = {
                 "path": settings.model.path,
                 "seq_len": settings.data.seq_len,
