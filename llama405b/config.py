@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from llama405b.errors import UserError
 from llama405b.schema import TYPES, Config, Training, fields
+from llama405b.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # made on the spot by rank 0 where it is missing
@@ -49,6 +50,7 @@ def read_toml(path: Path) -> dict[str, Setting]:
         UserError: The file cannot be read, is not TOML, or holds a key or value that is none of ours.
     """
     try:
+        refuse_others_writing(path)
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:

@@ -26,14 +26,18 @@ from llama405b.schema import Parallel
 from llama405b.shard import check_wrap, kept_dtype
 
 
-def build(directory: Path, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> Any:
-    """Load on rank 0, wrap, synchronise; returns the FSDP module with its weights.
+def build(directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> Any:
+    """Load on rank 0 (None: random weights), wrap, synchronise; returns the FSDP module with its weights.
 
     Raises:
         UserError: ``parallel.wrap`` names a class the model does not have.
     """
     dtype = kept_dtype(parallel.numerics)
-    if me.leads:
+    if me.leads and directory is None:
+        config.use_cache, config._attn_implementation = False, attention
+        model = LlamaForCausalLM(config).to(dtype)
+        model.train()
+    elif me.leads:
         config.use_cache = False
         model = LlamaForCausalLM.from_pretrained(directory, config=config, dtype=dtype, attn_implementation=attention)
         model.train()

@@ -28,7 +28,9 @@ class Pulse:
         self.phase_name, self.phase_since = name, time.time()
         self.beat(force=True)
 
-    def beat(self, done_bytes: int = 0, total_bytes: int = 0, *, force: bool = False, message: str = "") -> None:
+    def beat(
+        self, done_bytes: int = 0, total_bytes: int = 0, *, force: bool = False, message: str = "", failed_in: str = ""
+    ) -> None:
         """Say that this rank is alive, and how far it is."""
         now = time.time()
         if not force and now - self.written < INTERVAL_S:
@@ -47,10 +49,11 @@ class Pulse:
                 done_bytes,
                 total_bytes,
                 message,
+                failed_in,
             ),
         )
 
     def failed(self, message: str) -> None:
         """Say why this rank ends."""
-        self.phase_name, self.phase_since = "failed", time.time()
-        self.beat(force=True, message=message)
+        failed_in, self.phase_name, self.phase_since = self.phase_name, "failed", time.time()
+        self.beat(force=True, message=message, failed_in=failed_in)

@@ -2,7 +2,8 @@
 
 ``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its rows; it never holds more than
 one unit. ``local``: each rank reads its own rows and nothing crosses the network. Knows safetensors and point-to-
-point sends; not the optimizer or the data. Weights travel in the files' dtype and are converted on arrival.
+point sends; not the optimizer or the data. Weights travel in the files' dtype and are converted on arrival. Random
+weights, for a rehearsal, go the same way: only what stands in the files' place differs.
 """
 
 import mmap
@@ -28,23 +29,38 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Layout = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype in the file, shape)
 
 
-def load(model: Any, directory: Path, how: str, me: Ranks, progress: Progress, *, offload: bool = False) -> str:
-    """Fill the sharded meta model; returns what was done, for the log.
+def load(
+    model: Any,
+    directory: Path,
+    how: str,
+    me: Ranks,
+    progress: Progress,
+    *,
+    offload: bool = False,
+    random: weights.Llama | None = None,
+) -> str:
+    """Fill the sharded meta model; returns what was done, for the log. ``random``: a shape to make weights up for.
 
     Raises:
         UserError: The checkpoint is not whole where it is read, or ``local`` was asked for and a rank cannot read it.
     """
-    how, layout = _choose(directory, how, me)
+    if random:
+        how, layout = "rank0", {name: ("BF16", shape) for name, shape in random.tensors().items()}
+    else:
+        how, layout = _choose(directory, how, me)
     materialise(model, me, offload=offload)
-    total, done = sum(_n_bytes(layout, name, shape[0]) for name, (_, shape) in layout.items()), 0
+    names = [name for _, parameters in units(model) for name in parameters]
+    total, done = sum(_n_bytes(layout, name, layout[name][1][0]) for name in names), 0
     read = _receive if how == "rank0" else _read_own
-    files = _Files(directory, me.leads or how == "local")
+    files = _Random(layout) if random else _Files(directory, me.leads or how == "local")
     scratch = _Scratch(me)
     for _, parameters in units(model):
         read(parameters, layout, files, scratch, me)
         done += sum(_n_bytes(layout, name, layout[name][1][0]) for name in parameters)
         progress(done, total)
-    return "rank 0 read the weights and sent each rank its rows" if how == "rank0" else "each rank read its own rows"
+    if how == "local":
+        return "each rank read its own rows"
+    return f"rank 0 {'made random' if random else 'read the'} weights and sent each rank its rows"
 
 
 def materialise(model: Any, me: Ranks, *, offload: bool = False) -> None:
@@ -85,6 +101,21 @@ class _Files:
                 offset=info.offset + start * each,
             )
         return flat.view(stop - start, *info.shape[1:])
+
+
+class _Random:
+    """Made-up weights in the files' place: the same for the same name and rows. Norms are 1, the rest is N(0, 0.02)."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``[start, stop)`` of a tensor."""
+        dtype, shape = self.layout[name]
+        if len(shape) == 1:
+            return torch.ones(stop - start, dtype=DTYPES[dtype])
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {start}".encode()))
+        return torch.empty((stop - start, *shape[1:]), dtype=DTYPES[dtype]).normal_(0, 0.02, generator=generator)
 
 
 def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, Layout]:
@@ -140,13 +171,13 @@ Unit = dict[str, nn.Parameter]
 
 
 @torch.no_grad()
-def _read_own(unit: Unit, layout: Layout, files: _Files, _scratch: _Scratch, me: Ranks) -> None:
+def _read_own(unit: Unit, layout: Layout, files: _Files | _Random, _scratch: _Scratch, me: Ranks) -> None:
     for name, parameter in unit.items():
         _local(parameter).copy_(files.rows(name, *rows_of(layout[name][1][0], me.rank, me.world)))
 
 
 @torch.no_grad()
-def _receive(unit: Unit, layout: Layout, files: _Files, scratch: _Scratch, me: Ranks) -> None:
+def _receive(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scratch, me: Ranks) -> None:
     """Rank 0 sends every other rank its rows of this unit in one piece; each copies them into its shards."""
     if me.leads:
         _send(unit, layout, files, scratch, me)
@@ -161,7 +192,7 @@ def _receive(unit: Unit, layout: Layout, files: _Files, scratch: _Scratch, me: R
             shard.copy_(buffer[begin : begin + size].view(DTYPES[layout[name][0]]).view(shard.shape))
 
 
-def _send(unit: Unit, layout: Layout, files: _Files, scratch: _Scratch, me: Ranks) -> None:
+def _send(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scratch, me: Ranks) -> None:
     """Pack every rank's rows, send them all at once, and take rank 0's own meanwhile."""
     packed = [_spans(unit, layout, rank, me.world) for rank in range(1, me.world)]
     pieces = scratch.take(sum(n_bytes for _, n_bytes in packed)).split([n_bytes for _, n_bytes in packed])

@@ -34,17 +34,19 @@ def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-ma
     return "sdpa", "flash-attn is not installed" if not installed else "flash-attn needs CUDA"
 
 
-def read_config(directory: Path) -> LlamaConfig:
-    """Read ``config.json``.
+def read_config(directory: Path, layers: int = 0) -> LlamaConfig:
+    """Read ``config.json``; ``layers``: cut the model down to that many decoder layers (0: all).
 
     Raises:
         UserError: transformers does not take it.
     """
     try:
-        return LlamaConfig.from_pretrained(directory)
+        config = LlamaConfig.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
         raise UserError(f"{directory / 'config.json'}: transformers refuses it ({why}); fetch it again") from None
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    return config
 
 
 def build_on_meta(config: LlamaConfig, attention: str, dtype: torch.dtype) -> LlamaForCausalLM:

@@ -106,6 +106,13 @@ def refuse_together(error: UserError | None) -> None:
             raise UserError(found if rank == dist.get_rank() else f"stopped with rank {rank}: {found}")
 
 
+def any_of(mine: bool) -> bool:
+    """Whether any rank says so; every rank gets the same answer. Through CPU memory."""
+    flag = torch.tensor([int(mine)])
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """Return the sum of ``value`` over all ranks."""
     total = value.clone()

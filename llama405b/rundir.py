@@ -7,6 +7,7 @@ SSH or tmux. Every file has one writer::
     config.toml                   rank 0         the configuration as resolved
     metrics.jsonl                 rank 0         one ``Metrics`` object a step
     status/<host>.json            node runner    ``NodeStatus`` of that host
+    status/<host>.stop            stop           who asked for the end, and the grace
     status/<host>.lock            node runner    held (flock) while that host's node runner lives
     heartbeat/rank-<N>.json       rank N         ``Heartbeat``
     logs/<host>/…/stdout.log      torchrun       and stderr.log, one pair for each local rank
@@ -28,7 +29,7 @@ class NodeStatus:
     """What became of torchrun on one host, as its node runner saw it."""
 
     host: str
-    state: str  # starting | running | exited | killed
+    state: str  # starting | running | exited | killed | stopped (when somebody asked for it)
     attempt: int  # 1, 2, …: counts launches of this run
     pid: int  # of the node runner
     pid_start: int  # its start time in clock ticks since boot: a pid alone can be reused
@@ -52,6 +53,7 @@ class Heartbeat:
     done_bytes: int = 0
     total_bytes: int = 0
     message: str = ""  # why it failed
+    failed_in: str = ""  # the phase in which it did
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class Model:
         "auto", "auto: flash-attn where installed and on CUDA, else PyTorch's SDPA"
     )
     activation_checkpointing: bool = option(True, "recompute each decoder layer in the backward")
+    layers: int = option(0, "train a model of the first N decoder layers, to try things out; 0: all")
+    weights: Literal["files", "random"] = option("files", "random: made up on rank 0, in the files' place")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

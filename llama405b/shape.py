@@ -64,4 +64,5 @@ def _shape(config: Config, preset: str) -> LlamaConfig:
     if record is None:
         weights.read_llama(directory)  # raises, and says what is missing
     weights.check_seq_len(weights.parse_llama(record, str(directory)), config.data.seq_len)
-    return LlamaConfig(**record)
+    layers = config.model.layers
+    return LlamaConfig(**record | ({"num_hidden_layers": layers} if layers else {}))

@@ -5,6 +5,7 @@ Composes the parts in the order in which the data flows, and is the only module 
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pulse: Pulse | None = None
     try:
         asked = command.parse(sys.argv[1:] if argv is None else argv)
+        stop = StopAsked()
         if asked.dry_run:
             from llama405b.shape import report
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.umask(UMASK)
         pulse = Pulse(RunDir(asked.run_dir), ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
-        train(asked.config, RunDir(asked.run_dir), asked.resume, me, pulse)
+        train(asked.config, RunDir(asked.run_dir), asked.resume, me, pulse, stop)
         pulse.phase("done")
         ranks.leave()
     except Exception as error:
@@ -56,15 +58,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> None:
-    """Train from the model's weights, or from a checkpoint, to the last step.
+class StopAsked:
+    """Whether the node runner asked this rank to save and end.
+
+    By SIGUSR1: SIGTERM stays what torchrun ends the survivors of a failure with, which must not wait for a step.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGUSR1, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+
+def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopAsked) -> None:
+    """Train from the model's weights, or from a checkpoint, to the last step or until ``stop`` is asked.
 
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
         RunError: The loss or the gradient is not finite; the last checkpoint stands.
     """
     accumulate = check_world(config, me.world)
-    files = bring_model_files(Path(config.model.path), run, me, config.data.seq_len)
+    files = bring_model_files(config, run, me)
     pulse.phase("data")
     batches = data.open_batches(config.data, files, run.path.parent / ".cache", me)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
@@ -91,7 +107,7 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse) -> 
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{accumulate} micro-batches on each of {me.world} ranks"
     _log(me, f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
-    run_steps(config, range(done + 1, steps + 1), module, optimizer, batches, store, run, me, pulse)
+    run_steps(config, range(done + 1, steps + 1), module, optimizer, batches, store, run, me, pulse, stop)
 
 
 def run_steps(
@@ -104,8 +120,9 @@ def run_steps(
     run: RunDir,
     me: Ranks,
     pulse: Pulse,
+    stop: StopAsked,
 ) -> None:
-    """Take the steps, writing metrics, heartbeats and checkpoints.
+    """Take the steps, writing metrics, heartbeats and checkpoints; a stop that is asked for saves first.
 
     Raises:
         UserError: A checkpoint could not be written.
@@ -121,19 +138,24 @@ def run_steps(
         pulse.beat()
         if writer:
             writer.write(metrics, last)
-        if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == last):
+        stopping = ranks.any_of(stop.asked)
+        if config.checkpoint.every and (step % config.checkpoint.every == 0 or step == last or stopping):
             pulse.phase("checkpoint")
             ranks.set_timeout(config.timeouts.load)  # writing is slow and skewed, as loading is
             _log(me, f"saved {store.save(step, module, optimizer)}")
             pulse.phase("train")
+        if stopping:
+            _log(me, f"stopped after step {step}, as asked")
+            return
 
 
-def bring_model_files(directory: Path, run: RunDir, me: Ranks, seq_len: int) -> Path:
+def bring_model_files(config: Config, run: RunDir, me: Ranks) -> Path:
     """Give every host the model's small files (configuration, tokenizer); only rank 0's needs the directory.
 
     Raises:
-        UserError: On every rank, where rank 0's directory is not a whole Llama checkpoint that fits ``seq_len``.
+        UserError: On every rank, where rank 0's directory is not a whole Llama checkpoint that fits the sequences.
     """
+    directory, random = Path(config.model.path), config.model.weights == "random"
     small: dict[str, bytes] = {}
     error: UserError | None = None
     if me.leads:
@@ -141,7 +163,7 @@ def bring_model_files(directory: Path, run: RunDir, me: Ranks, seq_len: int) -> 
             if directory == Path(DEMO_MODEL) and not directory.exists():
                 _log(me, f"making the demo's model and tokenizer in {directory}")
                 make_demo(directory)
-            weights.check_checkpoint(directory, seq_len)
+            weights.check_checkpoint(directory, config.data.seq_len, config.model.layers, random=random)
             small = {
                 name: (directory / name).read_bytes() for name in weights.SMALL_FILES if (directory / name).is_file()
             }
@@ -167,12 +189,14 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
     """
     parallel, weights_in = config.parallel, Path(config.model.path)
     attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
-    hf_config = model.read_config(files)
+    hf_config = model.read_config(files, config.model.layers)
+    llama = weights.read_llama(files, config.model.layers)
+    random = config.model.weights == "random"
     began = time.monotonic()
     if parallel.fsdp == "fsdp1":
         if me.device.type == "cpu":
             raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
-        module = fsdp1.build(weights_in, hf_config, attention, parallel, me)
+        module = fsdp1.build(None if random else weights_in, hf_config, attention, parallel, me)
         how = "rank 0 broadcast the weights"
     else:
         module = model.build_on_meta(hf_config, attention, shard.kept_dtype(parallel.numerics))
@@ -181,10 +205,18 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
             load.materialise(module, me, offload=parallel.cpu_offload)
             how = "weights come from the checkpoint"
         else:
-            how = load.load(module, weights_in, config.model.load, me, pulse.beat, offload=parallel.cpu_offload)
+            how = load.load(
+                module,
+                weights_in,
+                config.model.load,
+                me,
+                pulse.beat,
+                offload=parallel.cpu_offload,
+                random=llama if random else None,
+            )
     if config.model.activation_checkpointing:
         shard.checkpoint_activations(module)
-    n, each = weights.read_llama(files).parameters, shard.BYTES_PER_PARAMETER[parallel.numerics]
+    n, each = llama.parameters, shard.BYTES_PER_PARAMETER[parallel.numerics]
     what = f"{n:,} parameters, {parallel.numerics} at {each} bytes each"
     _log(me, f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"

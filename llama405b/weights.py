@@ -111,8 +111,8 @@ class Llama:
         return sum(math.prod(shape) for shape in self.tensors().values())
 
 
-def read_llama(directory: Path) -> Llama:
-    """Read the model's shape from ``config.json``.
+def read_llama(directory: Path, layers: int = 0) -> Llama:
+    """Read the model's shape from ``config.json``; ``layers``: of a model cut down to that many (0: all).
 
     Raises:
         UserError: There is no such directory, or it does not hold a Llama.
@@ -120,7 +120,10 @@ def read_llama(directory: Path) -> Llama:
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; fetch the model into it, or set --model.path to where it is")
     config = read_object(directory / "config.json")
-    return parse_llama(config, str(directory / "config.json"))
+    llama = parse_llama(config, str(directory / "config.json"))
+    if layers > llama.layers:
+        raise UserError(f"--model.layers: {layers}, but {directory} has {llama.layers}; lower it, or leave it out")
+    return dataclasses.replace(llama, layers=layers or llama.layers)
 
 
 def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
@@ -230,15 +233,19 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[dict
     return infos, end
 
 
-def check_checkpoint(directory: Path, seq_len: int) -> Llama:
+def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: bool = False) -> Llama:
     """Check all that can be known of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
+
+    ``random``: its weights will not be read.
 
     Raises:
         UserError: Anything that would fail later, on every host, after minutes of loading.
     """
-    llama = read_llama(directory)
+    llama = read_llama(directory, layers)
     check_seq_len(llama, seq_len)
     check_tokenizer(directory, llama)
+    if random:
+        return llama
     tensors = read_tensors(directory)
     for name, shape in llama.tensors().items():
         if name not in tensors:

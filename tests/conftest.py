@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -61,3 +62,25 @@ def cli():
         )
 
     return run
+
+
+@pytest.fixture
+def work(tmp_path, cli):
+    """A working directory with a hosts file; whatever runs in it is stopped at the end."""
+    (tmp_path / "hosts").write_text(HOSTS)
+    yield tmp_path
+    for run in (tmp_path / "runs").glob("*/plan.json"):
+        cli(tmp_path, "stop", "--grace", "0", "--run", run.parent.name)
+    left = [
+        pid
+        for pid in (entry.name for entry in Path("/proc").iterdir())
+        if pid.isdigit() and _marked(pid, str(tmp_path))
+    ]
+    assert left == [], f"processes left: {left}"
+
+
+def _marked(pid, text):
+    try:
+        return f"LLAMA405B_NODE={text}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False

@@ -6,63 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from conftest import ROOT
-
-HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
-
-
-@pytest.fixture
-def work(tmp_path, cli):
-    """A working directory with a hosts file; whatever runs in it is stopped at the end."""
-    (tmp_path / "hosts").write_text(HOSTS)
-    yield tmp_path
-    for run in (tmp_path / "runs").glob("*/plan.json"):
-        cli(tmp_path, "stop", "--run", run.parent.name)
-    left = [
-        pid
-        for pid in (entry.name for entry in Path("/proc").iterdir())
-        if pid.isdigit() and _marked(pid, str(tmp_path))
-    ]
-    assert left == [], f"processes left: {left}"
-
-
-def _marked(pid, text):
-    try:
-        return f"LLAMA405B_NODE={text}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-
-
-def settings(demo, corpus, steps=12):
-    return [
-        "--preset", "demo", "--model.path", demo, "--data.paths", corpus, "--data.seq_len", 64,
-        "--training.global_batch_size", 4, "--training.micro_batch_size", 2, "--training.max_steps", steps,
-        "--checkpoint.every", 4,
-    ]  # fmt: skip
-
-
-def metrics(work, run):
-    return {m["step"]: m for m in map(json.loads, (work / "runs" / run / "metrics.jsonl").read_text().splitlines())}
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.1)
-    return value
-
-
-def heartbeat(work, run, rank):
-    try:
-        return json.loads((work / "runs" / run / "heartbeat" / f"rank-{rank}.json").read_text())
-    except OSError:
-        return {"step": -1}
+from ops_rig import heartbeat, metrics, settings, wait_for
 
 
 def test_kill_a_rank_then_resume_to_the_same_losses(work, cli, demo, corpus):
@@ -150,8 +99,8 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     assert stopped.stdout.count("no process left") == 2
     assert stopped.stdout.count("running") == 2
     after = cli(work, "status")
-    assert after.returncode == 1
-    assert "killed by signal 15: stopped by SIGTERM" in after.stdout
+    assert after.returncode == 0
+    assert after.stdout.count("stopped") == 2
     assert subprocess.run(["tmux", "-L", "llama405b-r", "ls"], capture_output=True, check=False).returncode != 0
     typo = cli(work, "stop", "--run", "typo")
     assert typo.returncode == 2

@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from ops.test_real_hosts import DEMO, can_have_hosts, processes, wait_for
 
 from conftest import ROOT
 from hosts_rig import Hosts
-from ops.test_real_hosts import DEMO, can_have_hosts, processes, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 __all__ = ["can_have_hosts"]

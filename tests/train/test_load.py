@@ -83,3 +83,26 @@ def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
     assert auto == ["rank 0 read the weights and sent each rank its rows"] * 2
     local = run_ranks(2, _load_where_only_rank0_reads, tiny, "local")
     assert all("rank 1 cannot read the same files" in words for words in local)
+
+
+def _load_random_layers(me, directory):
+    from llama405b import load, model, shard, weights
+    from llama405b.schema import Parallel
+
+    module = model.build_on_meta(model.read_config(directory, 1), "sdpa", torch.float32)
+    shard.shard(module, Parallel(numerics="fp32"), me.device)
+    calls = []
+    how = load.load(
+        module, Path("/nonexistent"), "auto", me, lambda *c: calls.append(c), random=weights.read_llama(directory, 1)
+    )
+    assert calls[-1][0] == calls[-1][1]
+    assert len(module.model.layers) == 1
+    matrix, norm = module.model.layers[0].mlp.up_proj.weight.full_tensor(), module.model.norm.weight.full_tensor()
+    return how, float(matrix.std()), float(norm.min()), float(norm.max())
+
+
+def test_random_weights_of_a_model_cut_short(tiny):
+    for how, std, low, high in run_ranks(2, _load_random_layers, tiny):
+        assert how == "rank 0 made random weights and sent each rank its rows"
+        assert 0.018 < std < 0.022
+        assert (low, high) == (1, 1)

@@ -2,6 +2,7 @@ import pytest
 
 from llama405b.errors import UserError
 from llama405b_tools import runs
+from llama405b_tools.runs import Heard
 
 
 def run(name, created=0.0, alive=False, **status):
@@ -49,3 +50,25 @@ def test_the_host_where_it_began_is_named():
     aborted = runs.failure_of("c", run("x", exit_code=1, reason="rank 2 was killed by SIGABRT"))
     assert runs.first_failure([lost, aborted]).host == "c"
     assert runs.first_failure([aborted, own]).host == "b"
+
+
+def beat(rank, *, time, step=7, phase="train", since=0.0, state="S"):
+    return {"rank": rank, "time": time, "step": step, "phase": phase, "phase_since": since, "state": state}
+
+
+def test_a_rank_that_is_silent_for_too_long():
+    def hung(*beats, now=1000.0, heard_at=50.0, at=50.0):
+        return runs.hung({"a": Heard(beats, now, heard_at)}, at, 100.0, 500.0)
+
+    assert hung(beat(0, time=901.0)) is None
+    assert "rank 0 is silent for 101 s, in phase train at step 7" in hung(beat(0, time=899.0)).what
+    assert "rank 1 " in hung(beat(0, time=700.0), beat(1, time=800.0, step=6)).what  # the one that is behind
+    stopped = hung(beat(0, time=700.0), beat(1, time=800.0, state="T")).what
+    assert "rank 1 " in stopped
+    assert "stopped by a signal" in stopped
+    assert hung(beat(0, time=600.0, phase="load")) is None
+    assert hung(beat(0, time=600.0, since=600.0)) is None  # the first step takes its time
+    assert hung(beat(0, time=400.0, since=400.0)) is not None
+    assert hung(beat(0, time=0.0, phase="done")) is None
+    assert hung(beat(0, time=899.0), at=80.0) is None  # not heard for half a minute: nothing is known
+    assert hung(beat(0, time=980.0), at=60.0) is None

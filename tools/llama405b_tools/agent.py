@@ -6,15 +6,11 @@ standard input closes: when the operator's terminal dies, so does it.
 """
 
 import contextlib
-import errno
-import importlib.metadata
 import json
 import os
-import platform
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,62 +18,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llama405b
-from llama405b import weights
-from llama405b.errors import UserError
 from llama405b.rundir import UMASK, RunDir, read_json, write_json
 from llama405b_tools import procs
-from llama405b_tools.commands import tmux_session, tmux_socket
-from llama405b_tools.hosts import LOOPBACK
-from llama405b_tools.node import GRACE_S, is_alive, secrets_path, take_lock
+from llama405b_tools.commands import KEEP, REHEARSAL, tmux_session, tmux_socket
+from llama405b_tools.facts import probe, run_dir
+from llama405b_tools.node import GRACE_S, is_alive, secrets_path, stop_path, take_lock
 from llama405b_tools.tail import Tail
 
 Request = dict[str, Any]
 START_WITHIN_S = 20.0
+KEEP_WITHIN_S = 60.0  # after this host is up, for all the others to be
 STREAM_EVERY_S = 0.3
-CONNECT_TIMEOUT_S = 5.0
+BEATS_EVERY_S = 2.0
 NEWEST_RUNS = 20
-ELSEWHERE = "192.0.2.1"  # RFC 5737: an address of no machine, whose route is the default one
 
 
-def probe(request: Request) -> dict[str, Any]:
-    """Say what launch must know of this host; starts nothing and changes nothing."""
-    run = run_dir(request["run"])
-    host, head, port = request["host"], request["head_address"], request["port"]
-    facts = {
-        "python": platform.python_version(),
-        **{name: _version(name) for name in request["packages"]},
-        "llama405b": llama405b.__version__,
-    }
-    interface, address = _route(head, is_head=request["is_head"])
-    return {
-        "facts": facts,
-        "tmux": shutil.which("tmux") is not None,
-        "ip": shutil.which("ip") is not None,
-        "run_exists": run.path.exists(),
-        "attempt": (read_json(run.plan) or {}).get("attempt", 0),
-        "alive": is_alive(run, host),
-        "leftovers": procs.marked(f"{run.path}:{host}"),
-        "machine": _machine_id(),
-        "gpus": _gpus(),
-        "cores": len(os.sched_getaffinity(0)),
-        "interface": interface,
-        "address": address,
-        "head": _listen_fault(port) if request["is_head"] else _reach_fault(head, port),
-        "workdir": str(Path.cwd()),
-        "writable": os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
-        "checkpoint": _checkpoint_fault(request.get("checkpoint")),
-    }
+def start(request: Request) -> None:
+    """Start the run here, and say so; end it again unless the operator, having heard from all hosts, says to keep it."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # whoever asked may be gone: then there is something to end
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    reply, plan = _start(request), request["plan"]
+    with contextlib.suppress(BrokenPipeError):
+        _print(reply)
+        if "error" in reply:
+            return
+        if select.select([sys.stdin], [], [], KEEP_WITHIN_S)[0] and sys.stdin.readline() == KEEP:
+            _print({"kept": True})
+            return
+    stop({"run": plan["run"], "host": request["host"], "only": plan["rdzv_id"]})
+    sys.stdout = None  # nobody listens, and nothing is left to say
 
 
-def start(request: Request) -> dict[str, Any]:
+def _start(request: Request) -> dict[str, Any]:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request["host"], request["plan"]
     run = run_dir(plan["run"])
     claim = take_lock(run.lock(f"{host}.start"))  # two launches of one name at once: the other one is told
     if claim is None or is_alive(run, host):
-        return {"error": f"run {run.name} was started by somebody else just now"}
+        owner = (read_json(run.plan) or {}).get("owner") or "somebody else"
+        return {"error": f"run {run.name} was started by {owner} just now"}
+    if request["again"] and stop_path(run, host).exists():
+        return {"error": f"run {run.name} was stopped: {(read_json(stop_path(run, host)) or {}).get('by', '')}"}
     write_json(run.plan, plan)
+    stop_path(run, host).unlink(missing_ok=True)
     run.status(host).unlink(missing_ok=True)
     for rank in request["ranks"]:
         run.heartbeat(rank).unlink(missing_ok=True)
@@ -109,22 +92,24 @@ def status(request: Request) -> dict[str, Any]:
 
 
 def stop(request: Request) -> dict[str, Any]:
-    """End every process of the run on this host, and look whether any is left."""
+    """End every process of the run on this host, and look whether any is left.
+
+    ``by``: who asked for it, so that no restart follows; ``grace_s``: for the trainer to save first; ``hard``: as a
+    crash would; ``discard``: delete a rehearsal's checkpoints.
+    """
     run, host = run_dir(request["run"]), request["host"]
+    grace_s = float(request.get("grace_s", 0))
     if request.get("only") not in (None, (read_json(run.plan) or {}).get("rdzv_id")):
-        return {
-            "known": True,
-            "was_alive": False,
-            "swept": 0,
-            "left": [],
-            "status": None,
-        }  # another launch's: not ours to end
+        return {"known": True, "was_alive": False, "swept": 0, "left": [], "status": None}  # another launch's
+    plan = read_json(run.plan)
     runner = read_json(run.status(host)) or {}
     was_alive = is_alive(run, host)
+    if request.get("by") and run.path.is_dir():
+        write_json(stop_path(run, host), {"by": request["by"], "grace_s": grace_s, "time": time.time()})
     if was_alive and procs.same_process(runner.get("pid", 0), runner.get("pid_start", -1)):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(runner["pid"], signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S + 10
+            os.kill(runner["pid"], signal.SIGKILL if request.get("hard") else signal.SIGTERM)
+        deadline = time.monotonic() + grace_s + GRACE_S + 10
         while is_alive(run, host) and time.monotonic() < deadline:
             time.sleep(0.1)
         if is_alive(run, host):  # it does not answer: its guardian ends the rest
@@ -139,12 +124,32 @@ def stop(request: Request) -> dict[str, Any]:
     )
     with contextlib.suppress(OSError):
         secrets_path(run, host).unlink()
+    if request.get("discard") and plan and run.name.endswith(REHEARSAL) and not left:
+        shutil.rmtree(_checkpoints(run, plan), ignore_errors=True)
     return {
         "known": run.path.is_dir(),
         "was_alive": was_alive,
         "swept": ended,
         "left": left,
         "status": read_json(run.status(host)),
+        "stopped_by": (read_json(stop_path(run, host)) or {}).get("by", ""),
+        "node": _describe(run, plan, host) if plan else None,
+    }
+
+
+def orphans(request: Request) -> dict[str, Any]:
+    """Processes of runs whose node runner is gone, by run directory; ended where ``end`` says so."""
+    found: dict[str, list[int]] = {}
+    for value, pids in procs.all_marked().items():
+        directory, _, host = value.rpartition(":")
+        if not is_alive(RunDir(Path(directory)), host):
+            found[value] = pids
+    left = {value: procs.sweep(value)[1] for value in found} if request["end"] else {}
+    return {
+        "orphans": [
+            {"value": value, "pids": pids, "what": procs.command_of(pids[0]), "left": left.get(value, pids)}
+            for value, pids in sorted(found.items())
+        ]
     }
 
 
@@ -155,7 +160,7 @@ def stream(request: Request) -> None:
     seen: dict[str, int] = dict(request.get("seen") or {})
     tail = Tail(run.logs(host))
     metrics = Tail(run.path) if request.get("metrics") else None
-    last = ""
+    last, beats_at = "", 0.0
     while True:
         alive = is_alive(run, host)  # before the lines are read: a run that ended has written its last
         last_pass = not alive or not request.get("follow")
@@ -173,17 +178,15 @@ def stream(request: Request) -> None:
         state = {"alive": alive, "status": read_json(run.status(host))}
         if json.dumps(state) != last:
             last = json.dumps(state)
-            _print(state)
+            _print(state | {"stopped_by": (read_json(stop_path(run, host)) or {}).get("by", "")})
+        if request.get("beats") and (last_pass or time.monotonic() > beats_at + BEATS_EVERY_S):
+            beats_at = time.monotonic()
+            _print({"beats": _beats(run, _node(plan, host)), "now": time.time()})
         if last_pass:
             _print({"end": True})
             return
         if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not os.read(sys.stdin.fileno(), 4096):
             return
-
-
-def run_dir(name: str) -> RunDir:
-    """The run's directory below the working directory."""
-    return RunDir(Path.cwd() / "runs" / name)
 
 
 def _start_tmux(run: RunDir, host: str) -> str:
@@ -223,10 +226,19 @@ def _start_tmux(run: RunDir, host: str) -> str:
     return ""
 
 
-def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
-    node = next(node for node in plan["nodes"] if node["name"] == host)
+def _node(plan: dict[str, Any], host: str) -> dict[str, Any]:
+    return next((node for node in plan.get("nodes", []) if node["name"] == host), {"first_rank": 0, "slots": 0})
+
+
+def _beats(run: RunDir, node: dict[str, Any]) -> list[dict[str, Any]]:
+    """The heartbeats of this host's ranks, by rank, each with the state of its process (R, S, D, T, …; "" if gone)."""
     ranks = range(node["first_rank"], node["first_rank"] + node["slots"])
-    root = Path(plan["checkpoint_dir"]) if plan.get("checkpoint_dir") else run.checkpoints
+    return [beat | {"state": procs.state(beat["pid"])} for rank in ranks if (beat := read_json(run.heartbeat(rank)))]
+
+
+def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
+    node = _node(plan, host)
+    root = _checkpoints(run, plan)
     saved = (
         sorted(p.name for p in root.iterdir() if p.name.startswith("step-") and (p / "manifest.json").exists())
         if root.is_dir()
@@ -236,15 +248,21 @@ def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
         "run": run.name,
         "created": plan["created"],
         "attempt": plan["attempt"],
+        "owner": plan.get("owner", ""),
         "first_rank": node["first_rank"],
         "alive": is_alive(run, host),
         "leftovers": procs.marked(f"{run.path}:{host}") if not is_alive(run, host) else [],
         "status": read_json(run.status(host)),
-        "heartbeats": [beat for rank in ranks if (beat := read_json(run.heartbeat(rank)))],
+        "heartbeats": _beats(run, node),
+        "stopped_by": (read_json(stop_path(run, host)) or {}).get("by", ""),
         "metrics": _last_line(run.metrics),
         "checkpoint": str(root / saved[-1]) if saved and not saved[-1].endswith((".tmp", ".old")) else None,
         "now": time.time(),
     }
+
+
+def _checkpoints(run: RunDir, plan: dict[str, Any]) -> Path:
+    return Path(plan["checkpoint_dir"]) if plan.get("checkpoint_dir") else run.checkpoints
 
 
 def _last_line(path: Path) -> Any:
@@ -253,85 +271,6 @@ def _last_line(path: Path) -> Any:
         lines = file.read().splitlines()
         return json.loads(lines[-1]) if lines else None
     return None
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
-def _machine_id() -> str:
-    """Equal for two hosts of the file that are one machine."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + socket.gethostname()
-    return socket.gethostname()
-
-
-def _gpus() -> int:
-    """How many GPUs the driver lists; a driver that hangs or is not there has none to offer."""
-    if not shutil.which("nvidia-smi"):
-        return 0
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=15, check=False)
-        return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-    return 0
-
-
-def _route(head: str, *, is_head: bool) -> tuple[str, str]:
-    """The interface and own address on the way to the head; gloo and NCCL must be told, or may pick loopback."""
-    try:
-        target = socket.gethostbyname(head)
-        if is_head and target.startswith("127.") and not LOOPBACK.fullmatch(head):
-            target, is_head = ELSEWHERE, False  # Debian's "127.0.1.1 <own name>": where the others cannot reach it
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-            probe_socket.connect((target, 9))  # sends nothing
-            address = target if is_head else probe_socket.getsockname()[0]
-    except OSError:
-        return "", ""
-    if not shutil.which("ip"):
-        return "", address
-    done = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, timeout=10, check=False)
-    for line in done.stdout.splitlines():
-        words = line.split()
-        if words[3].partition("/")[0] == address or (address.startswith("127.") and words[1] == "lo"):
-            return words[1], address
-    return "", address
-
-
-def _listen_fault(port: int) -> str:
-    """'' where the rendezvous may listen on ``port`` here, else why not."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an attempt left in TIME_WAIT is no one
-        try:
-            listener.bind(("", port))
-            listener.listen(1)
-        except OSError as error:
-            return "in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-    return ""
-
-
-def _reach_fault(head: str, port: int) -> str:
-    """'' where the head answers (nothing listens on the port yet, so it refuses), else why not."""
-    try:
-        with socket.create_connection((head, port), timeout=CONNECT_TIMEOUT_S):
-            return "in use"
-    except ConnectionRefusedError:
-        return ""
-    except OSError as error:
-        return f"cannot reach {head}:{port} ({error.strerror or error})"
-
-
-def _checkpoint_fault(asked: dict[str, Any] | None) -> str:
-    """'' where the checkpoint that rank 0 will read is whole and fits, else the trainer's own sentence."""
-    if asked is None:
-        return ""
-    try:
-        weights.check_checkpoint(Path(asked["path"]), asked["seq_len"])
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def _write_secrets(path: Path, secrets: dict[str, str]) -> None:
@@ -351,6 +290,7 @@ ACTIONS: dict[str, Callable[[Request], dict[str, Any] | None]] = {
     "status": status,
     "stop": stop,
     "stream": stream,
+    "orphans": orphans,
 }
 
 

@@ -10,7 +10,9 @@ from llama405b.errors import UserError
 from llama405b_tools.hosts import Host
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SETUP_FAILED = "the setup line failed"
+REHEARSAL = "-rehearsal"  # at the end of a run's name: its checkpoints may be deleted
+KEEP = "keep\n"  # what a starting host is told once all hosts are up
 MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run directory>:<host>
 
 
@@ -41,6 +43,13 @@ class Plan:
     secrets: tuple[str, ...]  # names only
     nodes: tuple[Node, ...]
     checkpoint_dir: str = ""
+    owner: str = ""  # who launched it, for whoever finds it running
+    setup: str = ""  # a shell line that goes before torchrun
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs our trainer, which saves when asked to stop and writes heartbeats."""
+        return self.program[:2] == ("-m", "llama405b.train")
 
     @property
     def world(self) -> int:
@@ -107,6 +116,14 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
         "--redirects=3",
         *plan.program,
     ]
+
+
+def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
+    """``argv``, after a shell line of the user's own (``module load cuda``), whose failure ends it."""
+    if not line:
+        return list(argv)
+    script = f'eval "$0" || {{ echo "{SETUP_FAILED} with exit code $?: $0" >&2; exit 97; }}; exec "$@"'
+    return ["bash", "-c", script, line, *argv]
 
 
 def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:

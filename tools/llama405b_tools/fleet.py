@@ -2,8 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import functools
+import getpass
 import json
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.errors import UserError
+from llama405b.trust import refuse_others_writing
 from llama405b_tools.commands import agent_command
 from llama405b_tools.hosts import Host, parse
 from llama405b_tools.transport import Connection, HostError, Local, Result, Stream
@@ -28,6 +32,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         UserError: It cannot be read, or a line of it is wrong.
     """
     try:
+        refuse_others_writing(path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
@@ -35,16 +40,19 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     return parse(text, str(path))
 
 
+@functools.cache
 def is_local(host: Host) -> bool:
-    """Whether a host is this machine: then no sshd is needed. A user or port in the line asks for SSH."""
-    if host.user or host.port:
+    """Whether a host is this machine, as far as its line tells: then no sshd, and no key to itself, is needed.
+
+    Another user or a port in the line asks for SSH. Whatever else leads here is found out by ``ssh.SameMachine``.
+    """
+    if host.user not in ("", getpass.getuser()) or host.port:
         return False
     if host.loopback or host.name == socket.gethostname():
         return True
-    if host.address:
-        with contextlib.suppress(OSError), socket.socket() as bound:  # only an own address can be bound
-            bound.bind((host.address, 0))
-            return True
+    with contextlib.suppress(OSError), socket.socket() as bound:  # only an own address can be bound
+        bound.bind((host.address, 0))
+        return bool(host.address)
     return False
 
 
@@ -57,6 +65,11 @@ def front_door() -> str:
     if not beside.exists():
         return f"{sys.executable} -m llama405b_tools.cli"
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+
+
+def hosts_argument(hosts_file: Path) -> str:
+    """What a printed command needs, to find the hosts again."""
+    return "" if hosts_file == Path("hosts") else f" {shlex.quote(str(hosts_file))}"
 
 
 class Fleet:
@@ -96,7 +109,12 @@ class Fleet:
         Raises:
             HostError: The host cannot be reached, or the agent cannot run there.
         """
-        result = self.connection(name).run(self.command(name, action), json.dumps(request) + "\n", timeout_s)
+        connection = self.connection(name)
+        try:
+            result = connection.run(self.command(name, action), json.dumps(request) + "\n", timeout_s)
+        except HostError:
+            self.forget(name)
+            raise
         try:
             reply = json.loads(result.out.splitlines()[-1]) if result.code == 0 else None
         except (ValueError, IndexError):
@@ -105,13 +123,13 @@ class Fleet:
             raise HostError(_explain(result, self.python(name), self.workdir(name)))
         return reply
 
-    def stream(self, name: str, request: Reply) -> Stream:
-        """Follow a run on a host.
+    def stream(self, name: str, action: str, request: Reply) -> Stream:
+        """Run an action of the agent that goes on until its standard input is closed.
 
         Raises:
             HostError: The host cannot be reached.
         """
-        return self.connection(name).stream(self.command(name, "stream"), json.dumps(request) + "\n")
+        return self.connection(name).stream(self.command(name, action), json.dumps(request) + "\n")
 
     def connection(self, name: str) -> Connection:
         """The kept connection to a host.
@@ -124,9 +142,12 @@ class Fleet:
             if is_local(host):
                 self.connections[name] = Local()
             else:
-                from llama405b_tools.ssh import Ssh  # paramiko takes a while to import
+                from llama405b_tools.ssh import SameMachine, Ssh  # paramiko takes a while to import
 
-                self.connections[name] = Ssh(host)
+                try:
+                    self.connections[name] = Ssh(host)
+                except SameMachine:
+                    self.connections[name] = Local()
         return self.connections[name]
 
     def forget(self, name: str) -> None:

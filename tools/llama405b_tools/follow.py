@@ -1,23 +1,52 @@
 """Follow a run to its end: rank 0's words as they come, the others' when they fail. Ctrl-C only stops following."""
 
+import contextlib
+import dataclasses
 import queue
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING
+from llama405b.errors import FAILED, GOOD, REFUSED, STOPPED_FOLLOWING
 from llama405b_tools import runs
 from llama405b_tools.commands import Plan
 from llama405b_tools.fleet import Fleet, Outcome, front_door
-from llama405b_tools.runs import Failure
-from llama405b_tools.stop import stop
+from llama405b_tools.runs import Failure, Heard
+from llama405b_tools.start import stop_this
 from llama405b_tools.streams import Streams
 from llama405b_tools.transport import HostError
 
 MEAN_OF = 10  # steps: one step's loss depends on its few sequences
 POLL_S = 0.5
+STEP_LINE = re.compile(r"step (\d+)/\d+\s+loss ([\d.]+)")
 PEER_GRACE_S = 15.0  # after the first failure, for the others to find out by themselves
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a rank may be silent before the run counts as hung and is ended, in seconds."""
+
+    step_s: float  # between steps; at least five of the longest step so far
+    slow_s: float  # while loading, saving, and until the first step is done
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended, or that following it did."""
+
+    code: int  # 0 the run ended well, 1 it failed or was stopped, 130 Ctrl-C
+    failure: Failure | None = None
+    stopped_by: str = ""
+    refused: bool = False  # by the trainer: the same again would be refused again
+
+    @property
+    def words(self) -> str:
+        """One clause."""
+        if self.failure:
+            return f"{self.failure.host}: {self.failure.what}"
+        return f"stopped by {self.stopped_by}" if self.stopped_by else "the run ended well"
 
 
 class Watch:
@@ -28,9 +57,13 @@ class Watch:
         self.metrics: list[dict[str, Any]] = []
         self.ended: dict[str, Failure | None] = {}
         self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
+        self.losses: dict[int, float] = {}  # by step, as rank 0 prints them in this attempt
         self.saved = ""
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure as long as no host reports one
         self.stopped: dict[str, Outcome] = {}  # how ending the rest went, where that was needed
+        self.hangs = False
+        self.stopped_by = ""  # who asked for the end, if somebody did
+        self.heard: dict[str, Heard] = {}  # each host's heartbeats
 
     def take(self, host: str, news: dict[str, Any]) -> list[str]:
         """Take one piece of news; returns the lines to print."""
@@ -51,10 +84,26 @@ class Watch:
                 self.metrics.append(metrics)
         elif "file" in news:
             return self._lines(host, news["file"], news["lines"])
+        elif "beats" in news:
+            self.heard[host] = Heard(news["beats"], news["now"], time.monotonic())
         elif "alive" in news and not news["alive"]:
+            self.stopped_by = self.stopped_by or news.get("stopped_by", "")
             described = {"alive": False, "leftovers": [], "status": news["status"]}
             self._end(host, runs.failure_of(host, described))
         return []
+
+    def look_for_hang(self, limits: Limits) -> None:
+        """Count a rank that is silent for too long as a failure."""
+        longest_step_s = max((m["step_s"] for m in self.metrics), default=0.0)
+        hung = runs.hung(self.heard, time.monotonic(), max(limits.step_s, 5 * longest_step_s), limits.slow_s)
+        if hung and not self.failures:
+            self.hangs = True
+            self.failures.append(hung)
+
+    def worst(self) -> Failure | None:
+        """The failure to name; None where no host reported any."""
+        lost = [Failure(host, f"cannot be reached: {why}", origin=2) for host, why in self.unreachable.items()]
+        return runs.first_failure([*self.failures, *lost]) if self.failures else None
 
     def _end(self, host: str, failure: Failure | None) -> None:
         self.ended[host] = failure
@@ -65,6 +114,8 @@ class Watch:
         for line in lines:
             if line.startswith("saved "):
                 self.saved = line.removeprefix("saved ")
+            if step := STEP_LINE.match(line):
+                self.losses[int(step[1])] = float(step[2])
         if host == self.plan.nodes[0].name and re.search(r"/0/stdout\.log$", file):
             return lines
         return [
@@ -72,42 +123,51 @@ class Watch:
         ]
 
 
-def follow(fleet: Fleet, plan: Plan, hosts: str = "") -> int:
-    """Print what happens until every host is done; when one fails, end the others.
+def watch_run(
+    fleet: Fleet, plan: Plan, limits: Limits | None = None, until: Callable[[Watch], bool] = lambda _: False
+) -> Watch:
+    """Print what happens until every host is done, or ``until`` holds; when one fails, end the others.
 
-    ``hosts`` is what the commands that are printed need, to find the hosts again.
-
-    Returns 0 where the run ended well, 1 where it failed, 130 on Ctrl-C.
+    With ``limits``, a run that hangs counts as failed.
     """
     watch = Watch(plan)
-    streams = Streams(fleet, plan.run, [node.name for node in plan.nodes], follow=True, metrics_of=plan.nodes[0].name)
+    names = [node.name for node in plan.nodes]
+    streams = Streams(fleet, plan.run, names, follow=True, metrics_of=names[0], beats=limits is not None)
     give_up_at = float("inf")
     try:
-        while len(watch.ended) < len(plan.nodes):
+        while len(watch.ended) < len(plan.nodes) and not until(watch):
+            if limits and plan.trains:
+                watch.look_for_hang(limits)
             if watch.failures and give_up_at == float("inf"):
-                give_up_at = time.monotonic() + PEER_GRACE_S
+                give_up_at = time.monotonic() + (0 if watch.hangs else PEER_GRACE_S)
             if time.monotonic() > give_up_at:  # the rest still runs, or hangs: it cannot go on without who failed
-                watch.stopped = stop(fleet, plan.run)
+                watch.stopped = stop_this(plan, fleet)
                 break
-            try:
-                host, item = streams.news.get(timeout=POLL_S)
-            except queue.Empty:
-                continue
-            for line in watch.take(host, item):
-                print(line)
-            sys.stdout.flush()
+            with contextlib.suppress(queue.Empty):
+                for line in watch.take(*streams.news.get(timeout=POLL_S)):
+                    print(line)
+                sys.stdout.flush()
+    finally:
+        streams.close()
+    return watch
+
+
+def follow(fleet: Fleet, plan: Plan, hosts: str = "", limits: Limits | None = None) -> Ending:
+    """Follow a run to its end, and say how it ended; Ctrl-C only stops following.
+
+    ``hosts`` is what the commands that are printed need, to find the hosts again.
+    """
+    try:
+        return summarise(watch_run(fleet, plan, limits), plan, hosts, guarded=limits is not None)
     except KeyboardInterrupt:
         print(
             f"\nno longer following; the run goes on. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "
             f"`{front_door()} stop{hosts} --run {plan.run}` ends it"
         )
-        return STOPPED_FOLLOWING
-    finally:
-        streams.close()
-    return summarise(watch, plan, hosts)
+        return Ending(STOPPED_FOLLOWING)
 
 
-def summarise(watch: Watch, plan: Plan, hosts: str = "") -> int:
+def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
     """Print how it ended."""
     if watch.metrics:
         first, last = watch.metrics[0], watch.metrics[-1]
@@ -123,9 +183,7 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "") -> int:
     if watch.saved:
         print(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
-    if watch.failures:
-        lost = [Failure(host, f"cannot be reached: {why}", origin=2) for host, why in watch.unreachable.items()]
-        worst = runs.first_failure([*watch.failures, *lost])
+    if worst := watch.worst():
         for host, end in watch.stopped.items():
             if isinstance(end, HostError) or end["left"]:
                 print(
@@ -133,7 +191,12 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "") -> int:
                     file=sys.stderr,
                 )
         print(f"FAILED  {worst.host}: {worst.what}", file=sys.stderr)
-        print(f"next: {logs}; the same launch with --run {plan.run} --resume auto goes on", file=sys.stderr)
-        return FAILED
+        again = "" if guarded else f"; the same launch with --run {plan.run} --resume auto goes on"
+        print(f"next: {logs}{again}", file=sys.stderr)
+        refused = plan.trains and f" exited with {REFUSED}: " in worst.what
+        return Ending(FAILED, worst, refused=refused)
+    if watch.stopped_by:
+        print(f"stopped by {watch.stopped_by}; the same launch with --run {plan.run} --resume auto goes on")
+        return Ending(FAILED, stopped_by=watch.stopped_by)
     print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains yours")
-    return GOOD
+    return Ending(GOOD)

@@ -21,7 +21,7 @@ from typing import Any
 
 from llama405b.rundir import UMASK, NodeStatus, RunDir, read_json, write_json
 from llama405b_tools import procs
-from llama405b_tools.commands import Plan, node_env, plan_from_json, torchrun_argv
+from llama405b_tools.commands import SETUP_FAILED, Plan, node_env, plan_from_json, setup_argv, torchrun_argv
 from llama405b_tools.tail import Tail
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
@@ -78,7 +78,10 @@ class NodeRunner:
 
     def report_end(self, code: int) -> None:
         """Say how torchrun ended, and which rank was the first to fail."""
-        if self.stop_signal:
+        asked = read_json(stop_path(self.run, self.host))
+        if self.stop_signal and asked:
+            self.report("stopped", exit_code=code if code >= 0 else None, reason=f"stopped by {asked['by']}")
+        elif self.stop_signal:
             name = signal.Signals(self.stop_signal).name
             self.report("killed", signal=int(self.stop_signal), reason=f"stopped by {name}")
         elif code < 0:
@@ -91,6 +94,8 @@ class NodeRunner:
         log = self.run.logs(self.host) / "torchrun.log"
         text = log.read_text(encoding="utf-8", errors="replace").rpartition(f"\nattempt {self.plan.attempt}: ")[2]
         match = ROOT_CAUSE.search(text)
+        if setup := re.search(rf"^{SETUP_FAILED}.*", text, re.MULTILINE):
+            return setup[0]
         if match is None:
             return f"torchrun failed; see {log}"
         rank, code = self.plan.node(self.host).first_rank + int(match[1]), int(match[2])
@@ -123,7 +128,7 @@ class NodeRunner:
         logs.mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
         env |= self.take_secrets() | node_env(self.plan, self.host, str(self.run.path))
-        argv = torchrun_argv(self.plan, self.host, str(logs))
+        argv = setup_argv(self.plan.setup, torchrun_argv(self.plan, self.host, str(logs)))
         with (logs / "torchrun.log").open("ab") as log:
             log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
             return subprocess.Popen(
@@ -147,16 +152,28 @@ class NodeRunner:
         return {str(key): str(value) for key, value in secrets.items()}
 
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
-        """Wait for torchrun; once told to stop, SIGTERM it, and SIGKILL it after the grace."""
-        deadline = float("inf")
-        while True:
+        """Wait for torchrun; once told to stop, end it in ever harder ways, each with its time."""
+        while not self.stop_signal:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(POLL_S)
-            if self.stop_signal and deadline == float("inf"):
-                child.terminate()
-                deadline = time.monotonic() + GRACE_S
-            if time.monotonic() > deadline:
-                child.kill()
+        grace_s = float((read_json(stop_path(self.run, self.host)) or {}).get("grace_s", 0))
+        ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
+        if grace_s and self.plan.trains:
+            ways.insert(0, (lambda: self.ask_to_save(child.pid), grace_s))
+        for end, seconds in ways:
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return child.wait(seconds)
+        raise AssertionError("a wait without a limit came to its end")
+
+    def ask_to_save(self, torchrun: int) -> None:
+        """Tell the ranks to save after this step, and to end; those that write heartbeats know the signal."""
+        node, below = self.plan.node(self.host), procs.descendants(torchrun)
+        for rank in range(node.first_rank, node.first_rank + node.slots):
+            beat = read_json(self.run.heartbeat(rank))
+            if beat and beat["pid"] in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat["pid"], signal.SIGUSR1)
 
     def show_logs(self, child: "subprocess.Popen[bytes]") -> None:
         """Print the logs of this host's ranks in the tmux pane, for whoever attaches."""
@@ -200,6 +217,11 @@ def is_alive(run: RunDir, host: str) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def stop_path(run: RunDir, host: str) -> Path:
+    """Who asked for the run to be stopped here, and the grace; a new launch deletes it."""
+    return run.path / "status" / f"{host}.stop"
 
 
 def secrets_path(run: RunDir, host: str) -> Path:

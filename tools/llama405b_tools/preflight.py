@@ -1,16 +1,17 @@
 """Before a launch: ask every host, refuse what cannot work, and put the answers together as a plan."""
 
-import dataclasses
+import getpass
 import random
 import secrets
+import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from llama405b import command, config
 from llama405b.errors import RunError, UserError
 from llama405b_tools import commands
+from llama405b_tools.asked import Asked
 from llama405b_tools.commands import Node, Plan
 from llama405b_tools.fleet import Fleet, Outcome, Reply, is_local
 from llama405b_tools.hosts import Host
@@ -19,22 +20,6 @@ from llama405b_tools.transport import HostError
 PROBE_TIMEOUT_S = 60.0
 PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection sits on it
 PORT_TRIES = 5
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
-    """A launch command, parsed."""
-
-    hosts_file: Path
-    run: str
-    resume: str
-    secrets: tuple[str, ...]
-    port: int
-    dry_run: bool
-    follow: bool
-    training: command.Command | None  # None: a program of the user's own
-    flags: tuple[str, ...]  # the training settings, as flags
-    program: tuple[str, ...]
 
 
 def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet) -> tuple[dict[str, Reply], int]:
@@ -72,8 +57,9 @@ def refuse_input(asked: Asked, answers: Mapping[str, Reply], port: int) -> None:
     """
     for name, found in answers.items():
         if found["alive"]:
+            owner = f", launched by {found['owner']}" if found["owner"] else ""
             raise UserError(
-                f"--run: {asked.run!r} is running on {name}; `llama405b stop --run {asked.run}` ends it, or take another name"
+                f"--run: {asked.run!r} is running on {name}{owner}; `llama405b stop --run {asked.run}` ends it, or take another name"
             )
         if found["run_exists"] and asked.resume == "no":
             raise UserError(f"--run: {asked.run!r} exists on {name}; take another name, or go on with --resume auto")
@@ -93,7 +79,7 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
     """
     slots = [host.slots or answers[host.name]["gpus"] or 1 for host in hosts]
     machines = [answers[host.name]["machine"] for host in hosts]
-    on_cpu = asked.training is not None and asked.training.config.parallel.device == "cpu"
+    on_cpu = asked.config is not None and asked.config.parallel.device == "cpu"
     gpus = [0 if on_cpu else answers[host.name]["gpus"] for host in hosts]
     devices = commands.device_env(list(zip(machines, slots, strict=True)), gpus)
     if on_cpu:
@@ -113,27 +99,22 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
                 host.python or sys.executable,
                 found["address"],
                 found["interface"],
-                threads | devices[i],
+                threads | devices[i] | dict(asked.env),
             )
         )
-    program = asked.program or training_program(asked)
-    where = asked.training.config.checkpoint.dir if asked.training else ""
     return Plan(
-        asked.run,
-        attempt,
-        now,
-        f"{asked.run}-{attempt}-{secrets.token_hex(4)}",
-        f"{head_address(hosts)}:{port}",
-        tuple(program),
-        asked.secrets,
-        tuple(nodes),
-        where,
+        run=asked.run,
+        attempt=attempt,
+        created=now,
+        rdzv_id=f"{asked.run}-{attempt}-{secrets.token_hex(4)}",
+        endpoint=f"{head_address(hosts)}:{port}",
+        program=asked.training_program(),
+        secrets=tuple(asked.secrets),
+        nodes=tuple(nodes),
+        checkpoint_dir=asked.config.checkpoint.dir if asked.config else "",
+        owner=f"{getpass.getuser()}@{socket.gethostname()}",
+        setup=asked.setup,
     )
-
-
-def training_program(asked: Asked) -> list[str]:
-    """What torchrun runs: our trainer."""
-    return ["-m", "llama405b.train", "--run-dir", f"runs/{asked.run}", "--resume", asked.resume, *asked.flags]
 
 
 def check_training(asked: Asked, plan: Plan) -> None:
@@ -142,9 +123,9 @@ def check_training(asked: Asked, plan: Plan) -> None:
     Raises:
         UserError: The trainer would refuse it.
     """
-    if asked.training:
+    if asked.config:
         parsed = command.parse(plan.program[2:])
-        if parsed.config != asked.training.config:
+        if parsed.config != asked.config:
             raise UserError("the planned command does not say what was asked; please report this as a bug")
         config.check_world(parsed.config, plan.world)
 
@@ -161,7 +142,7 @@ def head_address(hosts: Sequence[Host]) -> str:
 
 def _probe_requests(asked: Asked, hosts: Sequence[Host], port: int) -> dict[str, Any]:
     head = head_address(hosts)
-    packages = ["torch", "transformers"] if asked.training else ["torch"]
+    packages = ["torch", "transformers"] if asked.config else ["torch"]
     requests: dict[str, Any] = {}
     for i, host in enumerate(hosts):
         requests[host.name] = {
@@ -172,11 +153,12 @@ def _probe_requests(asked: Asked, hosts: Sequence[Host], port: int) -> dict[str,
             "port": port,
             "packages": packages,
         }
-        settings = asked.training.config if asked.training else None
-        if i == 0 and settings and settings.model.path != config.DEMO_MODEL:
+        if i == 0 and asked.config and asked.config.model.path != config.DEMO_MODEL:
             requests[host.name]["checkpoint"] = {
-                "path": settings.model.path,
-                "seq_len": settings.data.seq_len,
+                "path": asked.config.model.path,
+                "seq_len": asked.config.data.seq_len,
+                "layers": asked.config.model.layers,
+                "random": asked.config.model.weights == "random",
             }
     return requests
 

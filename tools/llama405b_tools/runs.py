@@ -53,6 +53,8 @@ def state_of(described: Described | None) -> str:
         return "never started"
     if status["state"] in ("starting", "running"):
         return "vanished"
+    if status["state"] == "stopped":
+        return "stopped"
     if status["state"] == "exited":
         return f"exited {status['exit_code']}"
     return f"killed by signal {status['signal']}"
@@ -61,12 +63,57 @@ def state_of(described: Described | None) -> str:
 def failure_of(host: str, described: Described | None) -> Failure | None:
     """Why a host is not as it should be; None where it runs, or ended well."""
     state = state_of(described)
-    if state in ("running", "starting", "exited 0"):
+    if state in ("running", "starting", "exited 0", "stopped"):
         return None
     status = (described or {}).get("status") or {}
     reason = status.get("reason", "")
     origin = 0 if any(sign in reason for sign in EFFECTS) else 1 if "killed by SIGABRT" in reason else 2
     return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin)
+
+
+def step_of(checkpoint: str) -> int:
+    """The step of a checkpoint's path, ``…/step-<8 digits>``."""
+    return int(checkpoint.rpartition("step-")[2])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heard:
+    """A host's heartbeats as they were last heard."""
+
+    beats: Sequence[Described]
+    now: float  # by the host's clock, as they were read
+    at_s: float  # by the operator's monotonic clock, as they arrived
+
+
+HEARD_WITHIN_S = 20.0  # a host not heard for longer is out of reach: of its ranks nothing is known
+SLOW_PHASES = ("start", "data", "load", "resume", "checkpoint")
+STATES = {"T": "it is stopped by a signal", "D": "it waits for a disk or driver that does not answer"}
+
+
+def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:
+    """The rank that the others most likely wait for, where ranks are silent for too long; else None.
+
+    A host's clock is compared with itself alone, so skew between hosts does not matter.
+    """
+    silent = []
+    for host, hears in heard.items():
+        if now_s - hears.at_s > HEARD_WITHIN_S:
+            continue
+        for beat in hears.beats:
+            age_s = hears.now - beat["time"] + now_s - hears.at_s
+            before_first_step = beat["time"] - beat["phase_since"] < 0.001
+            slow = (beat["phase"] in SLOW_PHASES or before_first_step) and beat["state"] != "T"
+            if beat["phase"] not in ("done", "failed") and age_s > (slow_limit_s if slow else step_limit_s):
+                stuck = beat["state"] in STATES
+                silent.append(((not stuck, beat["step"], -age_s), host, beat, age_s))
+    if not silent:
+        return None
+    _, host, beat, age_s = min(silent, key=lambda entry: entry[0])
+    why = f"; {STATES[beat['state']]}" if beat["state"] in STATES else ""
+    words = (
+        f"hung: rank {beat['rank']} is silent for {age_s:.0f} s, in phase {beat['phase']} at step {beat['step']}{why}"
+    )
+    return Failure(host, words, origin=2)
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:

@@ -5,6 +5,7 @@ and known_hosts, with every hop's host key checked. Never asks: what would need 
 """
 
 import contextlib
+import getpass
 import os
 import re
 import socket
@@ -23,6 +24,10 @@ DEAD_AFTER_S = 30  # without an answer to what was sent, keepalives included
 HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?::(?P<port>\d{1,5}))?/?")
 
 
+class SameMachine(HostError):  # noqa: N818 - no error, but a finding
+    """The way to the host leads to this machine and user: no login is needed, and a key to itself may be missing."""
+
+
 class Ssh:
     """One kept connection to a host."""
 
@@ -31,6 +36,7 @@ class Ssh:
 
         Raises:
             HostError: Name, route, host key or login are not as they should be; says which, and what to do.
+            SameMachine: The host is this machine, and its line asks for no other port.
         """
         self.clients: list[paramiko.SSHClient] = []
         try:
@@ -94,11 +100,17 @@ class Ssh:
                     f"ProxyJump {hop.strip()!r} in ~/.ssh/config is not understood; write [user@]host[:port]"
                 )
             via = self._connect(parsed["host"], parsed["user"] or "", int(parsed["port"] or 0), config, via, jumps - 1)
+        user = user or options.get("user") or getpass.getuser()
+        sock = _socket(hostname, port, via)
+        direct = via is None and jumps == MAX_JUMPS and port == 22 and user == getpass.getuser()
+        if direct and sock.getsockname()[0] == sock.getpeername()[0]:
+            sock.close()
+            raise SameMachine("is this machine")
         client = paramiko.SSHClient()
         self.clients.append(client)
         load_known_hosts(client, options)
         client.set_missing_host_key_policy(paramiko.RejectPolicy())
-        return _login(client, hostname, port, user or options.get("user"), options, _socket(hostname, port, via))
+        return _login(client, hostname, port, user, options, sock)
 
 
 def read_config() -> paramiko.SSHConfig:
@@ -208,6 +220,12 @@ class _SshStream:
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             for line in self.channel.makefile("r"):
                 yield _text(line)
+
+    def send(self, text: str) -> None:
+        try:
+            self.channel.sendall(text.encode())
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise HostError(f"the connection broke ({error or type(error).__name__})") from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError):

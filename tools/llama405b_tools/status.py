@@ -55,6 +55,13 @@ def ask(fleet: Fleet, run: str | None) -> tuple[str, dict[str, Described | HostE
     return chosen, seen
 
 
+def newest_checkpoint(fleet: Fleet, run: str) -> str | None:
+    """The newest complete checkpoint of a run that any host sees."""
+    outcomes = fleet.ask_all("status", {name: {"host": name, "run": run} for name in fleet.hosts}, STATUS_TIMEOUT_S)
+    found = [d["checkpoint"] for answer in outcomes.values() if isinstance(answer, dict) for d in answer["runs"]]
+    return max((path for path in found if path), default=None)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("status", __doc__)
@@ -81,6 +88,8 @@ def main(argv: Sequence[str]) -> int:
             ("host", "state", "ranks", "phase", "step", "heard"),
             [_row(name, found) for name, found in seen.items()],
         )
+        if line := guard_line(run):
+            print(line)
         print_progress([found for found in seen.values() if isinstance(found, dict)])
         if failures:
             worst = runs.first_failure(failures)
@@ -105,6 +114,21 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     sys.stdout.flush()
+
+
+def guard_line(run: str) -> str:
+    """What the guard of a run on this machine does; '' where there is none."""
+    from llama405b_tools import guard
+
+    found = guard.of_run(run)
+    if found is None:
+        return ""
+    record, lives = found
+    if record["state"] in ("watching", "recovering") and not lives:
+        return f"guard: GONE (process {record['pid']} of this machine died while {record['state']}); nobody restarts this run"
+    done = f"restarted {record['restarts']} times, {record['in_vain']} of at most {record['limit']} in vain"
+    message = f"; {record['message']}" if record["message"] else ""
+    return f"guard: {record['state']}, {done}{message}"
 
 
 def print_progress(found: Sequence[Described]) -> None:

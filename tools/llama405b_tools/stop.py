@@ -1,26 +1,43 @@
-"""``llama405b stop``: end every process of a run on every host, and verify that none is left."""
+"""``llama405b stop``: let the trainer save, end every process of a run on every host, and verify that none is left."""
 
-from collections.abc import Sequence
+import getpass
+import socket
+from collections.abc import Mapping, Sequence
 
 from llama405b.errors import FAILED, GOOD, UserError
+from llama405b_tools import guard, runs
+from llama405b_tools.asked import seconds
 from llama405b_tools.commands import check_run_name
 from llama405b_tools.fleet import Fleet, Outcome, read_hosts
 from llama405b_tools.status import ask, print_table, verb_parser
 from llama405b_tools.transport import HostError
 
-STOP_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 60.0  # beside the grace
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = verb_parser("stop", __doc__).parse_args(argv)
+    parser = verb_parser("stop", __doc__)
+    parser.add_argument("--grace", default="30s", metavar="TIME", help="for the trainer to save first; 0: none [30s]")
+    parser.add_argument("--orphans", action="store_true", help="show what is left of runs whose launcher is gone")
+    parser.add_argument("--end", action="store_true", help="with --orphans: end them")
+    args = parser.parse_args(argv)
+    grace_s = seconds(args.grace, "--grace")
+    if args.end and not args.orphans:
+        raise UserError("--end: it goes with --orphans; without, stop ends a run anyway")
+    if args.orphans and args.run:
+        raise UserError("--run: it does not go with --orphans, which looks at every run")
     with Fleet(read_hosts(args.hosts)) as fleet:
+        if args.orphans:
+            return orphans(fleet, end=args.end)
         run = check_run_name(args.run) if args.run else ask(fleet, None)[0]
-        ends = stop(fleet, run)
+        guard.dismiss(run)
+        ends = stop(fleet, run, grace_s)
     if not any(isinstance(end, HostError) or end["known"] for end in ends.values()):
         raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
     print(f"run {run}")
     print_table(("host", "before", "now"), [_row(name, end) for name, end in ends.items()])
+    print_saved(ends, grace_s)
     bad = {name: end for name, end in ends.items() if isinstance(end, HostError) or end["left"]}
     for name, end in list(bad.items())[:1]:
         what = (
@@ -30,9 +47,45 @@ def main(argv: Sequence[str]) -> int:
     return FAILED if bad else GOOD
 
 
-def stop(fleet: Fleet, run: str) -> dict[str, Outcome]:
-    """End the run on every host at once."""
-    return fleet.ask_all("stop", {name: {"run": run, "host": name} for name in fleet.hosts}, STOP_TIMEOUT_S)
+def stop(fleet: Fleet, run: str, grace_s: float) -> dict[str, Outcome]:
+    """End the run on every host at once, for good: no guard brings it back."""
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    requests = {name: {"run": run, "host": name, "by": by, "grace_s": grace_s} for name in fleet.hosts}
+    return fleet.ask_all("stop", requests, STOP_TIMEOUT_S + grace_s)
+
+
+def print_saved(ends: Mapping[str, Outcome], grace_s: float) -> None:
+    """Say which checkpoint the run can go on from, and which steps it would take again."""
+    found = [end["node"] for end in ends.values() if isinstance(end, dict) and end["known"] and end.get("node")]
+    saved = max((d["checkpoint"] for d in found if d["checkpoint"]), default=None)
+    last = max((d["metrics"]["step"] for d in found if d["metrics"]), default=0)
+    if not last:
+        return
+    lost = last - (runs.step_of(saved) if saved else 0)
+    words = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
+    print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{words if lost and saved else ''}")
+
+
+def orphans(fleet: Fleet, *, end: bool) -> int:
+    """Print, and on request end, the processes of runs whose node runner is gone."""
+    outcomes = fleet.ask_all("orphans", {name: {"end": end} for name in fleet.hosts}, STOP_TIMEOUT_S)
+    rows, left = [], 0
+    for name, found in outcomes.items():
+        if isinstance(found, HostError):
+            rows.append((name, "—", "—", f"UNREACHABLE: {found}"))
+            left += 1
+        for orphan in found["orphans"] if isinstance(found, dict) else ():
+            pids = ", ".join(map(str, orphan["pids"][:5])) + (", …" if len(orphan["pids"]) > 5 else "")
+            state = "ended" if not orphan["left"] else f"NOT ENDED: {orphan['left']}" if end else "still there"
+            rows.append((name, orphan["value"].rpartition(":")[0], f"{pids}: {orphan['what'][:60]}", state))
+            left += len(orphan["left"])
+    if not rows:
+        print(f"no leftovers on {len(outcomes)} hosts")
+        return GOOD
+    print_table(("host", "run", "processes", "now"), rows)
+    if left and not end:
+        print("the same command with --end ends them")
+    return FAILED if left else GOOD
 
 
 def _row(name: str, end: Outcome) -> tuple[str, str, str]:

@@ -16,8 +16,10 @@ Event = tuple[str, dict[str, Any]]  # host, news: as agent.stream prints it, or 
 class Streams:
     """A stream a host, each with its thread, until the host says that its run is over (``{"end": true}``)."""
 
-    def __init__(self, fleet: Fleet, run: str, hosts: Sequence[str], *, follow: bool, metrics_of: str = "") -> None:
-        self.fleet, self.run, self.follow, self.metrics_of = fleet, run, follow, metrics_of
+    def __init__(
+        self, fleet: Fleet, run: str, hosts: Sequence[str], *, follow: bool, metrics_of: str = "", beats: bool = False
+    ) -> None:
+        self.fleet, self.run, self.follow, self.metrics_of, self.beats = fleet, run, follow, metrics_of, beats
         self.news: queue.Queue[Event] = queue.Queue()
         self.closing = threading.Event()
         self.open: dict[str, Stream] = {}
@@ -38,11 +40,12 @@ class Streams:
                 "host": host,
                 "follow": self.follow,
                 "metrics": host == self.metrics_of,
+                "beats": self.beats,
                 "seen": seen,
             }
             why = "the connection to it broke"
             try:
-                self.open[host] = self.fleet.stream(host, request)
+                self.open[host] = self.fleet.stream(host, "stream", request)
                 if self._read(host, self.open[host], seen):
                     return
             except HostError as error:

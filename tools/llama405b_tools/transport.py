@@ -47,6 +47,13 @@ class Stream(Protocol):
     def __iter__(self) -> Iterator[str]:
         """Yield lines until the command ends."""
 
+    def send(self, text: str) -> None:
+        """Write to the command's standard input.
+
+        Raises:
+            HostError: The connection broke, or the command ended.
+        """
+
     def close(self) -> None:
         """Close the command's standard input, which ends it; safe from another thread."""
 
@@ -108,9 +115,18 @@ class _LocalStream:
         yield from self.child.stdout
         self.child.wait()
 
+    def send(self, text: str) -> None:
+        assert self.child.stdin
+        try:
+            self.child.stdin.write(text)
+            self.child.stdin.flush()
+        except (OSError, ValueError):
+            raise HostError("the command ended before it was answered") from None
+
     def close(self) -> None:
         assert self.child.stdin
-        self.child.stdin.close()
+        with contextlib.suppress(OSError):
+            self.child.stdin.close()
 
 
 def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str]":

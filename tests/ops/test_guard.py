@@ -1,0 +1,230 @@
+"""What happens while nobody looks: restarts, hangs, stops that save, terminals that die. On this machine, real parts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+from ops_rig import heartbeat, metrics, settings, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def guard_log(work, run):
+    path = work / "runs" / run / "guard.log"
+    return path.read_text() if path.exists() else ""
+
+
+def status(work, run, host):
+    try:
+        return json.loads((work / "runs" / run / "status" / f"{host}.json").read_text())
+    except OSError:  # between two attempts
+        return {"attempt": 0, "state": "", "pid": 0}
+
+
+def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
+    whole = cli(work, "launch", "--run", "whole", "--follow", *settings(demo, corpus))
+    assert whole.returncode == 0, whole.stderr
+    notify = "printf '%s %s\\n' $LLAMA405B_EVENT $LLAMA405B_RUN >>notes"
+    done = cli(work, "launch", "--run", "g", "--restart", 2, "--notify", notify, *settings(demo, corpus), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "guarded by process" in done.stdout
+    for after, host in ((4, "node-b"), (8, "node-a")):
+        wait_for(lambda after=after: (work / f"runs/g/checkpoints/step-{after:08d}").exists())
+        attempt = status(work, "g", host)["attempt"]
+        rank = ("node-a", "node-b").index(host)
+        os.kill(heartbeat(work, "g", rank)["pid"], signal.SIGKILL)
+        wait_for(lambda attempt=attempt, host=host: status(work, "g", host)["attempt"] > attempt)
+    wait_for(lambda: "ended: the run ended well" in guard_log(work, "g"))
+    assert {s: m["loss"] for s, m in metrics(work, "g").items()} == {
+        s: m["loss"] for s, m in metrics(work, "whole").items()
+    }
+    assert re.search(r"recovering: node-b: exited 1: rank 1 was killed by SIGKILL", guard_log(work, "g"))
+    events = [line.split()[0] for line in (work / "notes").read_text().splitlines()]
+    assert events == ["incident", "recovery", "incident", "recovery", "end"]
+    state = cli(work, "status", "--run", "g")
+    assert state.returncode == 0
+    assert "guard: ended, restarted 2 times" in state.stdout
+
+
+def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, demo, corpus):
+    flags = settings(demo, corpus, steps=100_000)
+    assert cli(work, "launch", "--run", "h", "--restart", 3, "--hang-after", "4s", *flags).returncode == 0
+    wait_for(lambda: (work / "runs/h/checkpoints/step-00000004").exists())
+    os.kill(heartbeat(work, "h", 1)["pid"], signal.SIGSTOP)
+    words = "node-b: hung: rank 1 is silent for"
+    wait_for(lambda: words in guard_log(work, "h"))
+    assert "it is stopped by a signal" in guard_log(work, "h")
+    wait_for(lambda: "watching: running again" in guard_log(work, "h"))
+    wait_for(lambda: heartbeat(work, "h", 1)["step"] > 5)
+    guard = json.loads((work / "runs/h/guard.json").read_text())["pid"]
+    stopped = cli(work, "stop", "--run", "h")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert not Path(f"/proc/{guard}").exists()
+    assert "guard: stopped" in cli(work, "status", "--run", "h").stdout
+
+
+def test_a_guard_gives_up_on_what_never_gets_further(work, cli):
+    (work / "bad.py").write_text("print('here we go'); raise SystemExit(3)\n")
+    done = cli(work, "launch", "--run", "v", "--restart", 2, "--follow", "--", "bad.py", timeout=200)
+    assert done.returncode == 1
+    assert "gave up: " in done.stdout
+    assert "after 2 restarts without a newer checkpoint" in done.stdout
+    assert done.stdout.count("watching: running again") == 2
+    record = json.loads((work / "runs/v/guard.json").read_text())
+    assert (record["state"], record["restarts"]) == ("gave up", 2)
+
+
+def test_what_the_trainer_refuses_is_not_tried_again(work, cli, demo, corpus):
+    (work / "bad.jsonl").write_text('{"txt": "y"}\n')
+    flags = [*settings(demo, corpus), "--data.paths", "bad.jsonl"]
+    done = cli(work, "launch", "--run", "x", "--restart", 5, "--follow", *flags)
+    assert done.returncode == 1
+    assert "the trainer refused its input, and would again" in done.stdout
+    assert "running again" not in done.stdout
+
+
+def test_a_dead_guard_is_said(work, cli, demo, corpus):
+    assert cli(work, "launch", "--run", "d", "--restart", 1, *settings(demo, corpus, 100_000)).returncode == 0
+    guard = wait_for(
+        lambda: (work / "runs/d/guard.json").exists() and json.loads((work / "runs/d/guard.json").read_text())
+    )
+    os.kill(guard["pid"], signal.SIGKILL)
+    wait_for(lambda: "GONE" in cli(work, "status", "--run", "d").stdout)
+
+
+def test_stop_lets_the_trainer_save(work, cli, demo, corpus):
+    flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "s", "--follow", *map(str, flags)],
+        cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: heartbeat(work, "s", 1)["step"] >= 3)
+    stopped = cli(work, "stop", "--run", "s")
+    assert stopped.returncode == 0, stopped.stdout
+    last = max(metrics(work, "s"))
+    saved = work / f"runs/s/checkpoints/step-{last:08d}"
+    assert f"step {last} was the last; newest checkpoint: {saved}" in stopped.stdout
+    assert "steps before" not in stopped.stdout
+    out, _ = follower.communicate(timeout=30)
+    assert follower.returncode == 1
+    assert "stopped by " in out
+    state = cli(work, "status", "--run", "s")
+    assert state.returncode == 0
+    assert "stopped" in state.stdout
+    assert status(work, "s", "node-b")["state"] == "stopped"
+    again = cli(work, "launch", "--run", "s", "--resume", "auto", *flags)
+    assert again.returncode == 0, again.stderr
+    wait_for(lambda: max(metrics(work, "s"), default=0) > last)
+    now = cli(work, "stop", "--run", "s", "--grace", "0")
+    assert now.returncode == 0
+    assert "steps before); --grace 60s would have given it more time" in now.stdout
+
+
+def test_variables_and_a_setup_line_reach_the_ranks(work, cli):
+    (work / "show.py").write_text(
+        "import os; print('seen', os.environ['A'], os.environ['B'], os.environ['C'], flush=True)\n"
+    )
+    (work / "run.env").write_text("B=from file\n")
+    env = ["--env", "A=x y;$HOME", "--env-file", "run.env", "--setup-line", "export C=setup"]
+    done = cli(work, "launch", "--run", "e", "--follow", *env, "--", "show.py")
+    assert done.returncode == 0, done.stderr
+    assert "seen x y;$HOME from file setup" in done.stdout
+    bad = cli(work, "launch", "--run", "f", "--follow", "--setup-line", "false", *env[:4], "--", "show.py")
+    assert bad.returncode == 1
+    assert "the setup line failed with exit code 1: false" in bad.stderr
+
+
+def test_leftovers_of_a_run_whose_launcher_is_gone(work, cli, demo, corpus):
+    assert cli(work, "launch", "--run", "o", *settings(demo, corpus, 100_000)).returncode == 0
+    wait_for(lambda: heartbeat(work, "o", 1)["step"] >= 1)
+    runner = status(work, "o", "node-b")["pid"]
+    kin = subprocess.run(
+        ["pgrep", "-P", str(runner), "-f", "llama405b_tools.node"], capture_output=True, text=True, check=True
+    )
+    for pid in (*map(int, kin.stdout.split()), runner):  # the guardian first
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: cli(work, "stop", "--orphans").returncode == 1)
+    shown = cli(work, "stop", "--orphans")
+    assert "node-b" in shown.stdout
+    assert "the same command with --end ends them" in shown.stdout
+    assert "LEFTOVERS" in cli(work, "status", "--run", "o").stdout
+    ended = cli(work, "stop", "--orphans", "--end")
+    assert ended.returncode == 0, ended.stdout
+    assert "ended" in ended.stdout
+    assert "no leftovers on 2 hosts" in wait_for(
+        lambda: (o := cli(work, "stop", "--orphans").stdout) and "no left" in o and o
+    )
+
+
+def test_a_rehearsal_goes_the_whole_way_and_leaves_nothing(work, cli, demo, corpus):
+    done = cli(work, "launch", "--run", "r", "--rehearse", *settings(demo, corpus, steps=500))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 0 made random weights and sent each rank its rows" in done.stdout
+    assert "resumed from runs/r-rehearsal/checkpoints/step-00000002" in done.stdout
+    assert "rehearsal: good" in done.stdout
+    assert not (work / "runs/r-rehearsal/checkpoints").exists()
+    assert not (work / "runs/r").exists()
+
+
+def test_a_rehearsal_names_phase_and_host(work, cli, demo, corpus):
+    (work / "bad.jsonl").write_text('{"txt": "y"}\n')
+    done = cli(work, "launch", "--rehearse", *settings(demo, corpus), "--data.paths", "bad.jsonl")
+    assert done.returncode == 1
+    assert re.search(r"rehearsal: FAILED after \d+ s: node-a: .*bad.jsonl:1: not .* \(in phase data\)", done.stdout)
+
+
+def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus):
+    command = [
+        sys.executable,
+        "-m",
+        "llama405b_tools.cli",
+        "launch",
+        "--run",
+        "two",
+        *map(str, settings(demo, corpus, 100_000)),
+    ]
+    both = [
+        subprocess.Popen(command, cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]  # fmt: skip
+    ends = [(process.communicate(timeout=60), process.returncode) for process in both]
+    assert sorted(code for _, code in ends)[0] == 0, ends
+    [(_, err)] = [texts for texts, code in ends if code]
+    assert "was started by" in err or "is running on" in err or "exists on" in err, err
+    wait_for(lambda: heartbeat(work, "two", 1)["step"] >= 1)  # the winner trains
+    assert cli(work, "status", "--run", "two").returncode == 0
+
+
+def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_path_factory):
+    programs = tmp_path_factory.mktemp("bin")
+    slow = programs / "tmux"
+    slow.write_text(
+        '#!/bin/sh\ncase "$*" in *node-b*new-session*|*new-session*node-b*) sleep 4;; esac\nexec /usr/bin/tmux "$@"\n'
+    )
+    slow.chmod(0o755)
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "PATH": f"{programs}:{os.environ['PATH']}"}
+    launch = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "m", *map(str, settings(demo, corpus, 100_000))],
+        cwd=work, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    wait_for(
+        lambda: (work / "runs/m/status/node-a.json").exists() and status(work, "m", "node-a")["state"] == "running"
+    )
+    launch.kill()
+    launch.communicate()
+    wait_for(lambda: status(work, "m", "node-a")["state"] == "killed", 30)
+    wait_for(
+        lambda: (work / "runs/m/status/node-b.json").exists() and status(work, "m", "node-b")["state"] == "killed", 30
+    )
+    time.sleep(0.5)
+    again = cli(work, "launch", "--run", "m", "--resume", "auto", *settings(demo, corpus, 100_000))
+    assert again.returncode == 0, again.stderr

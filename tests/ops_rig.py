@@ -1,0 +1,31 @@
+"""What the tests of whole runs on this machine share."""
+
+import json
+import time
+
+
+def settings(demo, corpus, steps=12):
+    return [
+        "--preset", "demo", "--model.path", demo, "--data.paths", corpus, "--data.seq_len", 64,
+        "--training.global_batch_size", 4, "--training.micro_batch_size", 2, "--training.max_steps", steps,
+        "--checkpoint.every", 4,
+    ]  # fmt: skip
+
+
+def metrics(work, run):
+    return {m["step"]: m for m in map(json.loads, (work / "runs" / run / "metrics.jsonl").read_text().splitlines())}
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+    return value
+
+
+def heartbeat(work, run, rank):
+    try:
+        return json.loads((work / "runs" / run / "heartbeat" / f"rank-{rank}.json").read_text())
+    except OSError:
+        return {"step": -1}

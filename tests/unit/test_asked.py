@@ -1,0 +1,103 @@
+import os
+
+import pytest
+
+from llama405b.errors import UserError
+from llama405b.trust import refuse_others_writing
+from llama405b_tools import asked
+
+HERE = {"HF_TOKEN": "t0p"}
+
+
+def parse(*words):
+    return asked.parse(["--preset", "demo", *words], 0.0)
+
+
+def test_variables_and_secrets_part_ways(tmp_path):
+    path = tmp_path / "run.env"
+    path.write_text("# ours\nexport NCCL_DEBUG='INFO'\nWANDB_API_KEY=abc\n\nEMPTY=\n")
+    env, secrets = asked.read_env(["A=x=y z", "NCCL_DEBUG=WARN"], [path], ["HF_TOKEN"], HERE)
+    assert env == {"NCCL_DEBUG": "WARN", "EMPTY": "", "A": "x=y z"}
+    assert secrets == {"WANDB_API_KEY": "abc", "HF_TOKEN": "t0p"}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "names", "words"),
+    [
+        (["HF_TOKEN=abc"], [], "--env: HF_TOKEN looks like a secret"),
+        (["A"], [], "--env: 'A' has no value"),
+        (["1A=x"], [], "--env: '1A' is no name"),
+        (["LLAMA405B_NODE=x"], [], "--env: LLAMA405B_NODE is set by the run itself"),
+        (["A=x\ny"], [], "line break"),
+        ([], ["NO_SUCH"], "--secret: NO_SUCH is not set here"),
+        ([], ["HF_TOKEN=abc"], "--secret: HF_TOKEN is not set here"),
+    ],
+)
+def test_what_cannot_be_handed_on_is_refused(pairs, names, words):
+    with pytest.raises(UserError, match=words) as refused:
+        asked.read_env(pairs, [], names, HERE)
+    assert "abc" not in str(refused.value)
+
+
+def test_a_bad_line_of_an_env_file_is_named(tmp_path):
+    path = tmp_path / "run.env"
+    path.write_text("A=1\nB\n")
+    with pytest.raises(UserError, match=r"run\.env:2: no '=' in it"):
+        asked.read_env([], [path], [], {})
+    with pytest.raises(UserError, match="cannot be read"):
+        asked.read_env([], [tmp_path / "none"], [], {})
+
+
+def test_times():
+    assert [asked.seconds(text, "--x") for text in ("30", "30s", "1.5m", "2h")] == [30, 30, 90, 7200]
+    for text in ("", "x", "-1", "1d", "1e9", "s"):
+        with pytest.raises(UserError, match="--x: "):
+            asked.seconds(text, "--x")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--restart", "-1"], "--restart: -1 times"),
+        (["--notify", "x"], "--notify: it goes with --restart"),
+        (["--rehearse", "--restart", "1"], "--rehearse: it is a run of its own"),
+        (["--hang-after", "soon"], "--hang-after: 'soon' is no time"),
+    ],
+)
+def test_options_that_do_not_fit(words, fault):
+    with pytest.raises(UserError, match=fault):
+        parse(*words)
+
+
+def test_a_rehearsal_keeps_the_shapes_and_cuts_the_rest(tmp_path):
+    from llama405b_tools.rehearse import trial_of
+
+    whole = parse("--rehearse", "--run", "r", "--checkpoint.dir", "/shared/r/", "--optimizer.lr", "0.01")
+    trial = trial_of(whole)
+    assert trial.run == "r-rehearsal"
+    assert (trial.config.model.layers, trial.config.model.weights) == (2, "random")
+    assert trial.config.checkpoint.dir == "/shared/r/r-rehearsal"
+    assert trial.config.optimizer == whole.config.optimizer
+    assert trial.config.data == whole.config.data
+    never = trial_of(parse("--rehearse", "--checkpoint.every", "0"))
+    assert never.config.checkpoint.every == 0
+
+
+def test_files_that_others_may_write_are_refused(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a\n")
+    path.chmod(0o644)
+    refuse_others_writing(path)
+    path.chmod(0o666)
+    with pytest.raises(UserError, match="everybody may write it"):
+        refuse_others_writing(path)
+    path.chmod(0o664)
+    refuse_others_writing(path)  # the owner's own group
+    if os.getuid() == 0:
+        os.chown(path, 0, 1)
+        with pytest.raises(UserError, match="its group may write it"):
+            refuse_others_writing(path)
+        os.chown(path, 12345, 0)
+        path.chmod(0o644)
+        with pytest.raises(UserError, match="belongs to another user"):
+            refuse_others_writing(path)

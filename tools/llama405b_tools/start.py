@@ -1,0 +1,122 @@
+"""Start a planned run on every host, or on none.
+
+In two steps: every host starts its node runner and answers; only when all have, each is told to keep it. A host that
+hears nothing more (the operator's terminal died, the link broke) ends what it started by itself.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from llama405b.errors import RunError
+from llama405b.rundir import RunDir, write_json
+from llama405b_tools.commands import KEEP, Plan
+from llama405b_tools.fleet import Fleet, Outcome, Reply, front_door
+from llama405b_tools.preflight import fault_list
+from llama405b_tools.status import print_table
+from llama405b_tools.transport import HostError, Stream
+
+STOP_TIMEOUT_S = 60.0
+Starting = tuple[Stream, Iterator[str]]  # an agent that waits to be told to keep what it started, and its answers
+
+
+def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False) -> None:
+    """Start the node runner on every host; if one does not start, stop them all.
+
+    ``again``: a restart, which a stop that somebody asked for meanwhile forbids.
+
+    Raises:
+        RunError: Names the hosts that did not start, and any on which something may be left.
+    """
+    record = dataclasses.asdict(plan)
+    requests: dict[str, Reply] = {
+        node.name: {
+            "host": node.name,
+            "plan": record,
+            "secrets": dict(secrets),
+            "ranks": list(range(node.first_rank, node.first_rank + node.slots)),
+            "again": again,
+        }
+        for node in plan.nodes
+    }
+    starting: dict[str, Starting] = {}
+    try:
+        outcomes = fleet.each(lambda name: _first_step(fleet, name, requests[name], starting), requests)
+        if not faults_of(outcomes):
+            outcomes = fleet.each(lambda name: _second_step(starting[name]), requests)
+    except BaseException:  # Ctrl-C as well: all or nothing
+        print("ending what was started", file=sys.stderr)
+        _close(starting)
+        stop_this(plan, fleet)
+        raise
+    _close(starting)
+    if faults := faults_of(outcomes):
+        raise RunError(_undo(plan, faults, fleet))
+    with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
+        write_json(RunDir(Path("runs") / plan.run).plan, plan)
+
+
+def _first_step(fleet: Fleet, name: str, request: Reply, starting: dict[str, Starting]) -> Reply:
+    stream = fleet.stream(name, "start", request)
+    starting[name] = stream, iter(stream)
+    return _reply(starting[name][1])
+
+
+def _second_step(starting: Starting) -> Reply:
+    starting[0].send(KEEP)
+    return _reply(starting[1])
+
+
+def _reply(lines: Iterator[str]) -> Reply:
+    """The next answer of a starting agent.
+
+    Raises:
+        HostError: There is none.
+    """
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            reply = json.loads(line)
+            if isinstance(reply, dict):
+                return reply
+    raise HostError("the connection broke, or the agent failed, before the run was up")
+
+
+def _close(starting: Mapping[str, Starting]) -> None:
+    for stream, _ in starting.values():
+        stream.close()
+
+
+def faults_of(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """What went wrong, by host."""
+    return {
+        name: str(found) if isinstance(found, HostError) else str(found["error"])
+        for name, found in outcomes.items()
+        if isinstance(found, HostError) or "error" in found
+    }
+
+
+def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
+    """End what was started, print what happened on each host, and return the sentence that says it."""
+    ends = stop_this(plan, fleet)
+    rows, unverified = [], []
+    for name, end in ends.items():
+        clean = isinstance(end, dict) and not end["left"]
+        left = end if isinstance(end, HostError) else end["left"]
+        rows.append(
+            (name, faults.get(name, "started, then stopped"), "nothing is left" if clean else f"NOT VERIFIED: {left}")
+        )
+        unverified += [] if clean else [name]
+    print_table(("host", "what happened", "now"), rows)
+    tail = "; nothing is left running"
+    if unverified:
+        tail = f"; run `{front_door()} stop --run {plan.run}` once {', '.join(unverified)} can be reached"
+    return f"{fault_list(faults, len(ends), '')}{tail}"
+
+
+def stop_this(plan: Plan, fleet: Fleet) -> dict[str, Outcome]:
+    """End this launch's processes everywhere; another launch's of the same name are not touched."""
+    requests = {node.name: {"run": plan.run, "host": node.name, "only": plan.rdzv_id} for node in plan.nodes}
+    return fleet.ask_all("stop", requests, STOP_TIMEOUT_S)
