@@ -135,6 +135,32 @@ def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
     assert stopped.stdout.count("no process left") == 3
 
 
+def test_logs_are_merged_in_time_though_a_clock_is_wrong(hosts, operator):
+    packages = hosts.exec(2, "sh", "-c", f"ls -d {sys.prefix}/lib/python*/site-packages").stdout.strip()
+    wrong = "import time as t, os; real = t.time; t.time = lambda: real() + 3600\n"  # the kernel's clock is everyone's
+    hosts.exec(2, "sh", "-c", f"cat >{packages}/sitecustomize.py <<'EOF'\n{wrong}EOF\n")
+    program = "import time\nfor i in range(6): print('beat', i, flush=True); time.sleep(1)"
+    try:
+        for i in (1, 2, 3):
+            hosts.exec(
+                i,
+                "sh",
+                "-c",
+                f"cat >{hosts.workdir(i)}/b.py <<'EOF'\n{program}\nEOF\nchmod 644 {hosts.workdir(i)}/b.py",
+            )
+        assert operator("launch", "--run", "clock", "--follow", "--", "b.py").returncode == 0
+        found = [json.loads(line) for line in operator("logs", "--run", "clock", "-o", "json").stdout.splitlines()]
+        beats = [(int(r["text"].split()[1]), r["host"], r["time"]) for r in found if "beat" in r["text"]]
+        assert len(beats) == 18
+        assert max(t for _, _, t in beats) - min(t for _, _, t in beats) < 30
+        assert abs(time.time() - beats[-1][2]) < 60  # on the operator's clock
+        positions = [[p for p, (i, _, _) in enumerate(beats) if i == n] for n in range(6)]
+        assert max(positions[0]) < min(positions[3])  # interleaved, not one host after the other
+        assert max(positions[2]) < min(positions[5])
+    finally:
+        hosts.exec(2, "rm", f"{packages}/sitecustomize.py")
+
+
 def test_the_operator_dies_and_nothing_of_its_stays(hosts, operator):
     assert (
         operator("launch", "--run", "d", *DEMO, "--training.max_steps", 99999, "--checkpoint.every", 0).returncode == 0

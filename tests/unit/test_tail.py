@@ -1,37 +1,44 @@
 from llama405b_tools.tail import Tail
 
 
-def drain(tail):
-    return [(path.name, lines) for path, lines in tail.new_lines()]
+def drain(tail, **how):
+    return [(piece.path.name, piece.begin, piece.data) for piece in tail.new(**how)]
 
 
 def test_whole_lines_once_in_files_that_appear_later(tmp_path):
     tail = Tail(tmp_path)
     (tmp_path / "a.log").write_text("one\ntw")
-    assert drain(tail) == [("a.log", ["one"])]
+    assert drain(tail) == [("a.log", 0, b"one\n")]
     assert drain(tail) == []
     with (tmp_path / "a.log").open("a") as file:
         file.write("o\n")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.log").write_text("three\n")
     (tmp_path / "c.txt").write_text("not a log\n")
-    assert drain(tail) == [("a.log", ["two"]), ("b.log", ["three"])]
+    assert drain(tail) == [("a.log", 4, b"two\n"), ("b.log", 0, b"three\n")]
     (tmp_path / "a.log").write_text("new\n")  # written anew
-    assert drain(tail) == [("a.log", ["new"])]
+    assert drain(tail) == [("a.log", 0, b"new\n")]
     (tmp_path / "d").write_text("replaced\nby a longer one\n")
     (tmp_path / "d").rename(tmp_path / "a.log")
-    assert drain(tail) == [("a.log", ["replaced", "by a longer one"])]
+    assert drain(tail) == [("a.log", 0, b"replaced\nby a longer one\n")]
 
 
 def test_a_long_log_is_handed_out_whole(tmp_path):
-    lines = [f"{i} " + "x" * 90 for i in range(30_000)]
-    (tmp_path / "a.log").write_text("\n".join([*lines, "Traceback, and no newline"]))
+    text = "\n".join([*(f"{i} " + "x" * 90 for i in range(30_000)), "Traceback, and no newline"]).encode()
+    (tmp_path / "a.log").write_bytes(text)
     tail = Tail(tmp_path)
-    assert [line for _, block in tail.all_lines(final=True) for line in block] == [*lines, "Traceback, and no newline"]
-    assert list(tail.all_lines(final=True)) == []
+    assert b"".join(piece.data for piece in tail.all(final=True)) == text
+    assert list(tail.all(final=True)) == []
 
 
-def test_from_end(tmp_path):
-    (tmp_path / "a.log").write_text("old\n")
-    tail = Tail(tmp_path, from_end=True)
-    assert drain(tail) == []
+def test_from_the_end_and_from_a_mark(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("old\nolder\n")
+    assert drain(Tail(tmp_path, from_end=True)) == []
+    tail = Tail(tmp_path)
+    tail.begin_at(path, (path.stat().st_ino, 4))
+    assert drain(tail) == [("a.log", 4, b"older\n")]
+    other = Tail(tmp_path)
+    other.begin_at(path, (path.stat().st_ino + 1, 4))  # of a file that is gone
+    assert drain(other) == [("a.log", 0, b"old\nolder\n")]
+    assert drain(Tail(path)) == [("a.log", 0, b"old\nolder\n")]

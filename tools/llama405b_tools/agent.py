@@ -22,6 +22,7 @@ from llama405b.rundir import UMASK, RunDir, read_json, write_json
 from llama405b_tools import procs
 from llama405b_tools.commands import KEEP, REHEARSAL, tmux_session, tmux_socket
 from llama405b_tools.facts import probe, run_dir
+from llama405b_tools.hostlogs import HostLogs
 from llama405b_tools.node import GRACE_S, is_alive, secrets_path, stop_path, take_lock
 from llama405b_tools.tail import Tail
 
@@ -157,24 +158,16 @@ def stream(request: Request) -> None:
     """Print what is new: log lines, metrics and the host's state, until standard input closes or it is done."""
     run, host = run_dir(request["run"]), request["host"]
     plan = read_json(run.plan) or {}
-    seen: dict[str, int] = dict(request.get("seen") or {})
-    tail = Tail(run.logs(host))
-    metrics = Tail(run.path) if request.get("metrics") else None
+    logs = HostLogs(run, host, request)
+    metrics = Tail(run.metrics) if request.get("metrics") else None
     last, beats_at = "", 0.0
     while True:
         alive = is_alive(run, host)  # before the lines are read: a run that ended has written its last
-        last_pass = not alive or not request.get("follow")
-        for path, lines in tail.all_lines(final=last_pass):
-            parts = path.relative_to(run.logs(host)).parts
-            if len(parts) == 1 or parts[0].startswith(plan.get("rdzv_id", "")):
-                file = "/".join(parts)
-                skip = min(len(lines), seen.get(file, 0))  # what the operator had before the connection broke
-                seen[file] = seen.get(file, 0) - skip
-                if lines[skip:]:
-                    _print({"file": file, "lines": lines[skip:]})
-        for path, lines in metrics.all_lines() if metrics else ():
-            if path == run.metrics:
-                _print({"metrics": [json.loads(line) for line in lines]})
+        last_pass = not request.get("follow") or not (alive or request.get("forever"))
+        for message in logs.poll(final=last_pass):
+            _print(message)
+        for piece in metrics.all() if metrics and run.metrics.is_file() else ():
+            _print({"metrics": [json.loads(line) for line in piece.data.splitlines()]})
         state = {"alive": alive, "status": read_json(run.status(host))}
         if json.dumps(state) != last:
             last = json.dumps(state)

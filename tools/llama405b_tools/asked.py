@@ -111,7 +111,7 @@ def parse(argv: Sequence[str], now: float) -> Asked:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
     if program and (settings or known.preset or known.config or known.rehearse):
         what = settings[0] if settings else "--rehearse" if known.rehearse else "--preset/--config"
-        raise UserError(f"{what}: it is for the trainer, but a program stands after --; take one away")
+        raise UserError(f"{what}: settings are for the trainer, but a program stands after --; take one away")
     _check_guard(known)
     env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
     command.check_resume(known.resume)

@@ -11,6 +11,7 @@ from typing import Any
 
 from llama405b.errors import FAILED, GOOD, REFUSED, STOPPED_FOLLOWING
 from llama405b_tools import runs
+from llama405b_tools.clean import clean
 from llama405b_tools.commands import Plan
 from llama405b_tools.fleet import Fleet, Outcome, front_door
 from llama405b_tools.runs import Failure, Heard
@@ -82,8 +83,8 @@ class Watch:
                 while self.metrics and self.metrics[-1]["step"] >= metrics["step"]:
                     self.metrics.pop()
                 self.metrics.append(metrics)
-        elif "file" in news:
-            return self._lines(host, news["file"], news["lines"])
+        elif "entries" in news:
+            return [line for _, file, text in news["entries"] for line in self._lines(host, file, text.split("\n"))]
         elif "beats" in news:
             self.heard[host] = Heard(news["beats"], news["now"], time.monotonic())
         elif "alive" in news and not news["alive"]:
@@ -132,7 +133,7 @@ def watch_run(
     """
     watch = Watch(plan)
     names = [node.name for node in plan.nodes]
-    streams = Streams(fleet, plan.run, names, follow=True, metrics_of=names[0], beats=limits is not None)
+    streams = Streams(fleet, plan.run, names, {"follow": True, "beats": limits is not None}, metrics_of=names[0])
     give_up_at = float("inf")
     try:
         while len(watch.ended) < len(plan.nodes) and not until(watch):
@@ -145,7 +146,7 @@ def watch_run(
                 break
             with contextlib.suppress(queue.Empty):
                 for line in watch.take(*streams.news.get(timeout=POLL_S)):
-                    print(line)
+                    print(clean(line))
                 sys.stdout.flush()
     finally:
         streams.close()

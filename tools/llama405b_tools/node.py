@@ -26,6 +26,7 @@ from llama405b_tools.tail import Tail
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S = 0.2
+NOTE_EVERY_S = 0.5  # of one file
 ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*: \d+ \(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
 )
@@ -56,8 +57,9 @@ class NodeRunner:
         procs.sweep(self.marker, spare=(guardian,))
         child = self.start_torchrun()
         self.report("running")
-        self.show_logs(child)
+        shown = self.show_logs(child)
         code = self.wait(child)
+        shown.join(GRACE_S)
         procs.sweep(self.marker, below=os.getpid(), spare=(guardian,))
         self.report_end(code)
         os.write(line, b"done")  # the guardian may go
@@ -175,18 +177,33 @@ class NodeRunner:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat["pid"], signal.SIGUSR1)
 
-    def show_logs(self, child: "subprocess.Popen[bytes]") -> None:
-        """Print the logs of this host's ranks in the tmux pane, for whoever attaches."""
+    def show_logs(self, child: "subprocess.Popen[bytes]") -> threading.Thread:
+        """Print the logs of this host's ranks in the tmux pane, for whoever attaches, and note when what arrived."""
+        root = self.run.logs(self.host)
+        tail = Tail(root, from_end=True)
 
         def follow() -> None:
-            tail = Tail(self.run.logs(self.host), from_end=True)
-            while child.poll() is None:
-                for _, lines in tail.new_lines():
-                    with contextlib.suppress(OSError):
-                        print("\n".join(lines), flush=True)
-                time.sleep(POLL_S)
+            ends: dict[Path, int] = {}  # arrived, and not noted yet
+            noted: dict[Path, float] = {}
+            with (root / "times").open("a", encoding="utf-8") as times:
+                while True:
+                    ended = child.poll() is not None
+                    for piece in tail.all(final=ended):
+                        ends[piece.path] = piece.begin + len(piece.data)
+                        with contextlib.suppress(OSError):
+                            print(piece.data.decode("utf-8", "replace"), end="", flush=True)
+                    now = time.time()
+                    for path in [path for path in ends if ended or now - noted.get(path, 0.0) > NOTE_EVERY_S]:
+                        noted[path] = now
+                        times.write(f"{now:.3f} {ends.pop(path)} {path.relative_to(root)}\n")
+                    times.flush()
+                    if ended:
+                        return
+                    time.sleep(POLL_S)
 
-        threading.Thread(target=follow, daemon=True).start()
+        thread = threading.Thread(target=follow, daemon=True)
+        thread.start()
+        return thread
 
 
 def take_lock(path: Path, tries: int = 10) -> int | None:

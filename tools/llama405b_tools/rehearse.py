@@ -66,7 +66,7 @@ def trial_of(asked: Asked) -> Asked:
         "model.weights": "random",
         "training.max_steps": 1000,  # it is killed long before
         "checkpoint.every": SAVE_AT if config.checkpoint.every else 0,
-        "checkpoint.keep": 2,
+        "checkpoint.keep": 1000,  # small models are past the next one before they are killed
     }
     if config.checkpoint.dir:
         settings["checkpoint.dir"] = f"{config.checkpoint.dir.rstrip('/')}/{run}"

@@ -8,6 +8,7 @@ from llama405b.errors import UserError
 
 # What a rank says that lost its peer. gloo may also abort the process then, in a thread of its own.
 EFFECTS = ("lost contact with another rank", "torchrun failed; see", "stopped with rank ")
+UNSURE = ("killed by SIGABRT", "stopped by SIGTERM")  # its own fault, or how another's end reached it
 Described = dict[str, Any]  # one run as one host's agent describes it
 
 
@@ -67,7 +68,7 @@ def failure_of(host: str, described: Described | None) -> Failure | None:
         return None
     status = (described or {}).get("status") or {}
     reason = status.get("reason", "")
-    origin = 0 if any(sign in reason for sign in EFFECTS) else 1 if "killed by SIGABRT" in reason else 2
+    origin = 0 if any(sign in reason for sign in EFFECTS) else 1 if any(sign in reason for sign in UNSURE) else 2
     return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin)
 
 

@@ -3,7 +3,8 @@
 import json
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama405b_tools.fleet import Fleet
@@ -14,13 +15,18 @@ Event = tuple[str, dict[str, Any]]  # host, news: as agent.stream prints it, or 
 
 
 class Streams:
-    """A stream a host, each with its thread, until the host says that its run is over (``{"end": true}``)."""
+    """A stream a host, each with its thread, until the host says that its run is over (``{"end": true}``).
+
+    ``asks``: what the agent's ``stream`` is asked for, beside run and host.
+    """
 
     def __init__(
-        self, fleet: Fleet, run: str, hosts: Sequence[str], *, follow: bool, metrics_of: str = "", beats: bool = False
+        self, fleet: Fleet, run: str, hosts: Sequence[str], asks: Mapping[str, Any], metrics_of: str = "", most: int = 0
     ) -> None:
-        self.fleet, self.run, self.follow, self.metrics_of, self.beats = fleet, run, follow, metrics_of, beats
+        """``metrics_of``: the host that writes them; ``most``: messages kept of one host, then it has to wait (0: all)."""
+        self.fleet, self.run, self.asks, self.metrics_of = fleet, run, asks, metrics_of
         self.news: queue.Queue[Event] = queue.Queue()
+        self.room = {host: threading.Semaphore(most) for host in hosts} if most else {}
         self.closing = threading.Event()
         self.open: dict[str, Stream] = {}
         for host in hosts:
@@ -33,20 +39,14 @@ class Streams:
             stream.close()
 
     def _pump(self, host: str) -> None:
-        seen: dict[str, int] = {}  # lines by file
+        marks: dict[str, Any] = {}  # how far each file was read
         while not self.closing.is_set():
-            request = {
-                "run": self.run,
-                "host": host,
-                "follow": self.follow,
-                "metrics": host == self.metrics_of,
-                "beats": self.beats,
-                "seen": seen,
-            }
+            asked = {"run": self.run, "host": host, "metrics": host == self.metrics_of, "marks": marks}
+            request = {**self.asks, **asked}
             why = "the connection to it broke"
             try:
                 self.open[host] = self.fleet.stream(host, "stream", request)
-                if self._read(host, self.open[host], seen):
+                if self._read(host, self.open[host], marks):
                     return
             except HostError as error:
                 why = str(error)
@@ -54,15 +54,23 @@ class Streams:
             self.news.put((host, {"unreachable": why}))
             self.closing.wait(RETRY_S)
 
-    def _read(self, host: str, stream: Stream, seen: dict[str, int]) -> bool:
+    def done(self, host: str) -> None:
+        """A message of a host was dealt with: there is room for another."""
+        if self.room:
+            self.room[host].release()
+
+    def _read(self, host: str, stream: Stream, marks: dict[str, Any]) -> bool:
         """Put the stream's news on the queue; whether it came to its end."""
         for line in stream:
             try:
                 item = json.loads(line)
             except ValueError:
                 continue
-            if "file" in item:
-                seen[item["file"]] = seen.get(item["file"], 0) + len(item["lines"])
+            if self.room:
+                self.room[host].acquire()
+            if "marks" in item:
+                marks.update(item["marks"])
+            item["heard"] = time.time()
             self.news.put((host, item))
             if "end" in item:
                 return True

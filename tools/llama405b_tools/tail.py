@@ -1,57 +1,68 @@
-"""New lines of growing log files below a directory. Standard library; knows files, not what is in them."""
+"""What was added to growing files. Standard library; knows files and bytes, not what is in them."""
 
-from collections.abc import Iterator
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MAX_READ_BYTES = 1 << 20  # of one file at a time, so that a flood in one does not silence the others
 MAX_LINE_BYTES = 1 << 16  # a longer line is handed out in pieces
+Mark = tuple[int, int]  # inode and position: a file may be replaced by a longer one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """Whole lines that were added to a file."""
+
+    path: Path
+    begin: int  # of ``data`` in the file
+    data: bytes
 
 
 class Tail:
-    """Follows every ``*.log`` and ``*.jsonl`` file below ``root``, also those that appear later."""
+    """Follows a file, or every ``*.log`` file below a directory, also those that appear later."""
 
-    def __init__(self, root: Path, *, from_end: bool = False) -> None:
-        """Begin at the files' present ends, or at their beginnings."""
-        self.root = root
-        self.offsets: dict[Path, tuple[int, int]] = {}  # inode and position: a file may be replaced by a longer one
+    def __init__(self, root: Path, *, wants: Callable[[Path], bool] = lambda _: True, from_end: bool = False) -> None:
+        """Begin at the files' present ends, or at their beginnings; ``wants``: which of the files."""
+        self.root, self.wants = root, wants
+        self.marks: dict[Path, Mark] = {}
         if from_end:
-            self.offsets = {path: (path.stat().st_ino, path.stat().st_size) for path in self.files()}
+            self.marks = {path: (path.stat().st_ino, path.stat().st_size) for path in self.files()}
 
     def files(self) -> list[Path]:
         """The files there are now."""
-        return sorted(path for path in self.root.rglob("*") if path.suffix in (".log", ".jsonl") and path.is_file())
+        found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*.log"))
+        return [path for path in found if self.wants(path) and path.is_file()]
 
-    def all_lines(self, *, final: bool = False) -> Iterator[tuple[Path, list[str]]]:
-        """Yield until nothing is left; ``final``: a last line that has no end counts as well."""
-        while True:
-            found = list(self.new_lines())
-            yield from found
-            if not found:
-                break
-        if final:
-            for path in self.files():
-                inode, offset = self.offsets.get(path, (0, 0))
-                rest = path.read_bytes()[offset:] if path.stat().st_ino == inode or not offset else b""
-                if rest:
-                    self.offsets[path] = (path.stat().st_ino, offset + len(rest))
-                    yield path, [rest.decode("utf-8", "replace")]
+    def begin_at(self, path: Path, mark: Mark) -> None:
+        """Go on where an earlier reader was."""
+        self.marks[path] = mark
 
-    def new_lines(self) -> Iterator[tuple[Path, list[str]]]:
-        """Yield the whole lines that were added since the last call, file by file."""
+    def new(self, *, final: bool = False) -> Iterator[Piece]:
+        """Yield what was added, at most a piece of each file; ``final``: a last line that has no end counts as well."""
         for path in self.files():
-            inode, offset = self.offsets.get(path, (0, 0))
-            try:
-                now = path.stat()
+            yield from self.new_of(path, final=final)
+
+    def new_of(self, path: Path, *, final: bool = False) -> Iterator[Piece]:
+        """Yield what was added to one file, at most a piece."""
+        inode, offset = self.marks.get(path, (0, 0))
+        try:
+            with path.open("rb") as file:
+                now = os.fstat(file.fileno())
                 if now.st_ino != inode or now.st_size < offset:  # written anew
                     offset = 0
-                if now.st_size == offset:
-                    continue
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    block = file.read(MAX_READ_BYTES)
-            except OSError:
-                continue
-            end = block.rfind(b"\n") + 1 or (len(block) if len(block) >= MAX_LINE_BYTES else 0)
-            self.offsets[path] = (now.st_ino, offset + end)
-            if end:
-                yield path, block[:end].decode("utf-8", "replace").splitlines()
+                file.seek(offset)
+                block = file.read(MAX_READ_BYTES) if now.st_size > offset else b""
+        except OSError:
+            return
+        end = block.rfind(b"\n") + 1 or (len(block) if len(block) >= MAX_LINE_BYTES else 0)
+        if final and len(block) < MAX_READ_BYTES:
+            end = len(block)
+        self.marks[path] = (now.st_ino, offset + end)
+        if end:
+            yield Piece(path, offset, block[:end])
+
+    def all(self, *, final: bool = False) -> Iterator[Piece]:
+        """Yield until nothing is left."""
+        while found := list(self.new(final=final)):
+            yield from found

@@ -1,0 +1,134 @@
+"""``llama405b logs`` over whole runs on this machine: two nodes, two ranks each, real files, real torchrun."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+from ops_rig import wait_for
+
+pytestmark = pytest.mark.slow
+
+TALK = """
+import os, sys, time
+rank = int(os.environ["LLAMA405B_FIRST_RANK"]) + int(os.environ["LOCAL_RANK"])
+for i in range({n}):
+    print(f"rank {{rank}} line {{i}} value {{rank * 10 + i}}", flush=True)
+    print(f"same for all {{i}}, rate {{rank + 1}}.5", flush=True)
+    time.sleep({pause})
+print("\\x1b[2J\\x1b]0;evil\\x07 token hf_abcdefghijklmnopqrstuvwxyz", file=sys.stderr, flush=True)
+{end}
+"""
+
+
+@pytest.fixture
+def hosts2(work):
+    (work / "hosts").write_text("node-a address=localhost slots=2\nnode-b address=localhost slots=2\n")
+    return work
+
+
+def talk(work, n=5, pause=0.3, end=""):
+    (work / "talk.py").write_text(TALK.format(n=n, pause=pause, end=end))
+    return ["--", "talk.py"]
+
+
+def records(done):
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_rank_once_in_order_filtered_folded_and_saved(hosts2, cli):
+    assert cli(hosts2, "launch", "--run", "t", "--follow", *talk(hosts2)).returncode == 0
+    found = records(cli(hosts2, "logs", "-o", "json"))
+    assert [r["time"] for r in found] == sorted(r["time"] for r in found)
+    for rank in range(4):
+        mine = [r["text"] for r in found if r["rank"] == rank and r["stream"] == "out"]
+        assert mine[::2] == [f"rank {rank} line {i} value {rank * 10 + i}" for i in range(5)]
+        assert {r["host"] for r in found if r["rank"] == rank} == {"node-a" if rank < 2 else "node-b"}
+    text = cli(hosts2, "logs").stdout
+    assert "\x1b" not in text
+    assert "evil" not in text
+    assert "hf_a…REDACTED" in text
+    assert re.search(r"^\d\d:\d\d:\d\d node-b r3 out │ rank 3 line 0 value 30$", text, re.MULTILINE)
+    folded = cli(hosts2, "logs", "--fold", "-i", "same for all").stdout.splitlines()
+    assert len(folded) == 5
+    assert "node-[a" not in folded[0]
+    assert re.search(r"node-a,node-b r0-3 out │ same for all 0, rate 1.5–4.5$", folded[0])
+    some = records(
+        cli(hosts2, "logs", "-o", "json", "--rank", "1,3", "-e", "same", "-i", "line [12]", "--host", "node-b")
+    )
+    assert [r["text"] for r in some] == ["rank 3 line 1 value 31", "rank 3 line 2 value 32"]
+    assert {r["stream"] for r in records(cli(hosts2, "logs", "-o", "json", "--stderr"))} == {"err"}
+    assert len(records(cli(hosts2, "logs", "-o", "json", "--tail", "1", "-i", "same"))) == 4
+    assert records(cli(hosts2, "logs", "-o", "json", "--since", "0.01s", "--rank", "0")) == []
+    cli(hosts2, "logs", "--save", "out")
+    assert (hosts2 / "out/node-b/rank-2.out.log").read_text().count("\n") == 10
+    assert "torchrun" in cli(hosts2, "logs", "--agent").stdout
+    assert "no failure on 2 hosts" in cli(hosts2, "logs", "--first-error").stdout
+
+
+def test_the_first_error_with_its_traceback(hosts2, cli):
+    end = "def f():\n    raise RuntimeError('out of luck')\nif rank == 3: f()\ntime.sleep(60)"
+    assert cli(hosts2, "launch", "--run", "x", "--follow", *talk(hosts2, end=end)).returncode == 1
+    done = cli(hosts2, "logs", "--first-error")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("run x: node-b: exited 1: rank 3 exited with 1")
+    assert "Traceback (most recent call last):" in done.stdout
+    assert "RuntimeError: out of luck" in done.stdout
+    killed = "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
+    assert cli(hosts2, "launch", "--run", "y", "--follow", *talk(hosts2, end=killed)).returncode == 1
+    assert "node-a: exited 1: rank 1 was killed by SIGSEGV" in cli(hosts2, "logs", "--run", "y", "--first-error").stdout
+
+
+def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
+    end = "raise SystemExit(3 if not os.path.exists('twice') and not open('twice', 'w').close() else 0)"
+    started = cli(hosts2, "launch", "--run", "g", "--restart", 3, *talk(hosts2, n=30, pause=0.1, end=end))
+    assert started.returncode == 0, started.stderr
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "logs", "-f", "-o", "json"],
+        cwd=hosts2, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: "rank 0 line 5" in cli(hosts2, "logs", "--run", "g").stdout)
+    for pid in subprocess.run(
+        ["pgrep", "-f", "llama405b_tools.agent stream"], capture_output=True, text=True, check=False
+    ).stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    out, _ = follower.communicate(timeout=120)
+    assert follower.returncode == 0
+    texts = [(r["rank"], r["text"]) for r in map(json.loads, out.splitlines()) if " line " in r["text"]]
+    for rank in range(4):
+        mine = [text for r, text in texts if r == rank]
+        last = f"rank {rank} line 29 value {rank * 10 + 29}"
+        assert mine.count(last) >= 1
+        assert mine[-30:] == [
+            f"rank {rank} line {i} value {rank * 10 + i}" for i in range(30)
+        ]  # the last attempt: whole, once
+        first = mine[:-30]
+        assert first == [f"rank {rank} line {i} value {rank * 10 + i}" for i in range(len(first))]
+    assert len(records(cli(hosts2, "logs", "--attempt", "1", "-i", "line 3 ", "-o", "json"))) == 4
+    assert len(records(cli(hosts2, "logs", "--attempt", "all", "-i", "line 3 ", "-o", "json"))) == 8
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["-i", "("], "--include: '(' is no regular expression"),
+        (["--rank", "x"], "--rank: 'x' are no ranks"),
+        (["--since", "soon"], "--since: 'soon' is no time"),
+        (["--attempt", "first"], "--attempt: 'first' is none"),
+        (["--tail", "-1"], "--tail: -1 lines"),
+        (["-f", "--first-error"], "--first-error: it does not go with -f"),
+        (["--host", "node-z"], "--host: 'node-z' is not in hosts; take one of node-a, node-b"),
+    ],
+)
+def test_bad_options(work, cli, args, words):
+    done = cli(work, "logs", *args)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,154 @@
+"""Blocks, times, merging, folding and cleaning of log text: pure."""
+
+import datetime
+import random
+
+import pytest
+
+from llama405b_tools.blocks import Blocks, time_of
+from llama405b_tools.clean import clean
+from llama405b_tools.fold import Fold, fold_names, text_of, where_of
+from llama405b_tools.merge import Entry, Merge
+
+TRACE = """Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+    main()
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "y.py", line 2
+ValueError: no
+"""
+RANK_TRACE = "".join(f"[rank3]: {line}\n" for line in TRACE.splitlines())
+
+
+@pytest.mark.parametrize("trace", [TRACE, RANK_TRACE])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_traceback_stays_whole_however_it_arrives(trace, seed):
+    data = f"before\n{trace}after\n".encode()
+    lines = data.splitlines(keepends=True)
+    blocks, cut = Blocks(), random.Random(seed)
+    found, begin = [], 0
+    while lines:
+        count = cut.randint(1, len(lines))
+        piece, lines = b"".join(lines[:count]), lines[count:]
+        found += blocks.feed(begin, piece)
+        begin += len(piece)
+    found += blocks.flush()
+    texts = [block.text for block in found]
+    assert texts[0] == "before"
+    assert texts[-1] == "after"
+    assert "".join(data[block.begin : block.end].decode() for block in found) == data.decode()
+    assert any(text.strip().endswith("ValueError: no") and text.count("\n") >= 2 for text in texts)
+    assert not any(text.lstrip("[rank3]: ").startswith("ValueError") for text in texts)
+
+
+def test_times_in_lines():
+    zone = datetime.timezone(datetime.timedelta(hours=2))
+    at = datetime.datetime(2026, 11, 21, 8, 30, 15, 250000, tzinfo=zone).timestamp()
+    for text in (
+        "2026-11-21 08:30:15,250 INFO x",
+        "[2026-11-21T06:30:15.25Z] x",
+        "2026-11-21T08:30:15.250+02:00 x",
+        "W1121 08:30:15.250000 4711 x.cpp:3] y",
+    ):
+        assert time_of(text, at + 3, 7200.0) == pytest.approx(at, abs=1e-3), text
+    assert (
+        time_of("2026-11-21 08:30:15,250", at + 7200, 7200.0) == at + 7200
+    )  # not credible: it is about something else
+    assert time_of("2026-99-99 08:30:15", at, 0.0) == at
+    assert time_of("no time", at, 0.0) == at
+
+
+def entry(time, host="a", text="x", rank=0):
+    return Entry(time, host, "f", text, rank=rank, stream="out")
+
+
+def test_merge_waits_for_who_may_say_something_older():
+    merge = Merge()
+    merge.begin("a")
+    merge.begin("b")
+    merge.push("a", [entry(1.0), entry(3.0), entry(2.0)])  # a source's own order stands
+    assert list(merge.pop()) == []
+    merge.push("b", [entry(2.5, "b")])
+    assert [(e.host, e.time) for e in merge.pop()] == [("a", 1.0), ("b", 2.5)]
+    assert [(e.host, e.time) for e in merge.pop(3.0)] == [("a", 3.0), ("a", 3.0)]
+    merge.push("a", [entry(4.0)])
+    merge.end("b")
+    assert [e.time for e in merge.pop()] == [4.0]
+
+
+def test_merge_drops_the_oldest_and_counts():
+    merge = Merge(most=10)
+    merge.begin("a")
+    merge.push("a", [entry(float(i)) for i in range(25)])
+    assert merge.dropped == {"a": 15}
+    assert [e.time for e in merge.pop()] == [float(i) for i in range(15, 25)]
+
+
+def test_many_sources_come_out_in_order():
+    draw = random.Random(0)
+    merge, everything = Merge(), []
+    for source in "abcde":
+        merge.begin(source)
+    for _ in range(200):
+        source = draw.choice("abcde")
+        new = [entry(merge.last.get(source, 0.0) + draw.random(), source) for _ in range(draw.randint(0, 5))]
+        merge.push(source, sorted(new, key=lambda e: e.time))
+        everything += merge.pop()
+    for source in "abcde":
+        merge.end(source)
+    everything += merge.pop()
+    assert [e.time for e in everything] == sorted(e.time for e in everything)
+    assert len(everything) == sum(1 for _ in everything)
+
+
+def folded(entries):
+    fold, groups = Fold(), []
+    for each in entries:
+        groups += fold.push(each)
+    groups += fold.flush()
+    return [(where_of(group), text_of(group) if len(group) > 1 else group[0].text) for group in groups]
+
+
+def test_the_same_line_of_many_ranks_is_one():
+    lines = [entry(1.0 + i / 100, f"gpu-{1 + i // 2:02d}", f"step 12 loss 4.0{i} lr 1e-05", rank=i) for i in range(8)]
+    assert folded(lines) == [("gpu-[01-04] r0-7", "step 12 loss 4.00–4.07 lr 1e-05")]
+    assert (
+        len(folded([*lines, entry(1.2, "gpu-01", "step 13 loss 4 lr 1e-05")])) == 2
+    )  # the same rank again: a new line
+    assert len(folded([lines[0], lines[1].at(99.0)])) == 2  # long after
+
+
+def test_errors_are_never_folded():
+    lines = [entry(1.0, f"h{i}", "RuntimeError: CUDA error 700", rank=i) for i in range(3)]
+    assert [where for where, _ in folded(lines)] == ["h0 r0", "h1 r1", "h2 r2"]
+    assert len(folded([entry(1.0, f"h{i}", TRACE, rank=i) for i in range(3)])) == 3
+
+
+def test_names_are_folded_as_they_are_written():
+    assert fold_names(["n01", "n02", "n03", "n10"]) == "n[01-03,10]"
+    assert fold_names(["n8", "n9", "n10", "head"]) == "head,n[8-10]"
+    assert fold_names(["10.0.0.1", "10.0.0.2"]) == "10.0.0.[1-2]"
+    assert fold_names(["n1", "n01"]) in ("n1,n01", "n01,n1")
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m \x1b]0;title\x07x", "red x"),
+        ("\x1b]52;c;ZXZpbA==\x1b\\y\x1b[2J\x1b[H", "y"),
+        (" 10%|#\r 50%|##\r100%|###\r", "100%|###"),
+        ("a\x07b\x9bc\x00", "a�b�c�"),
+        ("evil\u202etxt", "evil�txt"),
+        ("one\n\ttwo", "one\n        two"),
+        ("use hf_abcdefghijklmnopqrstuvwxyz now", "use hf_a…REDACTED now"),
+        ("WANDB_API_KEY=0123456789abcdef", "WANDB_API_KEY=…REDACTED"),
+        ("'HF_TOKEN': 'hf_abcdefghijklmnopqrstuvwxyz'", "'HF_TOKEN': 'hf_a…REDACTED'"),
+        ("Authorization: Bearer abcdefghijk", "Authorization: Bearer …REDACTED"),
+        ("2,048 tokens/s", "2,048 tokens/s"),
+    ],
+)
+def test_nothing_a_terminal_would_obey_and_no_token(raw, shown):
+    assert clean(raw) == shown

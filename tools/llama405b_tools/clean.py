@@ -1,0 +1,30 @@
+"""Log text made fit for a terminal: no escapes that it would obey, no tokens. Pure."""
+
+import re
+
+ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])")
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+TOKENS = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
+    r"|xox[abp]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
+)
+NAMED = re.compile(
+    r"((?:[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY)|[Aa]uthorization:?\s+Bearer)[\"']?\s*[=: ]\s*[\"']?)([^\s\"',;]{8,})"
+)
+
+
+def clean(text: str) -> str:
+    """One block of a log, as a terminal may show it: what a progress bar wrote last, no controls, no tokens."""
+    lines = [_last_written(line) for line in text.split("\n")]
+    return redact(CONTROLS.sub("�", ESCAPES.sub("", "\n".join(lines)).expandtabs()))
+
+
+def redact(text: str) -> str:
+    """``text`` without what looks like a token: its first letters stay, so that one can tell which it was."""
+    text = TOKENS.sub(lambda match: f"{match[0][:4]}…REDACTED", text)
+    return NAMED.sub(lambda match: match[0] if "REDACTED" in match[0] else f"{match[1]}…REDACTED", text)
+
+
+def _last_written(line: str) -> str:
+    """A line as it looks after its carriage returns: the last piece that is not empty."""
+    return next((piece for piece in reversed(line.split("\r")) if piece.strip()), "")

@@ -1,0 +1,102 @@
+"""The same line of many ranks as one: where it was said in front, its numbers as ranges. Errors are never folded. Pure."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from llama405b_tools.merge import Entry
+
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)?(?!\w*\d)")
+ERROR = re.compile(r"error|exception|traceback|fatal|fail|killed|abort|segfault|nan\b|timed? ?out|xid", re.IGNORECASE)
+TAIL_DIGITS = re.compile(r"(.*?)(\d+)(\D*)")  # the last number of a name
+
+
+def is_error(entry: Entry) -> bool:
+    """Whether a block may be about something that went wrong: each of those counts by itself."""
+    return bool(ERROR.search(entry.text)) or "\n" in entry.text
+
+
+class Fold:
+    """Collects entries for ``window_s``. A rank's second line of one kind goes to the next group of that kind."""
+
+    def __init__(self, window_s: float = 2.0) -> None:
+        self.window_s = window_s
+        self.groups: list[tuple[tuple[str, str], list[Entry]]] = []  # oldest first
+
+    def push(self, entry: Entry) -> Iterator[Sequence[Entry]]:
+        """Take an entry; yields the groups that are complete with it, oldest first."""
+        yield from self.older_than(entry.time - self.window_s)
+        if is_error(entry):
+            yield from self.flush()
+            yield [entry]
+            return
+        kind = (entry.stream, NUMBER.sub("#", entry.text))
+        who = (entry.host, entry.rank)
+        for key, group in self.groups:
+            if key == kind and all((other.host, other.rank) != who for other in group):
+                group.append(entry)
+                return
+        self.groups.append((kind, [entry]))
+
+    def older_than(self, time: float) -> Iterator[Sequence[Entry]]:
+        """Yield the groups that began before ``time``."""
+        while self.groups and self.groups[0][1][0].time < time:
+            yield self.groups.pop(0)[1]
+
+    def flush(self) -> Iterator[Sequence[Entry]]:
+        """Yield all groups."""
+        yield from self.older_than(float("inf"))
+
+
+def text_of(group: Sequence[Entry]) -> str:
+    """The common text of a group, its numbers as ``least–most`` where they differ."""
+    columns = list(zip(*(NUMBER.findall(entry.text) for entry in group), strict=True))
+    pieces = NUMBER.split(group[0].text)
+    out = [pieces[0]]
+    for column, piece in zip(columns, pieces[1:], strict=True):
+        least, most = min(column, key=_value), max(column, key=_value)
+        out += [least if _value(least) == _value(most) else f"{least}–{most}", piece]
+    return "".join(out)
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def where_of(group: Sequence[Entry]) -> str:
+    """``gpu-[01-08] r0-63``: the hosts and ranks of a group, folded."""
+    ranks = sorted({entry.rank for entry in group if entry.rank >= 0})
+    hosts = fold_names(sorted({entry.host for entry in group}))
+    return f"{hosts} {f'r{fold_numbers(ranks)}' if ranks else 'torchrun'}"
+
+
+def fold_numbers(numbers: Sequence[int]) -> str:
+    """``0-3,7`` of sorted whole numbers."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def fold_names(names: Iterable[str]) -> str:
+    """``gpu-[01-08]`` of host names that differ in one number."""
+    families: dict[tuple[str, str], list[str]] = {}
+    folded: list[str] = []
+    for name in names:
+        if match := TAIL_DIGITS.fullmatch(name):
+            families.setdefault((match[1], match[3]), []).append(match[2])
+        else:
+            folded.append(name)
+    for (before, after), digits in families.items():
+        widths = {len(number) for number in digits}
+        padded = any(number.startswith("0") and len(number) > 1 for number in digits)
+        if len(digits) == 1 or (padded and len(widths) > 1):
+            folded += [f"{before}{number}{after}" for number in digits]
+            continue
+        width = widths.pop() if padded else 0
+        spans = fold_numbers(sorted(map(int, digits))).split(",")
+        inner = ",".join("-".join(part.zfill(width) for part in span.split("-")) for span in spans)
+        folded.append(f"{before}[{inner}]{after}")
+    return ",".join(folded)
