@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
+# What each choice of numerics costs, in bytes per parameter: weight + gradient + two moments.
+BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
 
 
 def option(default: Any, text: str) -> Any:

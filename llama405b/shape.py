@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from llama405b import config as configuration
 from llama405b import model, shard, weights
-from llama405b.schema import Config
+from llama405b.schema import BYTES_PER_PARAMETER, Config
 
 GIB = 1 << 30
 
@@ -36,7 +36,7 @@ def report(config: Config, preset: str, world: int) -> str:
         dist.destroy_process_group()
     total = sum(p.numel() for _, parameters in units for p in parameters)
     mine = sum(p.data.to_local().numel() for _, parameters in units for p in parameters)
-    each = shard.BYTES_PER_PARAMETER[config.parallel.numerics]
+    each = BYTES_PER_PARAMETER[config.parallel.numerics]
     largest = max(units, key=lambda unit: sum(p.numel() for p in unit[1]))
     layers = [unit for unit in units if unit[0].startswith("model.layers.")]
     compute_bytes = 4 if config.parallel.numerics == "fp32" else 2

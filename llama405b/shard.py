@@ -22,8 +22,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from llama405b.errors import UserError
 from llama405b.schema import Parallel
 
-# What each choice of numerics costs, in bytes per parameter: weight + gradient + two moments.
-BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
 
 

@@ -23,7 +23,7 @@ from llama405b.heartbeat import Pulse
 from llama405b.optim import build_optimizer, lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.rundir import UMASK, Metrics, RunDir, write_atomic
-from llama405b.schema import Config
+from llama405b.schema import BYTES_PER_PARAMETER, Config
 from llama405b.step import NonFiniteError, StepResult, train_step
 from llama405b.timer import Laps
 
@@ -216,7 +216,7 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
             )
     if config.model.activation_checkpointing:
         shard.checkpoint_activations(module)
-    n, each = llama.parameters, shard.BYTES_PER_PARAMETER[parallel.numerics]
+    n, each = llama.parameters, BYTES_PER_PARAMETER[parallel.numerics]
     what = f"{n:,} parameters, {parallel.numerics} at {each} bytes each"
     _log(me, f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"

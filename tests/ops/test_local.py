@@ -92,7 +92,7 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
 
     logs = cli(work, "logs")
     assert logs.returncode == 0
-    assert "node-a r0 out   │ step 1/100000" in logs.stdout
+    assert "node-a r0 out │ step 1/100000" in logs.stdout
 
     stopped = cli(work, "stop")
     assert stopped.returncode == 0, stopped.stdout

@@ -45,6 +45,7 @@ class Asked:
     hang_after_s: float
     notify: str
     rehearse: bool
+    allow_sockets: bool
     config: Config | None  # None: a program of the user's own
     flags: tuple[str, ...]  # the training settings, as flags
     program: tuple[str, ...]
@@ -90,6 +91,7 @@ def _parser() -> _Parser:
         help="hand this environment variable to the ranks, by SSH's standard input only",
     )
     add("--setup-line", default="", metavar="LINE", help="shell line before torchrun on every host (module load …)")
+    add("--allow-sockets", action="store_true", help="let NCCL use TCP although the hosts have RDMA")
     add("--port", type=int, default=0, help="of the rendezvous on the head [a free one]")
     add("--dry-run", action="store_true", help="print what would run where; opens no connection")
     return parser
@@ -138,6 +140,7 @@ def parse(argv: Sequence[str], now: float) -> Asked:
         hang_after_s=seconds(known.hang_after, "--hang-after"),
         notify=known.notify,
         rehearse=known.rehearse,
+        allow_sockets=known.allow_sockets,
         config=resolved,
         flags=flags,
         program=program,

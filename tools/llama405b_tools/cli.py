@@ -8,6 +8,7 @@ from llama405b import __version__
 from llama405b.errors import STOPPED_FOLLOWING, UserError
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
+    "doctor": ("llama405b_tools.doctor", "are these hosts fit to train, and do they agree?"),
     "launch": ("llama405b_tools.launch", "start a run on every host, all or nothing"),
     "status": ("llama405b_tools.status", "what runs where, and how it goes"),
     "logs": ("llama405b_tools.logs", "the logs of every rank of every host"),
@@ -17,7 +18,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "demo": ("llama405b.demo_cli", "write a small Llama checkpoint to try things on"),
     "bench": ("llama405b.bench", "measure against a named baseline"),
 }
-OPERATOR, HOSTS = ("launch", "status", "logs", "attach", "stop"), ("train", "demo", "bench")
+OPERATOR, HOSTS = ("doctor", "launch", "status", "logs", "attach", "stop"), ("train", "demo", "bench")
 
 
 def usage() -> str:

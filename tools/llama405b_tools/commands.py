@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama405b.errors import UserError
-from llama405b_tools.hosts import Host
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SETUP_FAILED = "the setup line failed"
@@ -45,6 +44,7 @@ class Plan:
     checkpoint_dir: str = ""
     owner: str = ""  # who launched it, for whoever finds it running
     setup: str = ""  # a shell line that goes before torchrun
+    refuse_sockets: bool = False  # end the run if NCCL falls back to TCP although there is RDMA
 
     @property
     def trains(self) -> bool:
@@ -180,8 +180,3 @@ def disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
             odd = ", ".join(f"{host} has {value}" for host, value in values.items() if value != majority)
             clauses.append(f"{key} is {majority} on most hosts, but {odd}")
     return clauses
-
-
-def default_address(host: Host, ssh_hostname: str) -> str:
-    """The address that the other hosts find a host at."""
-    return "127.0.0.1" if host.loopback else host.address or ssh_hostname

@@ -4,13 +4,14 @@ Changes nothing.
 """
 
 import contextlib
-import errno
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,9 @@ import llama405b
 from llama405b import weights
 from llama405b.errors import UserError
 from llama405b.rundir import RunDir, read_json
-from llama405b_tools import procs
-from llama405b_tools.hosts import LOOPBACK
+from llama405b_tools import hostprobe, procs
 from llama405b_tools.node import is_alive
 
-CONNECT_TIMEOUT_S = 5.0
-ELSEWHERE = "192.0.2.1"  # RFC 5737: an address of no machine, whose route is the default one
 Request = dict[str, Any]
 
 
@@ -32,35 +30,58 @@ def run_dir(name: str) -> RunDir:
     return RunDir(Path.cwd() / "runs" / name)
 
 
-def probe(request: Request) -> dict[str, Any]:
-    """Say what launch must know of this host; starts nothing and changes nothing."""
-    run = run_dir(request["run"])
-    host, head, port = request["host"], request["head_address"], request["port"]
+def probe(request: Request) -> None:
+    """Say what launch must know of this host; the head goes on listening for the others until its input closes.
+
+    Starts nothing and changes nothing.
+    """
+    listener = hostprobe.Listener(request["port"], request["token"]) if request["is_head"] else None
+    print(json.dumps(_answer(request, listener.fault if listener else "")), flush=True)
+    if listener:
+        sys.stdin.read()
+
+
+def _answer(request: Request, port_fault: str) -> dict[str, Any]:
+    run, host = run_dir(request["run"]), request["host"]
     facts = {
         "python": platform.python_version(),
         **{name: _version(name) for name in request["packages"]},
         "llama405b": llama405b.__version__,
     }
-    interface, address = _route(head, is_head=request["is_head"])
+    plan = read_json(run.plan) or {}
+    own = hostprobe.network()["addresses"]
     return {
         "facts": facts,
         "tmux": shutil.which("tmux") is not None,
         "ip": shutil.which("ip") is not None,
         "run_exists": run.path.exists(),
-        "attempt": (read_json(run.plan) or {}).get("attempt", 0),
+        "attempt": plan.get("attempt", 0),
+        "owner": plan.get("owner", ""),
         "alive": is_alive(run, host),
-        "owner": (read_json(run.plan) or {}).get("owner", ""),
         "leftovers": procs.marked(f"{run.path}:{host}"),
         "machine": _machine_id(),
         "gpus": _gpus(),
+        "rdma": hostprobe.rdma(),
         "cores": len(os.sched_getaffinity(0)),
-        "interface": interface,
-        "address": address,
-        "head": _listen_fault(port) if request["is_head"] else _reach_fault(head, port),
+        "port_fault": port_fault,
+        "own": own,
+        "head": _reach_head(request, own),
         "workdir": str(Path.cwd()),
         "writable": os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
+        "free_bytes": shutil.disk_usage(".").free,
         "checkpoint": _checkpoint_fault(request.get("checkpoint")),
     }
+
+
+def _reach_head(request: Request, own: list[dict[str, str]]) -> dict[str, Any]:
+    """For each address the head may have: '' or a fault, and the own address and interface on the way there."""
+    found = {}
+    for address in request["candidates"]:
+        result = hostprobe.reach(address, request["port"], request["token"])
+        mine = result.get("mine", "")
+        interface = next((entry["interface"] for entry in own if entry["address"] == mine), "")
+        found[address] = result | {"interface": "lo" if mine.startswith("127.") else interface}
+    return found
 
 
 def _version(package: str) -> str:
@@ -85,50 +106,6 @@ def _gpus() -> int:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=15, check=False)
         return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
     return 0
-
-
-def _route(head: str, *, is_head: bool) -> tuple[str, str]:
-    """The interface and own address on the way to the head; gloo and NCCL must be told, or may pick loopback."""
-    try:
-        target = socket.gethostbyname(head)
-        if is_head and target.startswith("127.") and not LOOPBACK.fullmatch(head):
-            target, is_head = ELSEWHERE, False  # Debian's "127.0.1.1 <own name>": where the others cannot reach it
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe_socket:
-            probe_socket.connect((target, 9))  # sends nothing
-            address = target if is_head else probe_socket.getsockname()[0]
-    except OSError:
-        return "", ""
-    if not shutil.which("ip"):
-        return "", address
-    done = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, timeout=10, check=False)
-    for line in done.stdout.splitlines():
-        words = line.split()
-        if words[3].partition("/")[0] == address or (address.startswith("127.") and words[1] == "lo"):
-            return words[1], address
-    return "", address
-
-
-def _listen_fault(port: int) -> str:
-    """'' where the rendezvous may listen on ``port`` here, else why not."""
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an attempt left in TIME_WAIT is no one
-        try:
-            listener.bind(("", port))
-            listener.listen(1)
-        except OSError as error:
-            return "in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-    return ""
-
-
-def _reach_fault(head: str, port: int) -> str:
-    """'' where the head answers (nothing listens on the port yet, so it refuses), else why not."""
-    try:
-        with socket.create_connection((head, port), timeout=CONNECT_TIMEOUT_S):
-            return "in use"
-    except ConnectionRefusedError:
-        return ""
-    except OSError as error:
-        return f"cannot reach {head}:{port} ({error.strerror or error})"
 
 
 def _checkpoint_fault(asked: dict[str, Any] | None) -> str:

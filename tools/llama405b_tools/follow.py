@@ -1,5 +1,6 @@
 """Follow a run to its end: rank 0's words as they come, the others' when they fail. Ctrl-C only stops following."""
 
+import collections
 import contextlib
 import dataclasses
 import queue
@@ -59,6 +60,7 @@ class Watch:
         self.ended: dict[str, Failure | None] = {}
         self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
         self.losses: dict[int, float] = {}  # by step, as rank 0 prints them in this attempt
+        self.said: collections.deque[str] = collections.deque(maxlen=100)  # rank 0's last lines
         self.saved = ""
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure as long as no host reports one
         self.stopped: dict[str, Outcome] = {}  # how ending the rest went, where that was needed
@@ -118,6 +120,7 @@ class Watch:
             if step := STEP_LINE.match(line):
                 self.losses[int(step[1])] = float(step[2])
         if host == self.plan.nodes[0].name and re.search(r"/0/stdout\.log$", file):
+            self.said.extend(lines)
             return lines
         return [
             f"{host} │ {line}" for line in lines if file.endswith("stderr.log") and line.startswith("llama405b train:")

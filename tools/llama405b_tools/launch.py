@@ -17,7 +17,7 @@ from llama405b_tools.commands import Node, Plan
 from llama405b_tools.fleet import Fleet, front_door, hosts_argument, read_hosts
 from llama405b_tools.follow import follow
 from llama405b_tools.hosts import Host
-from llama405b_tools.preflight import check_training, head_address, make_plan, probe
+from llama405b_tools.preflight import check_training, make_plan, nccl_reasons, probe
 from llama405b_tools.start import start
 
 UNPROVED = (
@@ -57,12 +57,14 @@ def launch(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = F
         RunError: A host is not fit, or did not start; nothing is left running, or it says where something may be.
     """
     began = time.monotonic()
-    answers, port = probe(asked, hosts, fleet)
-    plan = make_plan(asked, hosts, answers, port, time.time())
+    answers, way = probe(asked, hosts, fleet)
+    plan = make_plan(asked, hosts, answers, way, time.time())
     check_training(asked, plan)
     start(plan, asked.secrets, fleet, again=again)
     took = f"up in {time.monotonic() - began:.1f} s"
     print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
+    for line in nccl_reasons(asked, answers, way):
+        print(f"  {line}")
     if asked.config and asked.config.parallel.device != "cpu" and any(a["gpus"] for a in answers.values()):
         print(UNPROVED)
     sys.stdout.flush()
@@ -88,7 +90,8 @@ def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:
         )
         for host, first in zip(hosts, commands.first_ranks(slots), strict=True)
     )
-    endpoint = f"{head_address(hosts)}:{asked.port or '<free port>'}"
+    head = hosts[0].address or ("127.0.0.1" if hosts[0].loopback else "<measured>")
+    endpoint = f"{head}:{asked.port or '<free port>'}"
     rdzv_id = f"{asked.run}-<attempt>-<random>"
     plan = Plan(asked.run, 1, 0.0, rdzv_id, endpoint, program, tuple(asked.secrets), nodes, setup=asked.setup)
     for node in plan.nodes:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.rundir import UMASK, NodeStatus, RunDir, read_json, write_json
-from llama405b_tools import procs
+from llama405b_tools import fabric, procs
 from llama405b_tools.commands import SETUP_FAILED, Plan, node_env, plan_from_json, setup_argv, torchrun_argv
 from llama405b_tools.tail import Tail
 
@@ -39,6 +39,7 @@ class NodeRunner:
         self.run, self.host = run, host
         self.marker = f"{run.path}:{host}"
         self.stop_signal = 0
+        self.fell_back = ""  # NCCL's line that says so
         record = read_json(run.plan)
         if record is None:
             raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
@@ -81,6 +82,10 @@ class NodeRunner:
     def report_end(self, code: int) -> None:
         """Say how torchrun ended, and which rank was the first to fail."""
         asked = read_json(stop_path(self.run, self.host))
+        if self.fell_back:
+            said = f"NCCL fell back to TCP sockets although RDMA ports are up ({self.fell_back.strip()[:200]}); "
+            self.report("exited", exit_code=code, reason=f"{said}set NCCL_IB_HCA with --env, or take --allow-sockets")
+            return
         if self.stop_signal and asked:
             self.report("stopped", exit_code=code if code >= 0 else None, reason=f"stopped by {asked['by']}")
         elif self.stop_signal:
@@ -129,6 +134,7 @@ class NodeRunner:
         logs = self.run.logs(self.host)
         logs.mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
+        env |= fabric.NCCL_DEBUG_LINES if self.plan.refuse_sockets else {}
         env |= self.take_secrets() | node_env(self.plan, self.host, str(self.run.path))
         argv = setup_argv(self.plan.setup, torchrun_argv(self.plan, self.host, str(logs)))
         with (logs / "torchrun.log").open("ab") as log:
@@ -142,6 +148,13 @@ class NodeRunner:
                 stderr=log,
                 start_new_session=True,
             )
+
+    def look_for_sockets(self, data: bytes, child: "subprocess.Popen[bytes]") -> None:
+        """End the run where NCCL says that it falls back to TCP, if the plan has it so: it would train at a crawl."""
+        if self.plan.refuse_sockets and not self.fell_back and fabric.SOCKETS.encode() in data:
+            self.fell_back = fabric.socket_line(data.decode("utf-8", "replace"))
+            if self.fell_back:
+                child.terminate()
 
     def take_secrets(self) -> dict[str, str]:
         """Read the secrets' file, and delete it."""
@@ -189,6 +202,7 @@ class NodeRunner:
                 while True:
                     ended = child.poll() is not None
                     for piece in tail.all(final=ended):
+                        self.look_for_sockets(piece.data, child)
                         ends[piece.path] = piece.begin + len(piece.data)
                         with contextlib.suppress(OSError):
                             print(piece.data.decode("utf-8", "replace"), end="", flush=True)

@@ -1,52 +1,161 @@
 """Before a launch: ask every host, refuse what cannot work, and put the answers together as a plan."""
 
+import dataclasses
 import getpass
 import random
 import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from llama405b import command, config
 from llama405b.errors import RunError, UserError
-from llama405b_tools import commands
+from llama405b_tools import commands, fabric
 from llama405b_tools.asked import Asked
 from llama405b_tools.commands import Node, Plan
+from llama405b_tools.findings import is_private
 from llama405b_tools.fleet import Fleet, Outcome, Reply, is_local
-from llama405b_tools.hosts import Host
+from llama405b_tools.fold import fold_names
+from llama405b_tools.hosts import LOOPBACK, Host
+from llama405b_tools.streams import Dialogue
 from llama405b_tools.transport import HostError
 
 PROBE_TIMEOUT_S = 60.0
+LEAST_FREE_BYTES = 64 << 20  # for logs
 PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection sits on it
 PORT_TRIES = 5
 
 
-def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet) -> tuple[dict[str, Reply], int]:
-    """Ask every host whether the run can start there; returns the answers and the rendezvous port.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """Where the hosts meet: measured, never taken from the names that SSH uses."""
+
+    head: str  # the head's address on the training network
+    port: int  # of the rendezvous, free and reached by all
+    address: Mapping[str, str]  # each host's own, on its way there
+    interface: Mapping[str, str]  # that carries it
+
+
+def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet) -> tuple[dict[str, Reply], Way]:
+    """Ask every host whether the run can start there, and find out where they meet.
 
     Raises:
         RunError: A host is not fit; names every host that is not.
         UserError: The run's name or the port is in use, or the checkpoint on the head cannot be used.
     """
-    outcomes: dict[str, Outcome] = {}
-    port = asked.port
-    for _ in range(1 if asked.port else PORT_TRIES):
-        port = asked.port or random.choice(PORTS)
-        outcomes = fleet.ask_all("probe", _probe_requests(asked, hosts, port), PROBE_TIMEOUT_S)
-        if not any(isinstance(found, dict) and found["head"] == "in use" for found in outcomes.values()):
-            break
-    faults = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
+    head, token = hosts[0], f"llama405b {secrets.token_hex(8)}"
+    listening, first, port = _ask_head(asked, hosts, fleet, token)
+    try:
+        candidates = candidates_of(head, first)
+        requests = {
+            host.name: _request(asked, host.name, port, token) | {"is_head": False, "candidates": candidates}
+            for host in hosts[1:]
+        }
+        outcomes: dict[str, Outcome] = {head.name: first, **fleet.ask_all("probe", requests, PROBE_TIMEOUT_S)}
+    finally:
+        if listening:
+            listening.end_input()
+            listening.close()
     answers = {name: found for name, found in outcomes.items() if isinstance(found, dict)}
     refuse_input(asked, answers, port)
-    for name, found in answers.items():
-        if fault := _host_fault(found):
-            faults[name] = fault
+    faults = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
+    faults |= {name: fault for name, found in answers.items() if (fault := _host_fault(found))}
+    way = meet(head, candidates, answers, port)
+    if isinstance(way, dict):
+        faults = way | faults
     if faults:
         raise RunError(fault_list(faults, len(hosts)))
+    assert isinstance(way, Way)
     if clauses := commands.disagreements({name: found["facts"] for name, found in answers.items()}):
         raise RunError(f"the hosts differ: {'; '.join(clauses)}; install the same everywhere. Nothing was started")
-    return answers, port
+    return answers, way
+
+
+def _ask_head(asked: Asked, hosts: Sequence[Host], fleet: Fleet, token: str) -> tuple[Dialogue | None, Outcome, int]:
+    """Probe the head, which then listens on the rendezvous port; tries several ports unless one is asked for."""
+    head, port = hosts[0].name, asked.port
+    for _ in range(1 if asked.port else PORT_TRIES):
+        port = asked.port or random.choice(PORTS)
+        request = _request(asked, head, port, token) | {"is_head": True, "candidates": []}
+        if asked.config and asked.config.model.path != config.DEMO_MODEL:
+            request["checkpoint"] = {
+                "path": asked.config.model.path,
+                "seq_len": asked.config.data.seq_len,
+                "layers": asked.config.model.layers,
+                "random": asked.config.model.weights == "random",
+            }
+        try:
+            dialogue = Dialogue(fleet.stream(head, "probe", request))
+            answer = dialogue.answer(PROBE_TIMEOUT_S)
+        except HostError as error:
+            return None, _why(fleet, head, asked.run, error), port
+        if not answer["port_fault"] or asked.port:
+            return dialogue, answer, port
+        dialogue.end_input()
+    return dialogue, answer, port
+
+
+def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
+    """A better word for why a host's stream failed: from a question that hears its standard error."""
+    try:
+        fleet.ask(head, "status", {"host": head, "run": run}, PROBE_TIMEOUT_S)
+    except HostError as better:
+        return better
+    return error
+
+
+def candidates_of(head: Host, answer: Outcome) -> list[str]:
+    """Addresses at which the others may find the head: ``address=`` alone, else its own, fast and private ones first."""
+    if head.address or head.loopback:
+        return [head.address or "127.0.0.1"]
+    own = answer["own"] if isinstance(answer, dict) else []
+    own = sorted(own, key=lambda entry: (not is_private(entry["address"]), -_mbit(entry["mbit"])))
+    return list(dict.fromkeys([*(entry["address"] for entry in own), ssh_address(head)]))
+
+
+def _mbit(text: str) -> int:
+    return int(text) if text.lstrip("-").isdigit() else 0
+
+
+def ssh_address(host: Host) -> str:
+    """Where SSH finds a host."""
+    if host.loopback or is_local(host):
+        return host.name
+    from llama405b_tools.ssh import read_config
+
+    return str(read_config().lookup(host.name).get("hostname", host.name))
+
+
+def meet(head: Host, candidates: Sequence[str], answers: Mapping[str, Reply], port: int) -> Way | dict[str, str]:
+    """The first candidate that every other host reaches; else, by host, why there is none."""
+    others = {name: found["head"] for name, found in answers.items() if name != head.name}
+    if head.name not in answers:
+        return {}
+    own = {entry["address"]: entry["interface"] for entry in answers[head.name]["own"]}
+    for candidate in candidates:
+        if all(found[candidate]["fault"] == "" for found in others.values()):
+            loopback = LOOPBACK.fullmatch(candidate) is not None
+            default = next(iter(own), "127.0.0.1")
+            mine = "127.0.0.1" if loopback else candidate if candidate in own else default
+            return Way(
+                head="127.0.0.1" if loopback else candidate,
+                port=port,
+                address={head.name: mine, **{name: found[candidate]["mine"] for name, found in others.items()}},
+                interface={
+                    head.name: own.get(mine, "lo"),
+                    **{name: found[candidate]["interface"] for name, found in others.items()},
+                },
+            )
+    faults = {}
+    for name, found in others.items():
+        failed = {address: result["fault"] for address, result in found.items() if result["fault"]}
+        if failed:
+            tried = ", ".join(f"{address} ({fault})" for address, fault in failed.items())
+            faults[name] = (
+                f"cannot reach {head.name} on TCP port {port} at {tried}; open TCP ports 20000-65535 between the hosts, "
+                f"or give {head.name} an address= that all of them reach"
+            )
+    return faults
 
 
 def refuse_input(asked: Asked, answers: Mapping[str, Reply], port: int) -> None:
@@ -63,15 +172,16 @@ def refuse_input(asked: Asked, answers: Mapping[str, Reply], port: int) -> None:
             )
         if found["run_exists"] and asked.resume == "no":
             raise UserError(f"--run: {asked.run!r} exists on {name}; take another name, or go on with --resume auto")
-        if found["head"] == "in use":
-            raise UserError(f"--port: {port} is in use on the head; leave --port out to get a free one")
+        if found["port_fault"]:
+            why = "in use" if "in use" in found["port_fault"] else f"not to be had ({found['port_fault']})"
+            raise UserError(f"--port: {port} is {why} on the head; leave --port out to get a free one")
         if not found["tmux"]:
             raise UserError(f"{name}: there is no tmux; install it there (apt-get install tmux). Nothing was started")
         if found["checkpoint"]:
             raise UserError(f"{name}: {found['checkpoint']}")
 
 
-def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply], port: int, now: float) -> Plan:
+def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply], way: Way, now: float) -> Plan:
     """Put the answers together.
 
     Raises:
@@ -84,6 +194,7 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
     devices = commands.device_env(list(zip(machines, slots, strict=True)), gpus)
     if on_cpu:
         devices = [{"CUDA_VISIBLE_DEVICES": ""} for _ in hosts]
+    nccl = {} if on_cpu else {name: nccl_env(found, way.interface[name]) for name, found in answers.items()}
     attempt = 1 + max(answers[host.name]["attempt"] for host in hosts)
     nodes = []
     for i, host in enumerate(hosts):
@@ -97,9 +208,9 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
                 commands.first_ranks(slots)[i],
                 found["workdir"],
                 host.python or sys.executable,
-                found["address"],
-                found["interface"],
-                threads | devices[i] | dict(asked.env),
+                way.address[host.name],
+                way.interface[host.name],
+                threads | devices[i] | nccl.get(host.name, {}) | dict(asked.env),
             )
         )
     return Plan(
@@ -107,13 +218,14 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
         attempt=attempt,
         created=now,
         rdzv_id=f"{asked.run}-{attempt}-{secrets.token_hex(4)}",
-        endpoint=f"{head_address(hosts)}:{port}",
+        endpoint=f"{way.head}:{way.port}",
         program=asked.training_program(),
         secrets=tuple(asked.secrets),
         nodes=tuple(nodes),
         checkpoint_dir=asked.config.checkpoint.dir if asked.config else "",
         owner=f"{getpass.getuser()}@{socket.gethostname()}",
         setup=asked.setup,
+        refuse_sockets=bool(nccl) and all(nccl.values()) and not asked.allow_sockets,
     )
 
 
@@ -130,50 +242,42 @@ def check_training(asked: Asked, plan: Plan) -> None:
         config.check_world(parsed.config, plan.world)
 
 
-def head_address(hosts: Sequence[Host]) -> str:
-    """Where the other hosts find the head."""
-    head = hosts[0]
-    if head.address or head.loopback or is_local(head):
-        return commands.default_address(head, head.name)
-    from llama405b_tools.ssh import read_config
-
-    return commands.default_address(head, read_config().lookup(head.name).get("hostname", head.name))
+def nccl_env(found: Reply, interface: str) -> dict[str, str]:
+    """What NCCL is told of a host's RDMA devices; {} where it has no GPU, or none of those."""
+    ports = fabric.read(found["rdma"])
+    if not found["gpus"] or not fabric.has_rdma(ports):
+        return {}
+    return {name: value for name, (value, _) in fabric.nccl_env(ports, interface).items()}
 
 
-def _probe_requests(asked: Asked, hosts: Sequence[Host], port: int) -> dict[str, Any]:
-    head = head_address(hosts)
+def nccl_reasons(asked: Asked, answers: Mapping[str, Reply], way: Way) -> list[str]:
+    """One line for each setting of NCCL that launch makes: for which hosts, and why."""
+    lines: dict[str, list[str]] = {}
+    for host, found in answers.items():
+        if nccl_env(found, way.interface[host]):
+            for name, (value, why) in fabric.nccl_env(fabric.read(found["rdma"]), way.interface[host]).items():
+                said = f"{name}={asked.env[name]} (--env)" if name in asked.env else f"{name}={value} ({why})"
+                lines.setdefault(said, []).append(host)
+    return [f"{fold_names(hosts)}: {line}" for line, hosts in lines.items()]
+
+
+def _request(asked: Asked, name: str, port: int, token: str) -> Reply:
     packages = ["torch", "transformers"] if asked.config else ["torch"]
-    requests: dict[str, Any] = {}
-    for i, host in enumerate(hosts):
-        requests[host.name] = {
-            "run": asked.run,
-            "host": host.name,
-            "head_address": head,
-            "is_head": i == 0,
-            "port": port,
-            "packages": packages,
-        }
-        if i == 0 and asked.config and asked.config.model.path != config.DEMO_MODEL:
-            requests[host.name]["checkpoint"] = {
-                "path": asked.config.model.path,
-                "seq_len": asked.config.data.seq_len,
-                "layers": asked.config.model.layers,
-                "random": asked.config.model.weights == "random",
-            }
-    return requests
+    return {"run": asked.run, "host": name, "port": port, "token": token, "packages": packages}
 
 
 def _host_fault(found: Reply) -> str:
     if missing := [name for name, version in found["facts"].items() if version == "missing"]:
         return f"{', '.join(missing)} is not installed for its python; install it there"
-    if found["head"]:
-        return f"{found['head']}; give the head an address= that all hosts reach"
     if not found["writable"]:
         return f"{found['workdir']}/runs is no directory that can be written; mend it, or set workdir="
     if not found["ip"]:
         return "there is no `ip` program; install iproute2 there"
-    if not found["address"] or not found["interface"]:
-        return "no route to the head's address; check address= in the hosts file"
+    if found["free_bytes"] < LEAST_FREE_BYTES:
+        free = found["free_bytes"] / (1 << 20)
+        return (
+            f"its disk is full ({free:.0f} MiB free at {found['workdir']}); make room, or set workdir= on another disk"
+        )
     if found["leftovers"]:
         return f"{len(found['leftovers'])} processes of an earlier attempt are left; run `llama405b stop` first"
     return ""

@@ -227,6 +227,10 @@ class _SshStream:
         except (OSError, EOFError, paramiko.SSHException) as error:
             raise HostError(f"the connection broke ({error or type(error).__name__})") from None
 
+    def end_input(self) -> None:
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            self.channel.shutdown_write()
+
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             self.channel.close()

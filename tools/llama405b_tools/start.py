@@ -6,9 +6,8 @@ hears nothing more (the operator's terminal died, the link broke) ends what it s
 
 import contextlib
 import dataclasses
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from llama405b.errors import RunError
@@ -17,10 +16,10 @@ from llama405b_tools.commands import KEEP, Plan
 from llama405b_tools.fleet import Fleet, Outcome, Reply, front_door
 from llama405b_tools.preflight import fault_list
 from llama405b_tools.status import print_table
-from llama405b_tools.transport import HostError, Stream
+from llama405b_tools.streams import Dialogue
+from llama405b_tools.transport import HostError
 
-STOP_TIMEOUT_S = 60.0
-Starting = tuple[Stream, Iterator[str]]  # an agent that waits to be told to keep what it started, and its answers
+START_TIMEOUT_S, STOP_TIMEOUT_S = 45.0, 60.0
 
 
 def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False) -> None:
@@ -42,7 +41,7 @@ def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool =
         }
         for node in plan.nodes
     }
-    starting: dict[str, Starting] = {}
+    starting: dict[str, Dialogue] = {}
     try:
         # the head first, and alone: of two launches at once exactly one gets past it
         head, *others = requests
@@ -53,44 +52,31 @@ def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool =
             outcomes = fleet.each(lambda name: _second_step(starting[name]), requests)
     except BaseException:  # Ctrl-C as well: all or nothing
         print("ending what was started", file=sys.stderr)
-        _close(starting)
+        _hang_up(starting)
         stop_this(plan, fleet)
         raise
-    _close(starting)
+    _hang_up(starting)
     if faults := faults_of(outcomes):
         raise RunError(_undo(plan, faults, fleet))
     with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
         write_json(RunDir(Path("runs") / plan.run).plan, plan)
 
 
-def _first_step(fleet: Fleet, name: str, request: Reply, starting: dict[str, Starting]) -> Reply:
-    stream = fleet.stream(name, "start", request)
-    starting[name] = stream, iter(stream)
-    return _reply(starting[name][1])
+def _first_step(fleet: Fleet, name: str, request: Reply, starting: dict[str, Dialogue]) -> Reply:
+    starting[name] = Dialogue(fleet.stream(name, "start", request))
+    return starting[name].answer(START_TIMEOUT_S)
 
 
-def _second_step(starting: Starting) -> Reply:
-    starting[0].send(KEEP)
-    return _reply(starting[1])
+def _second_step(starting: Dialogue) -> Reply:
+    starting.say(KEEP)
+    return starting.answer(START_TIMEOUT_S)
 
 
-def _reply(lines: Iterator[str]) -> Reply:
-    """The next answer of a starting agent.
-
-    Raises:
-        HostError: There is none.
-    """
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            reply = json.loads(line)
-            if isinstance(reply, dict):
-                return reply
-    raise HostError("the connection broke, or the agent failed, before the run was up")
-
-
-def _close(starting: Mapping[str, Starting]) -> None:
-    for stream, _ in starting.values():
-        stream.close()
+def _hang_up(starting: Mapping[str, Dialogue]) -> None:
+    for dialogue in starting.values():
+        dialogue.end_input()
+    for dialogue in starting.values():
+        dialogue.close()
 
 
 def faults_of(outcomes: Mapping[str, Outcome]) -> dict[str, str]:

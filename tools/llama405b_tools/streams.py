@@ -1,5 +1,6 @@
 """What a run says on every host, as one queue of events. A connection that breaks is made again, where it left off."""
 
+import contextlib
 import json
 import queue
 import threading
@@ -12,6 +13,57 @@ from llama405b_tools.transport import HostError, Stream
 
 RETRY_S = 2.0
 Event = tuple[str, dict[str, Any]]  # host, news: as agent.stream prints it, or {"unreachable": why}
+
+
+class Dialogue:
+    """A program on a host that answers with lines of JSON; every answer has a limit of time."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """The next answer.
+
+        Raises:
+            HostError: There is none within ``timeout_s``, or there will be none.
+        """
+        try:
+            found = self.answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise HostError(f"did not answer within {timeout_s:.0f} s") from None
+        if found is None:
+            raise HostError("the connection broke, or the program there failed, before it answered")
+        return found
+
+    def say(self, text: str) -> None:
+        """Write to its standard input.
+
+        Raises:
+            HostError: It is gone.
+        """
+        self.stream.send(text)
+
+    def end_input(self) -> None:
+        """Close its standard input, upon which it ends."""
+        self.stream.end_input()
+
+    def close(self, within_s: float = 15.0) -> None:
+        """Wait for its end, after ``end_input``; let go of it after that time."""
+        deadline = time.monotonic() + within_s
+        with contextlib.suppress(queue.Empty):
+            while self.answers.get(timeout=max(0.0, deadline - time.monotonic())) is not None:
+                pass
+        self.stream.close()
+
+    def _read(self) -> None:
+        for line in self.stream:
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    self.answers.put(found | {"heard": time.time()})
+        self.answers.put(None)
 
 
 class Streams:

@@ -54,6 +54,9 @@ class Stream(Protocol):
             HostError: The connection broke, or the command ended.
         """
 
+    def end_input(self) -> None:
+        """Close the command's standard input, and go on reading what it says."""
+
     def close(self) -> None:
         """Close the command's standard input, which ends it; safe from another thread."""
 
@@ -122,6 +125,9 @@ class _LocalStream:
             self.child.stdin.flush()
         except (OSError, ValueError):
             raise HostError("the command ended before it was answered") from None
+
+    def end_input(self) -> None:
+        self.close()
 
     def close(self) -> None:
         assert self.child.stdin

@@ -1,0 +1,121 @@
+"""What ``doctor --deep`` runs on every rank: matrix products on each device, and the links between hosts and over all.
+
+Rank 0 prints one line, ``checkup {json}``. Knows collectives and clocks; judges nothing. Bus bandwidths are those of
+nccl-tests (PERFORMANCE.md): all-gather S (n-1)/n / t, all-reduce 2 S (n-1)/n / t, for S bytes in all on n ranks.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from llama405b import ranks
+from llama405b.ranks import Ranks
+
+TIMEOUT_S = 300
+
+
+def main() -> int:
+    """Measure, and print on rank 0."""
+    me = ranks.join("auto", TIMEOUT_S)
+    flops = burn(me)
+    everyone = ranks.agreed((me.host, me.local_rank, flops))
+    hosts = list(dict.fromkeys(host for host, _, _ in everyone))
+    first = {host: next(i for i, entry in enumerate(everyone) if entry[0] == host) for host in hosts}
+    links = [entry for part in ranks.agreed(pairs(me, hosts, first)) for entry in part]
+    gather, reduce = collectives(me)
+    if me.leads:
+        devices = [
+            {"rank": i, "host": host, "local_rank": local, "tflops": f} for i, (host, local, f) in enumerate(everyone)
+        ]
+        report = {"device": me.device.type, "devices": devices, "links": links}
+        print(
+            "checkup " + json.dumps(report | {"all_gather_gb_per_s": gather, "all_reduce_gb_per_s": reduce}), flush=True
+        )
+    ranks.leave()
+    return 0
+
+
+def burn(me: Ranks) -> float:
+    """TFLOP/s of square matrix products, kept up for a while (CUDA: BF16, 20 s)."""
+    cuda = me.device.type == "cuda"
+    n, seconds, dtype = (8192, 20.0, torch.bfloat16) if cuda else (512, 1.0, torch.float32)
+    a, b = (torch.randn(n, n, device=me.device, dtype=dtype) for _ in range(2))
+    products, began = 0, _now(me)
+    while (took := _now(me) - began) < seconds:
+        for _ in range(20):
+            a @ b
+        products += 20
+    return 2 * n**3 * products / took / 1e12
+
+
+def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[dict[str, object]]:
+    """GB/s between the first ranks of every two hosts, both directions at once; each link timed while all are busy."""
+    count = len(hosts) + len(hosts) % 2
+    places = list(range(count))
+    mine = hosts.index(me.host) if me.rank == first[me.host] else -1
+    buffer = torch.ones((256 if me.device.type == "cuda" else 8) << 20, dtype=torch.uint8, device=me.device)
+    found: list[dict[str, object]] = []
+    for _ in range(count - 1):  # a round-robin tournament: everybody has one partner in each round
+        dist.barrier()
+        for a, b in zip(places[: count // 2], reversed(places[count // 2 :]), strict=True):
+            if mine in (a, b) and max(a, b) < len(hosts):
+                other = b if mine == a else a
+                took = _exchange(me, buffer, first[hosts[other]])
+                if mine == min(a, b):
+                    found.append({"a": hosts[mine], "b": hosts[other], "gb_per_s": buffer.numel() / took / 1e9})
+        places = [places[0], places[-1], *places[1:-1]]
+    return found
+
+
+def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
+    """Seconds to send the buffer to a rank while receiving as much; the second of two tries."""
+    into, took = torch.empty_like(buffer), 0.0
+    for _ in range(2):
+        began = _now(me)
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, buffer, other), dist.P2POp(dist.irecv, into, other)]
+        ):
+            work.wait()
+        took = _now(me) - began
+    return took
+
+
+def collectives(me: Ranks) -> tuple[float, float]:
+    """Bus bandwidth of an all-gather and an all-reduce over all ranks, GB/s."""
+    total = (1 << 30) if me.device.type == "cuda" else (16 << 20)
+    each = total // 4 // me.world
+    part = torch.ones(each, device=me.device)
+    whole = torch.empty(each * me.world, device=me.device)
+    share = (me.world - 1) / me.world * whole.numel() * 4 / 1e9
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole, part)
+
+    def reduce() -> None:
+        dist.all_reduce(whole)
+
+    return share / _best(me, gather), 2 * share / _best(me, reduce)
+
+
+def _best(me: Ranks, do: Callable[[], None]) -> float:
+    times = []
+    for _ in range(4):
+        dist.barrier()
+        began = _now(me)
+        do()
+        times.append(_now(me) - began)
+    return max(1e-9, min(times[1:]))
+
+
+def _now(me: Ranks) -> float:
+    if me.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""``doctor --deep``: burn every GPU and load every link, through the same launch path as a run; name the odd one out."""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llama405b.errors import RunError
+from llama405b_tools import asked
+from llama405b_tools.findings import BAD, NOTE, WARN, Finding
+from llama405b_tools.fleet import Fleet
+from llama405b_tools.follow import watch_run
+from llama405b_tools.hosts import Host
+from llama405b_tools.launch import launch
+from llama405b_tools.start import stop_this
+
+SIGN = "checkup "
+TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # slower than the median by: a device, a link (CPUs are shared)
+
+
+def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
+    """Run the checkup on all hosts, and judge it."""
+    request = asked.parse(
+        ["--run", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}", "--", "-m", "llama405b.checkup"], time.time()
+    )
+    everyone = tuple(host.name for host in hosts)
+    try:
+        plan = launch(request, hosts, fleet)
+    except RunError as error:
+        return [Finding(BAD, everyone, f"the checkup did not start: {error}", "mend that first")]
+    try:
+        watch = watch_run(fleet, plan, until=lambda watch: any(line.startswith(SIGN) for line in watch.said))
+    finally:
+        stop_this(plan, fleet)
+    for line in watch.said:
+        if line.startswith(SIGN):
+            return list(judge(json.loads(line.removeprefix(SIGN))))
+    worst = watch.worst()
+    what = worst.what if worst else "it ended without a result"
+    return [
+        Finding(
+            BAD,
+            (worst.host,) if worst else everyone,
+            f"the checkup failed: {what}",
+            f"llama405b logs --run {plan.run} shows every rank",
+        )
+    ]
+
+
+def judge(report: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the measurements say: who is slower than the median, and the rates as they are."""
+    device_share, link_share = TOLERATED[report["device"]]
+    flops = [entry["tflops"] for entry in report["devices"]]
+    middle = statistics.median(flops)
+    for entry in report["devices"]:
+        if entry["tflops"] < (1 - device_share) * middle:
+            what = f"rank {entry['rank']} ({report['device']} {entry['local_rank']}): {entry['tflops']:.3g} TFLOP/s"
+            what += f" where the median is {middle:.3g}"
+            yield Finding(
+                WARN,
+                (entry["host"],),
+                what,
+                "look at its clocks, power and temperature; every rank waits for the slowest",
+            )
+    rates = [link["gb_per_s"] for link in report["links"]]
+    if rates:
+        usual = statistics.median(rates)
+        slow = [link for link in report["links"] if link["gb_per_s"] < (1 - link_share) * usual]
+        counts: dict[str, int] = {}
+        for link in slow:
+            for end in (link["a"], link["b"]):
+                counts[end] = counts.get(end, 0) + 1
+        for link in slow:
+            odd = max((link["a"], link["b"]), key=lambda end: counts[end])
+            what = f"{link['a']} - {link['b']}: {link['gb_per_s']:.2f} GB/s each way where the median is {usual:.2f}"
+            yield Finding(WARN, (odd,), what, "look at its cable, port and NCCL_IB_HCA")
+    hosts = tuple(dict.fromkeys(entry["host"] for entry in report["devices"]))
+    links = f", links {min(rates):.2f} to {max(rates):.2f} GB/s" if rates else ""
+    rest = f"all-gather {report['all_gather_gb_per_s']:.2f} GB/s, all-reduce {report['all_reduce_gb_per_s']:.2f} GB/s (bus bandwidth)"
+    yield Finding(
+        NOTE,
+        hosts,
+        f"measured: {min(flops):.3g} to {max(flops):.3g} TFLOP/s{links}, {rest}",
+        "compare with what was promised",
+    )

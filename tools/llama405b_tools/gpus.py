@@ -1,0 +1,155 @@
+"""What ``nvidia-smi`` says, read. Pure. Unknown is unknown, never 0."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+UNKNOWN = re.compile(
+    r"\[?(N/A|Not Supported|Unknown Error|Insufficient Permissions|GPU requires reset)\]?|ERR!|", re.IGNORECASE
+)
+SLOWED = {  # bits of clocks_event_reasons.active (nvml.h), and whether they say that something is wrong
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)")
+XIDS = {  # from NVIDIA's list of Xid errors: what is wrong, for those that end a training run
+    13: "a kernel went out of bounds",
+    31: "a memory page fault",
+    48: "a double-bit ECC error",
+    63: "a memory page was retired or a row remapped",
+    64: "a memory page could not be retired",
+    74: "an NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "many single-bit ECC errors",
+    94: "a contained ECC error",
+    95: "an uncontained ECC error",
+    119: "the GSP firmware does not answer",
+    120: "a GSP error",
+}
+FATAL_XIDS = (48, 64, 74, 79, 95, 119, 120)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU; None where nvidia-smi does not tell."""
+
+    index: int
+    name: str
+    memory_mib: int | None
+    used_mib: int | None
+    driver: str
+    ecc_errors: int | None = None
+    pages_pending: bool | None = None  # to be retired, or rows to be remapped: needs a reset
+    power_limit_w: float | None = None
+    power_max_w: float | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    pcie_gen: int | None = None
+    pcie_gen_max: int | None = None
+    temperature_c: int | None = None
+    slowed: tuple[str, ...] = ()
+    fault: str = ""  # it answers, but not as a GPU that works
+
+
+def read(probe: Mapping[str, Any]) -> tuple[list[Gpu], str]:
+    """The GPUs of a host's probe, and what is wrong with the answer as a whole ('' where nothing is)."""
+    text = probe.get("smi")
+    if text is None:
+        return [], ""
+    if text == "TIMEOUT":
+        return [], "nvidia-smi does not answer: a GPU or the driver hangs"
+    found, other = [], []
+    for line in text.splitlines():
+        gpu = _gpu(line, probe["fields"])
+        if gpu:
+            found.append(gpu)
+        elif line.strip():
+            other.append(line.strip())
+    return found, "; ".join(other[:2])
+
+
+def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
+    values = dict(zip(fields, (value.strip() for value in line.split(",")), strict=False))
+    if len(values) != len(fields) or not values["index"].isdigit():
+        return None
+    broken = [
+        name
+        for name, value in values.items()
+        if "ERR!" in value or "Unknown Error" in value or "requires reset" in value
+    ]
+    pending = [_known(values.get(f"{kind}.pending", "")) for kind in ("retired_pages", "remapped_rows")]
+    reasons = (
+        int(values.get("clocks_event_reasons.active", "") or "0", 16)
+        if values.get("clocks_event_reasons.active", "").startswith("0x")
+        else 0
+    )
+    return Gpu(
+        index=int(values["index"]),
+        name=values["name"],
+        memory_mib=_int(values["memory.total"]),
+        used_mib=_int(values["memory.used"]),
+        driver=values["driver_version"],
+        ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total", "")),
+        pages_pending=None
+        if not any(pending)
+        else any(value and value.lower() not in ("no", "0") for value in pending),
+        power_limit_w=_float(values.get("power.limit", "")),
+        power_max_w=_float(values.get("power.max_limit", "")),
+        pcie_width=_int(values.get("pcie.link.width.current", "")),
+        pcie_width_max=_int(values.get("pcie.link.width.max", "")),
+        pcie_gen=_int(values.get("pcie.link.gen.current", "")),
+        pcie_gen_max=_int(values.get("pcie.link.gen.max", "")),
+        temperature_c=_int(values.get("temperature.gpu", "")),
+        slowed=tuple(name for bit, name in SLOWED.items() if reasons & bit),
+        fault=f"{', '.join(broken)} cannot be read" if broken else "",
+    )
+
+
+def xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:
+    """Xid errors of the kernel's log: PCI address, number, meaning."""
+    found = []
+    for line in lines:
+        if match := XID.search(line):
+            number = int(match[2])
+            found.append((match[1], number, XIDS.get(number, "see NVIDIA's list of Xid errors")))
+    return found
+
+
+def foreign(apps: str | None) -> list[tuple[int, str]]:
+    """Processes that hold GPU memory: pid and name."""
+    found = []
+    for line in (apps or "").splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) >= 3 and parts[0].isdigit():
+            found.append((int(parts[0]), parts[-1]))
+    return found
+
+
+def nvlinks_down(text: str | None) -> list[str]:
+    """``GPU 3: link 5`` for every NVLink that is inactive."""
+    found, gpu = [], ""
+    for line in (text or "").splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            gpu = match[1]
+        elif match := re.match(r"\s*Link (\d+): .*inactive", line, re.IGNORECASE):
+            found.append(f"GPU {gpu}: link {match[1]}")
+    return found
+
+
+def _known(text: str) -> str:
+    return "" if UNKNOWN.fullmatch(text.strip()) else text.strip()
+
+
+def _int(text: str) -> int | None:
+    number = _float(text)
+    return None if number is None else int(number)
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(_known(text))
+    except ValueError:
+        return None

@@ -1,0 +1,498 @@
+"""What doctor asks of a bare host.
+
+One file that travels by SSH's standard input and runs under any Python 3.6 or newer:
+it imports nothing of ours, changes nothing that stays, and judges nothing.
+
+Line 1 of its standard input is a request (JSON). It prints the facts (one line of JSON), listens, reads a second line
+that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes.
+"""
+
+import glob
+import json
+import os
+import platform
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+GPU_FIELDS = (
+    "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending,"
+    "remapped_rows.pending,clocks.max.sm,clocks.sm,power.limit,power.max_limit,clocks_event_reasons.active,"
+    "pcie.link.width.current,pcie.link.width.max,pcie.link.gen.current,pcie.link.gen.max,temperature.gpu,driver_version"
+)
+FEW_GPU_FIELDS = "index,name,memory.total,memory.used,driver_version"
+REAL_FILESYSTEMS = (
+    "ext4",
+    "xfs",
+    "btrfs",
+    "zfs",
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "wekafs",
+    "ceph",
+    "overlay",
+)
+PROBE_BYTES = 64 << 20
+CONNECT_S = 3.0
+PACKAGES = r"""
+import json, os, sys, re
+try:
+    from importlib.metadata import distributions
+    found = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
+except ImportError:
+    found = {}
+wanted = ("torch", "transformers", "flash-attn", "llama405b")
+packages = {name: found.get(name, "missing") for name in wanted}
+packages["nccl"] = next((v for n, v in found.items() if n.startswith("nvidia-nccl")), "missing")
+cuda = ""
+for folder in sys.path:
+    try:
+        text = open(os.path.join(folder, "torch", "version.py")).read()
+        match = re.search(r"^cuda[^=]*= *'([^']+)'", text, re.M)
+        cuda = match.group(1) if match else "none"
+        break
+    except (OSError, IOError):
+        continue
+packages["cuda"] = cuda or "missing"
+packages["python"] = "%d.%d.%d" % sys.version_info[:3]
+print(json.dumps(packages))
+"""
+
+
+def run(args, timeout=15, **more):
+    """A command's output; None where there is no such program, "TIMEOUT" where it hangs."""
+    if not shutil.which(args[0]):
+        return None
+    try:
+        done = subprocess.run(
+            args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=timeout, **more
+        )
+    except subprocess.TimeoutExpired:
+        return "TIMEOUT"
+    except OSError as error:
+        return "FAILED %s" % error
+    return done.stdout.decode("utf-8", "replace")
+
+
+def read(path, default=""):
+    """A small file's text."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return default
+
+
+def identity():
+    """Who and what this machine is."""
+    release = dict(line.split("=", 1) for line in read("/etc/os-release").splitlines() if "=" in line)
+    return {
+        "hostname": socket.gethostname(),
+        "os": release.get("PRETTY_NAME", "").strip('"'),
+        "kernel": platform.release(),
+        "arch": platform.machine(),
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "machine": read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname(),
+        "system_python": "%d.%d.%d" % sys.version_info[:3],
+        "cores": len(os.sched_getaffinity(0)),
+        "tools": {name: bool(shutil.which(name)) for name in ("tmux", "ip", "git", "nvidia-smi", "srun")},
+    }
+
+
+def environment(request):
+    """The target python's packages, without importing any, and the project's code."""
+    workdir = os.path.expanduser(request["workdir"])
+    python = os.path.expanduser(request["python"])
+    found = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
+    try:
+        done = subprocess.run(
+            [python, "-c", PACKAGES],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            cwd=workdir if found["workdir_exists"] else "/",
+            timeout=30,
+        )
+        found["packages"] = json.loads(done.stdout.decode())
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        pass
+    probe = workdir if found["workdir_exists"] else os.path.dirname(workdir.rstrip("/")) or "/"
+    found["writable"] = os.access(probe, os.W_OK)
+    commit = run(["git", "-C", workdir, "rev-parse", "--short=12", "HEAD"], 5) if found["workdir_exists"] else None
+    if commit and "fatal" not in commit:
+        dirty = run(["git", "-C", workdir, "status", "--porcelain", "-uno"], 10)
+        found["code"] = commit.strip() + ("+changes" if dirty and dirty.strip() else "")
+    return found
+
+
+def gpus():
+    """What nvidia-smi says, as it says it."""
+    query = ["--format=csv,noheader,nounits"]
+    text = run(["nvidia-smi", "--query-gpu=" + GPU_FIELDS] + query, 20)
+    if text is None or text == "TIMEOUT":
+        return {"smi": text}
+    fields = GPU_FIELDS
+    if "not a valid field" in text:
+        fields = FEW_GPU_FIELDS
+        text = run(["nvidia-smi", "--query-gpu=" + fields] + query, 20)
+    return {
+        "smi": text,
+        "fields": fields.split(","),
+        "apps": run(["nvidia-smi", "--query-compute-apps=pid,used_memory,process_name"] + query),
+        "nvlink": run(["nvidia-smi", "nvlink", "-s"]),
+        "xid": [line for line in (run(["dmesg"], 10) or "").splitlines() if "Xid" in line][-20:],
+        "dmesg_readable": "not permitted" not in (run(["dmesg", "-s", "100"], 5) or "not permitted"),
+        "fabric_manager": (run(["systemctl", "is-active", "nvidia-fabricmanager"], 5) or "").strip(),
+    }
+
+
+def rdma() -> dict:
+    """Every port of every RDMA device, from sysfs."""
+    ports = []
+    for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
+        parts = path.split("/")
+        gids = []
+        for kind in sorted(glob.glob(path + "/gid_attrs/types/*"), key=lambda p: int(os.path.basename(p))):
+            index = os.path.basename(kind)
+            gid, name = read(path + "/gids/" + index).strip(), read(kind).strip()
+            if name and gid.replace(":", "").strip("0"):
+                gids.append([int(index), name, gid, read(path + "/gid_attrs/ndevs/" + index).strip()])
+        device = "/".join(parts[:-2])
+        ports.append(
+            {
+                "device": parts[-3],
+                "port": int(parts[-1]),
+                "state": read(path + "/state").strip(),
+                "rate": read(path + "/rate").strip(),
+                "link_layer": read(path + "/link_layer").strip(),
+                "gids": gids,
+                "netdevs": sorted(os.listdir(device + "/device/net")) if os.path.isdir(device + "/device/net") else [],
+            }
+        )
+    modules = read("/proc/modules")
+    return {"ports": ports, "peermem": "nvidia_peermem" in modules or "nv_peer_mem" in modules}
+
+
+def network() -> dict:
+    """Own IPv4 addresses with their interfaces and speeds, and the default route's interface."""
+    found = []
+    for line in (run(["ip", "-4", "-o", "addr"], 5) or "").splitlines():
+        words = line.split()
+        if len(words) > 3 and words[1] != "lo":
+            speed = read("/sys/class/net/%s/speed" % words[1]).strip()
+            found.append({"interface": words[1], "address": words[3].split("/")[0], "mbit": speed})
+    route = (run(["ip", "-4", "route", "show", "default"], 5) or "").split()
+    return {"addresses": found, "default": route[route.index("dev") + 1] if "dev" in route else ""}
+
+
+def inside_tmux():
+    """Limits as a process inside tmux has them: not those of this SSH session."""
+    if not shutil.which("tmux"):
+        return None
+    folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
+    target = os.path.join(folder, "limits")
+    name = "llama405b-doctor-%d" % os.getpid()
+    script = "{ ulimit -l; ulimit -n; } >%s.part 2>&1; mv %s.part %s" % (target, target, target)
+    try:
+        env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
+        text = run(["tmux", "-L", name, "-f", "/dev/null", "new-session", "-d", "--", "sh", "-c", script], 10, env=env)
+        deadline = time.time() + 5
+        while not os.path.exists(target) and time.time() < deadline:
+            time.sleep(0.02)
+        values = read(target).split()
+        if len(values) != 2:
+            return {"failed": (text or "").strip() or "it wrote no limits"}
+        return {"memlock_kib": values[0], "open_files": values[1]}
+    finally:
+        run(["tmux", "-L", name, "kill-server"], 5)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def memory():
+    """RAM and shared memory, in bytes."""
+    info = {}
+    for line in read("/proc/meminfo").splitlines():
+        words = line.split()
+        info[words[0].rstrip(":")] = int(words[1]) * 1024
+    limit = read("/sys/fs/cgroup/memory.max").strip()
+    total = info.get("MemTotal", 0)
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "total": min(total, int(limit)) if limit.isdigit() else total,
+        "available": info.get("MemAvailable", 0),
+        "shm_free": shm.f_bavail * shm.f_frsize if shm else 0,
+    }
+
+
+def kill_user_processes():
+    """Whether logind ends what a user leaves behind at log-out, tmux too."""
+    value = False
+    for path in ["/etc/systemd/logind.conf"] + sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf")):
+        for line in read(path).splitlines():
+            key, _, text = line.strip().partition("=")
+            if key.strip() == "KillUserProcesses":
+                value = text.strip().lower() in ("yes", "true", "on", "1")
+    return value
+
+
+def disks(request):
+    """Filesystems that could hold weights or checkpoints; free bytes, and rates where this user may write."""
+    found, seen = [], set()
+    wanted = [os.path.expanduser(path) for path in request["paths"] if path]
+    for line in read("/proc/mounts").splitlines():
+        words = line.split()
+        if len(words) > 2 and words[2] in REAL_FILESYSTEMS and words[0] not in seen and os.path.isdir(words[1]):
+            seen.add(words[0])
+            try:
+                stat = os.statvfs(words[1])
+            except OSError:
+                continue
+            size = stat.f_blocks * stat.f_frsize
+            if size > (1 << 30):
+                found.append({"mount": words[1], "type": words[2], "size": size, "free": stat.f_bavail * stat.f_frsize})
+    for path in wanted:
+        here = path
+        while not os.path.isdir(here) and here not in ("", "/"):
+            here = os.path.dirname(here)
+        stat = os.statvfs(here or "/")
+        entry = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here or "/", os.W_OK)}
+        if entry["writable"] and entry["free"] > 4 * PROBE_BYTES and request.get("rates"):
+            entry.update(rates(here))
+        found.append(entry)
+    mounted = read("/proc/mounts")
+    spare = []
+    for path in sorted(glob.glob("/sys/block/nvme*n*")):
+        name = os.path.basename(path)
+        parts = glob.glob(path + "/nvme*")
+        if "/dev/" + name not in mounted and not parts and not os.listdir(path + "/holders"):
+            spare.append({"device": "/dev/" + name, "size": int(read(path + "/size", "0") or 0) * 512})
+    return {"filesystems": found, "unmounted_nvme": spare}
+
+
+def rates(folder):
+    """Bytes per second written (with fsync) and read back of a temporary file."""
+    block = os.urandom(1 << 20)
+    try:
+        handle, path = tempfile.mkstemp(prefix=".llama405b-doctor-", dir=folder)
+    except OSError:
+        return {}
+    try:
+        began = time.time()
+        for _ in range(PROBE_BYTES >> 20):
+            os.write(handle, block)
+        os.fsync(handle)
+        wrote = time.time() - began
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.lseek(handle, 0, 0)
+        began = time.time()
+        while os.read(handle, 1 << 20):
+            pass
+        return {
+            "write_per_s": PROBE_BYTES / max(wrote, 1e-6),
+            "read_per_s": PROBE_BYTES / max(time.time() - began, 1e-6),
+        }
+    except OSError:
+        return {}
+    finally:
+        os.close(handle)
+        os.unlink(path)
+
+
+def weights(path):
+    """Which safetensors files of a checkpoint are missing or have another size than their header says."""
+    if not path:
+        return None
+    path = os.path.expanduser(path)
+    if not os.path.isdir(path):
+        return {"path": path, "present": False}
+    faults, n_bytes, names = [], 0, ["model.safetensors"]
+    index = os.path.join(path, "model.safetensors.index.json")
+    try:
+        if os.path.isfile(index):
+            with open(index, encoding="utf-8") as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError):
+        faults.append("model.safetensors.index.json cannot be read")
+    for name in names:
+        file = os.path.join(path, name)
+        try:
+            actual = os.path.getsize(file)
+            with open(file, "rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(min(length, 100000000)).decode())
+            expected = (
+                8 + length + max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
+            )
+            n_bytes += actual
+            if actual != expected:
+                faults.append("%s has %d of %d bytes" % (name, actual, expected))
+        except OSError:
+            faults.append("%s is missing" % name)
+        except (ValueError, KeyError, TypeError):
+            faults.append("%s is no safetensors file" % name)
+    config = os.path.isfile(os.path.join(path, "config.json"))
+    return {"path": path, "present": config, "files": len(names), "bytes": n_bytes, "faults": faults}
+
+
+def leftovers():
+    """Processes of earlier runs, whatever became of their launcher."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/environ" % pid, "rb") as file:
+                for item in file.read().split(b"\0"):
+                    if item.startswith(b"LLAMA405B_NODE="):
+                        found.setdefault(item.decode("utf-8", "replace").partition("=")[2], []).append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+class Listener:
+    """Answers with this host's token on a port, and tells where each caller came from."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self.token = token
+        self.fault = ""
+        self.port = port
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind(("", port))
+            self.socket.listen(512)
+        except OSError as error:
+            self.fault = error.strerror or str(error)
+            return
+        self.port = self.socket.getsockname()[1]
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            try:
+                caller, _ = self.socket.accept()
+                caller.settimeout(CONNECT_S)
+                caller.sendall(self.token.encode())
+                caller.shutdown(socket.SHUT_WR)
+                caller.recv(1)  # the caller closes first
+                caller.close()
+            except OSError:
+                continue
+
+
+def reach(address: str, port: int, token: str) -> dict:
+    """'' where the peer answers with its token, else what happened; and the own address used, and milliseconds."""
+    began = time.time()
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S) as link:
+            took = (time.time() - began) * 1000
+            mine = link.getsockname()[0]
+            said = b""
+            while len(said) < 200:
+                more = link.recv(200)
+                if not more:
+                    break
+                said += more
+    except socket.timeout:
+        return {"fault": "no answer within %d s" % CONNECT_S}
+    except OSError as error:
+        return {"fault": error.strerror or str(error)}
+    if said.decode("utf-8", "replace") != token:
+        return {"fault": "somebody else answers there"}
+    return {"fault": "", "mine": mine, "ms": round(took, 2)}
+
+
+def reach_all(peers):
+    """Try every address and port of every peer, many at once."""
+    results, jobs = {}, []
+    for peer in peers:
+        results[peer["name"]] = {"resolves": None, "reached": {}}
+        for address in peer["addresses"]:
+            for port in peer["ports"]:
+                jobs.append((peer, address, port))
+    lock, pending = threading.Lock(), list(jobs)
+
+    def work():
+        while True:
+            with lock:
+                if not pending:
+                    return
+                peer, address, port = pending.pop()
+            found = reach(address, port, peer["token"])
+            with lock:
+                results[peer["name"]]["reached"]["%s:%d" % (address, port)] = found
+
+    def resolve(peer):
+        began = time.time()
+        try:
+            address = socket.gethostbyname(peer["name"])
+        except OSError:
+            address = ""
+        results[peer["name"]]["resolves"] = [address, round(time.time() - began, 2)]
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(64, len(jobs) or 1))]
+    threads += [threading.Thread(target=resolve, args=(peer,), daemon=True) for peer in peers]
+    for thread in threads:
+        thread.start()
+    deadline = time.time() + 12
+    for thread in threads:
+        thread.join(max(0, deadline - time.time()))
+    with lock:
+        return json.loads(json.dumps(results))
+
+
+def main():
+    """Answer one doctor."""
+    request = json.loads(sys.stdin.readline())
+    os.umask(0o077)
+    listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
+    facts = {}
+    parts = {
+        "identity": identity,
+        "environment": lambda: environment(request),
+        "gpus": gpus,
+        "rdma": rdma,
+        "network": network,
+        "tmux": inside_tmux,
+        "memory": memory,
+        "disks": lambda: disks(request),
+        "weights": lambda: weights(request.get("weights")),
+        "leftovers": leftovers,
+        "kill_user_processes": kill_user_processes,
+    }
+
+    def collect(name):
+        try:
+            facts[name] = parts[name]()
+        except Exception as error:  # one fact that cannot be had does not cost the others
+            facts[name] = {"probe_failed": "%s: %s" % (type(error).__name__, error)}
+
+    threads = [threading.Thread(target=collect, args=(name,), daemon=True) for name in parts]
+    for thread in threads:
+        thread.start()
+    deadline = time.time() + request.get("within_s", 40)
+    for thread in threads:
+        thread.join(max(0, deadline - time.time()))
+    for name in parts:
+        facts.setdefault(name, {"probe_failed": "it did not answer in time"})
+    facts["port_fault"] = listeners[0].fault
+    facts["ports"] = [listener.port for listener in listeners if not listener.fault]
+    facts["now"] = time.time()
+    print(json.dumps(facts), flush=True)
+    if select.select([sys.stdin], [], [], 120)[0]:
+        line = sys.stdin.readline()
+        if line:
+            print(json.dumps({"peers": reach_all(json.loads(line)["peers"]), "now": time.time()}), flush=True)
+            select.select([sys.stdin], [], [], 30)  # others may still be calling
+            sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
