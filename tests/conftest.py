@@ -8,6 +8,7 @@ import pytest
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
+import hosts_rig  # noqa: E402 - it asks this module for ROOT
 
 
 @pytest.fixture(scope="session")
@@ -84,3 +85,32 @@ def _marked(pid, text):
         return f"LLAMA405B_NODE={text}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return False
+
+
+@pytest.fixture(scope="module")
+def hosts(request):
+    """Real hosts with an sshd each: as many as the module's ``N_HOSTS`` says."""
+    if why := hosts_rig.missing():
+        if os.environ.get("LLAMA405B_NOTHING_SKIPPED"):
+            pytest.fail(f"NOT RUN: real hosts: {why}")
+        pytest.skip(f"NOT RUN: real hosts: {why}")
+    with hosts_rig.Hosts(getattr(request.module, "N_HOSTS", 3)) as found:
+        yield found
+
+
+@pytest.fixture
+def operator(hosts, tmp_path, cli):
+    """Run the front door as the operator; afterwards no host may have a process of a run."""
+    hosts.hosts_file(tmp_path / "hosts")
+    names = []
+
+    def call(*args, env=None, timeout=120):
+        names.extend(str(args[i + 1]) for i, arg in enumerate(args) if arg == "--run")
+        return cli(tmp_path, *args, env=hosts.env() | (env or {}), timeout=timeout)
+
+    call.path = tmp_path
+    yield call
+    for name in set(names):
+        call("stop", "--grace", "0", "--run", name)
+    for i in range(1, hosts.count + 1):
+        assert hosts_rig.processes(hosts, i) == []

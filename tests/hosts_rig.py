@@ -35,6 +35,7 @@ mkdir -p "$r/run/sshd" "$r$shared"; mount --bind "$shared" "$r$shared"
 sed -i 's/^hosts:.*/hosts: files/' "$r/etc/nsswitch.conf"
 cp "$dir/hosts" "$r/etc/hosts"; echo "$name" >"$r/etc/hostname"
 for p in "$@"; do while [ "$p" != / ]; do chmod o+rx "$r$p" 2>/dev/null || :; p=$(dirname "$p"); done; done
+[ -e "$r/usr/bin/python3" ] || ln -s "${!#}/python3" "$r/usr/local/bin/python3"
 [ "$user" = root ] || chroot "$r" useradd -m -s /bin/bash -p '*' "$user"
 home=$(chroot "$r" sh -c "echo ~$user")
 mkdir -p "$r$home/.ssh"; cp "$dir/authorized_keys" "$r$home/.ssh/authorized_keys"
@@ -62,6 +63,13 @@ def missing():
 
 def run(*args, **more):
     return subprocess.run(args, check=True, capture_output=True, text=True, timeout=30, **more)
+
+
+def processes(hosts, i):
+    """What runs on a host beside sshd and its keeper."""
+    lines = hosts.exec(i, "ps", "-eo", "args", "--no-headers").stdout.splitlines()
+    quiet = ("/bin/bash -c", "sshd:", "sleep 3600", "ps -eo", "[")
+    return [line for line in lines if not line.startswith(quiet)]
 
 
 class Hosts:

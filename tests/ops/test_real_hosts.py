@@ -9,60 +9,13 @@ import time
 
 import pytest
 
-import hosts_rig
 from conftest import ROOT
-from hosts_rig import Hosts
+from hosts_rig import processes
+from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def can_have_hosts():
-    if why := hosts_rig.missing():
-        if os.environ.get("LLAMA405B_NOTHING_SKIPPED"):
-            pytest.fail(f"NOT RUN: real hosts: {why}")
-        pytest.skip(f"NOT RUN: real hosts: {why}")
-
-
-@pytest.fixture(scope="module")
-def hosts(can_have_hosts):
-    with Hosts(3) as found:
-        yield found
-
-
-@pytest.fixture
-def operator(hosts, tmp_path, cli):
-    """Run the front door as the operator; afterwards no host may have a process of a run."""
-    hosts.hosts_file(tmp_path / "hosts")
-    names = []
-
-    def call(*args, env=None, timeout=120):
-        names.extend(str(args[i + 1]) for i, arg in enumerate(args) if arg == "--run")
-        return cli(tmp_path, *args, env=hosts.env() | (env or {}), timeout=timeout)
-
-    call.path = tmp_path
-    yield call
-    for name in set(names):
-        call("stop", "--run", name)
-    for i in range(1, hosts.count + 1):
-        assert processes(hosts, i) == []
-
-
-def processes(hosts, i):
-    """What runs on a host beside sshd and its keeper."""
-    lines = hosts.exec(i, "ps", "-eo", "args", "--no-headers").stdout.splitlines()
-    quiet = ("/bin/bash -c", "sshd:", "sleep 3600", "ps -eo", "[")
-    return [line for line in lines if not line.startswith(quiet)]
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.3)
-    return value
 
 
 def test_three_users_train_together(hosts, operator):

@@ -1,0 +1,115 @@
+"""doctor on four real hosts: fit, then with faults; and over everything, --deep."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from hosts_rig import processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
+N_HOSTS = 4
+
+
+def doctor(operator, *args, code):
+    done = operator("doctor", *args)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_four_good_hosts(hosts, operator):
+    shown = doctor(operator, code=0)
+    assert "4 hosts: fit;" in shown
+    record = json.loads(doctor(operator, "--json", code=0))
+    assert record["findings"] == []
+    for i in range(1, 5):
+        facts = record["facts"][f"node-{i}"]
+        assert facts["identity"]["user"] == hosts.user(i)
+        assert facts["environment"]["packages"]["torch"] != "missing"
+        assert facts["tmux"]["open_files"].isdigit()
+        assert re.search(rf"node-{i} +yes +{hosts.address(i)} ", shown)
+        reached = record["peers"]["reach"][f"node-{i}"]
+        assert len(reached) == 3
+        assert all(found["fault"] == "" for peer in reached.values() for found in peer["reached"].values())
+        assert all(len(peer["reached"]) == 2 for peer in reached.values())  # the rendezvous port, and an ephemeral one
+        assert processes(hosts, i) == []  # nothing stays, tmux neither
+        assert hosts.exec(i, "sh", "-c", "ls /tmp | grep -c llama405b-doctor || true").stdout.strip() == "0"
+
+
+def test_faults_of_hosts_side_by_side(hosts, operator):
+    packages = hosts.exec(2, "sh", "-c", f"ls -d {sys.prefix}/lib/python*/site-packages").stdout.strip()
+    metadata = f"{packages}/torch-2.99.0.dist-info"
+    hosts.exec(1, "ip", "route", "add", "blackhole", f"{hosts.address(4)}/32")
+    hosts.exec(
+        2,
+        "sh",
+        "-c",
+        f"mv {packages}/torch-*.dist-info /tmp/away; mkdir {metadata}; printf 'Name: torch\\nVersion: 2.99.0\\n' >{metadata}/METADATA",
+    )
+    hosts.exec(3, "mv", "/usr/bin/tmux", "/usr/bin/tmux.away")
+    (operator.path / "hosts").write_text(
+        (operator.path / "hosts")
+        .read_text()
+        .replace("node-4 slots=1 workdir=~/train_dir", "node-4 slots=1 workdir=/nowhere/at/all")
+    )
+    try:
+        shown = doctor(operator, code=3)
+    finally:
+        hosts.exec(1, "ip", "route", "del", "blackhole", f"{hosts.address(4)}/32")
+        hosts.exec(2, "sh", "-c", f"rm -r {metadata}; mv /tmp/away {packages}/torch-2.0.0.dist-info")
+        hosts.exec(3, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
+    assert "node-3: there is no tmux" in shown
+    assert "node-4: there is no /nowhere/at/all" in shown
+    assert re.search(r"node-2: torch is 2\.\S+ on most hosts, but node-2 has 2\.99\.0", shown)
+    assert "node-[1,4] cannot reach" not in shown
+    assert re.search(r"node-1 cannot reach it on the training network", shown)  # node-4, from node-1
+    assert re.search(r"node-4 cannot reach it on the training network", shown)  # node-1: no way back
+    first_table_line = shown.index("host ")
+    assert shown.rindex("BAD") < first_table_line
+    for line in re.findall(r"^(?:BAD|warning|note) .*\n(.*)", shown, re.MULTILINE):
+        assert line.startswith("     → ")
+
+
+def test_hosts_with_neither_project_nor_python(hosts, operator):
+    (operator.path / "hosts").write_text("node-2 python=/nowhere/python\nnode-3 workdir=/tmp\n")
+    hosts.exec(3, "sh", "-c", "for p in /usr/bin/python3 /usr/local/bin/python3; do [ ! -e $p ] || mv $p $p.away; done")
+    try:
+        shown = doctor(operator, code=3)
+    finally:
+        hosts.exec(
+            3,
+            "sh",
+            "-c",
+            "for p in /usr/bin/python3 /usr/local/bin/python3; do [ ! -e $p.away ] || mv $p.away $p; done",
+        )
+    assert "node-2: its python cannot be run" in shown
+    assert "node-3: cannot be reached" in shown
+    assert "there is no python3; type there: apt-get install python3" in shown
+
+
+def test_deep_measures_devices_and_links(hosts, operator):
+    done = operator("doctor", "--deep", timeout=200)
+    assert done.returncode in (0, 1), done.stdout  # shared cores: a host may be slower than the others
+    assert re.search(
+        r"measured: [\d.]+ to [\d.]+ TFLOP/s, links [\d.]+ to [\d.]+ GB/s, all-gather [\d.]+ GB/s", done.stdout
+    )
+    report = next(
+        json.loads(line.removeprefix("checkup ")) for line in done.stdout.splitlines() if line.startswith("checkup ")
+    )
+    assert [d["host"] for d in report["devices"]] == [f"node-{i}" for i in range(1, 5)]
+    assert {frozenset((link["a"], link["b"])) for link in report["links"]} == {
+        frozenset((f"node-{a}", f"node-{b}")) for a in range(1, 5) for b in range(a + 1, 5)
+    }
+    for i in range(1, 5):
+        assert processes(hosts, i) == []
+
+
+def test_a_dead_host_does_not_hide_the_others(hosts, operator):
+    """Last: the host is gone for a while."""
+    hosts.crash(4)
+    shown = doctor(operator, code=3)
+    assert re.search(r"BAD  node-4: cannot be reached", shown)
+    assert shown.count(" yes ") == 3
+    hosts.boot(4)
+    hosts._wait()

@@ -1,0 +1,242 @@
+"""What doctor makes of facts: every day-one fault of a host, with its remedy. GPU hardware is text in tests/data."""
+
+import copy
+import json
+import re
+
+import pytest
+
+from conftest import ROOT
+from llama405b_tools import fabric, findings, gpus
+from llama405b_tools.findings import BAD, NOTE, WARN, Needs, Peers
+
+DATA = ROOT / "tests/data/doctor"
+FIELDS = [
+    "index", "name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending",
+    "remapped_rows.pending", "clocks.max.sm", "clocks.sm", "power.limit", "power.max_limit", "clocks_event_reasons.active",
+    "pcie.link.width.current", "pcie.link.width.max", "pcie.link.gen.current", "pcie.link.gen.max", "temperature.gpu",
+    "driver_version",
+]  # fmt: skip
+
+
+def smi(name):
+    return {
+        "smi": (DATA / name).read_text(),
+        "fields": FIELDS,
+        "apps": "",
+        "nvlink": "",
+        "xid": [],
+        "dmesg_readable": True,
+    }
+
+
+def good():
+    packages = {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.23.0", "flash-attn": "missing",
+                "llama405b": "0.1.0", "nccl": "2.29.1", "cuda": "12.8"}  # fmt: skip
+    return {
+        "identity": {
+            "hostname": "h", "os": "Ubuntu 24.04", "kernel": "6.8.0", "user": "ubuntu",
+            "tools": {"tmux": True, "ip": True, "git": True, "nvidia-smi": True, "srun": False},
+        },
+        "environment": {"workdir": "/w", "workdir_exists": True, "packages": packages, "code": "abc", "writable": True},
+        "gpus": smi("good.csv"),
+        "rdma": json.loads((DATA / "infiniband.json").read_text())
+        | {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"][:2]},
+        "network": {"addresses": [{"interface": "eth0", "address": "10.0.0.5", "mbit": "100000"}], "default": "eth0"},
+        "tmux": {"memlock_kib": "unlimited", "open_files": "1048576"},
+        "memory": {"total": 2 << 40, "available": 2 << 40, "shm_free": 64 << 30},
+        "disks": {"filesystems": [{"path": "/w", "free": 1 << 40, "writable": True}], "unmounted_nvme": []},
+        "weights": {"path": "/m", "present": True, "files": 191, "bytes": 812, "faults": []},
+        "leftovers": {},
+        "kill_user_processes": False,
+    }  # fmt: skip
+
+
+def peers(*hosts, faults=None, chosen=None, candidates=None):
+    candidates = candidates or {host: ["10.0.0.5"] for host in hosts}
+    reach = {}
+    for a in hosts:
+        reach[a] = {}
+        for b in hosts:
+            if a != b:
+                reached = {
+                    f"{address}:{port}": {"fault": (faults or {}).get((a, b, address), "")}
+                    for address in candidates[b]
+                    for port in (29400, 40000)
+                }
+                reach[a][b] = {"resolves": ["10.0.0.5", 0.01], "reached": reached}
+    return Peers(
+        reach, candidates, {host: [29400, 40000] for host in hosts}, {h: (chosen or {}).get(h, "") for h in hosts}
+    )
+
+
+def diagnose(facts, needs=None, skew=None, lost=None, links=None):
+    return findings.diagnose(facts, lost or {}, skew or {}, links or peers(*facts), needs or Needs())
+
+
+def test_good_hosts_have_nothing_to_be_said():
+    assert diagnose({"a": good(), "b": good()}) == []
+
+
+def put(*path):
+    *keys, last, value = path
+
+    def change(facts):
+        part = facts
+        for key in keys:
+            part = part[key]
+        part[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "what", "remedy"),
+    [
+        (put("identity", "tools", "tmux", False), BAD, "there is no tmux", "apt-get install tmux"),
+        (put("identity", "tools", "ip", False), BAD, "there is no ip", "iproute2"),
+        (put("environment", "workdir_exists", False), BAD, "there is no /w", "llama405b setup"),
+        (put("environment", "writable", False), BAD, "/w cannot be written", "set workdir="),
+        (put("environment", "packages", None), BAD, "its python cannot be run", "set python="),
+        (put("environment", "packages", "torch", "missing"), BAD, "torch is not installed", "llama405b setup"),
+        (put("environment", "packages", "torch", "2.8.0"), BAD, "torch is 2.8.0", "at least 2.11"),
+        (put("environment", "packages", "python", "3.9.2"), BAD, "python is 3.9.2", "at least 3.11"),
+        (put("environment", "packages", "cuda", "13.0"), BAD, "driver 570.124.06 is too old for torch's CUDA 13.0", "580 or newer"),
+        (put("environment", "packages", "cuda", "none"), BAD, "torch is a build without CUDA", "fits the driver"),
+        (put("kill_user_processes", True), BAD, "KillUserProcesses=yes", "loginctl enable-linger"),
+        (put("tmux", {"memlock_kib": "8192", "open_files": "1024"}), BAD, "only 8192 KiB may be locked inside tmux", "tmux kill-server"),
+        (put("tmux", {"memlock_kib": "unlimited", "open_files": "1024"}), WARN, "1024 open files", "nofile"),
+        (put("tmux", {"failed": "open terminal failed"}), BAD, "tmux does not start: open terminal failed", "tmux new"),
+        (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "/w has 0.01 GiB free", "make room"),
+        (put("disks", "unmounted_nvme", [{"device": "/dev/nvme1n1", "size": 3_840_000_000_000}]), NOTE, "/dev/nvme1n1 (3.8 TB) is not mounted", "scratch="),
+        (put("leftovers", {"/w/runs/r:a": [1, 2]}), WARN, "2 processes of /w/runs/r are running", "stop --orphans"),
+        (put("weights", "present", False), BAD, "/m does not hold a model", "llama405b download"),
+        (put("weights", "faults", ["a is missing", "b"]), BAD, "/m: a is missing and 1 more", "fetch these files again"),
+        (put("network", "addresses", [{"interface": "eth0", "address": "8.8.4.4", "mbit": ""}]), WARN, "listen on 8.8.4.4 (eth0), a public address", "iptables -A INPUT -i eth0"),
+        (put("gpus", smi("lost.txt")), BAD, "nvidia-smi: Unable to determine the device handle for GPU1", "reboot"),
+        (put("gpus", {"smi": "TIMEOUT"}), BAD, "nvidia-smi does not answer", "reboot"),
+        (put("gpus", "xid", (DATA / "dmesg.txt").read_text().splitlines()), BAD, "Xid 79 at PCI:0000:43:00: the GPU has fallen off the bus", "reset"),
+        (put("gpus", "nvlink", (DATA / "nvlink.txt").read_text()), BAD, "NVLink is down: GPU 3: link 5", "reset the GPUs"),
+        (put("gpus", "apps", "4711, 61000, /usr/bin/python3\n"), WARN, "process 4711 (/usr/bin/python3) holds GPU memory", "end it"),
+        (put("gpus", "dmesg_readable", False), NOTE, "Xid errors are unknown", "dmesg"),
+        (put("rdma", {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"], "peermem": True}), WARN, "mlx5_2 port 1 is not active", "cable"),
+        (put("rdma", "peermem", False), NOTE, "nvidia_peermem is not loaded", "modprobe"),
+        (put("rdma", {"probe_failed": "TypeError: x"}), WARN, "rdma cannot be told", "by hand"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_a_host(change, level, what, remedy):
+    facts = good()
+    change(facts)
+    found = [f for f in diagnose({"a": facts}) if what in f.what]
+    assert found, diagnose({"a": facts})
+    assert found[0].level == level
+    assert remedy in found[0].remedy
+    assert found[0].hosts == ("a",)
+    assert "\n" not in found[0].what + found[0].remedy
+
+
+def test_a_gpu_that_is_ill_in_many_ways():
+    facts = good() | {"gpus": smi("bad.csv")}
+    said = "; ".join(f.what for f in diagnose({"a": facts}))
+    for words in (
+        "GPU 0: 3 uncorrected ECC errors",
+        "GPU 0: memory rows wait to be remapped",
+        "GPU 0: slowed down: hardware slowdown, hardware thermal slowdown",
+        "GPU 0: power limit 500 of 700 W",
+        "GPU 0: PCIe x8 of x16",
+        "GPU 1: memory.used, ecc.errors.uncorrected.volatile.total, clocks.sm, power.limit, temperature.gpu cannot be read",
+    ):
+        assert words in said, said
+
+
+def test_unknown_is_unknown():
+    [gpu] = gpus.read(smi("unknown.csv"))[0]
+    assert (gpu.used_mib, gpu.ecc_errors, gpu.power_limit_w, gpu.pages_pending) == (None, None, None, None)
+    assert gpu.memory_mib == 24564
+    assert not gpu.fault
+
+
+def test_what_a_run_needs():
+    found = diagnose({"a": good()}, Needs(ram_bytes=3 << 40))
+    assert "2048 GiB of RAM, but the run keeps 3072 there" in found[0].what
+    found = diagnose({"a": good()}, Needs(gpu_bytes=94 << 30))
+    assert "GPU 0: 80 GiB, but each rank's state takes 94" in found[0].what
+    assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Needs(cuda=False)) == []
+
+
+def test_who_differs():
+    odd = copy.deepcopy(good())
+    odd["environment"]["packages"]["nccl"] = "2.27.3"
+    odd["identity"]["kernel"] = "5.15.0"
+    found = diagnose({"a": good(), "b": odd, "c": good()})
+    assert [(f.level, f.hosts) for f in found] == [(BAD, ("b",)), (NOTE, ("b",))]
+    assert found[0].what == "nccl is 2.29.1 on most hosts, but b has 2.27.3"
+
+
+def test_clocks_and_dead_hosts():
+    found = diagnose({"a": good(), "b": good()}, skew={"b": -61.0}, lost={"c": "no answer"})
+    assert [(f.hosts, f.what) for f in found] == [(("c",), "cannot be reached"), (("b",), "its clock is 61 s behind")]
+
+
+def test_how_hosts_reach_each_other():
+    facts = {"a": good(), "b": good(), "c": good()}
+    one_way = {("b", "a", "10.0.0.5"): "No route to host"}
+    [found] = diagnose(facts, links=peers(*facts, faults=one_way))
+    assert (found.level, found.hosts) == (BAD, ("a",))
+    assert found.what == "b cannot reach it on the training network (10.0.0.5:29400: No route to host)"
+    assert "set address=" in found.remedy
+    both = {host: ["10.0.0.5"] for host in facts} | {"a": ["172.17.0.1", "10.0.0.5"]}
+    docker = {(host, "a", "172.17.0.1"): "somebody else answers there" for host in "bc"}
+    [found] = diagnose(facts, links=peers(*facts, faults=docker, candidates=both))
+    assert (found.level, found.remedy) == (WARN, "set address=10.0.0.5 in the hosts file")
+    [found] = diagnose(facts, links=peers(*facts, faults=docker, candidates=both, chosen={"a": "172.17.0.1"}))
+    assert (found.level, found.remedy) == (BAD, "set address=10.0.0.5")
+
+
+def test_the_same_fault_of_many_hosts_is_said_once():
+    facts = {f"gpu-{i:02d}": good() for i in range(1, 9)}
+    for each in facts.values():
+        each["tmux"] = {"memlock_kib": "64", "open_files": "1048576"}
+    [found] = diagnose(facts)
+    assert len(found.hosts) == 8
+
+
+def test_what_nccl_is_told():
+    ports = fabric.read(json.loads((DATA / "infiniband.json").read_text()))
+    env = fabric.nccl_env(ports, "eth0")
+    assert env["NCCL_IB_HCA"] == ("=mlx5_0:1,mlx5_1:1", "2 InfiniBand ports of 400 Gb/s are up; slower: mlx5_3")
+    assert env["NCCL_SOCKET_IFNAME"][0] == "eth0"
+    assert "NCCL_IB_GID_INDEX" not in env
+    roce = fabric.nccl_env(fabric.read(json.loads((DATA / "roce.json").read_text())), "eth0")
+    assert roce["NCCL_IB_HCA"][0] == "=mlx5_0:1,mlx5_1:1"
+    assert roce["NCCL_IB_GID_INDEX"][0] == "3"
+    assert set(fabric.nccl_env([], "eth0")) == {"NCCL_SOCKET_IFNAME"}
+    assert not fabric.has_rdma([])
+
+
+def test_the_line_by_which_nccl_falls_back():
+    fallen = "h:1:1 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.5<0>"
+    assert fabric.socket_line(f"x\n{fallen}\ny") == fallen
+    assert fabric.socket_line("h:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.5<0>") == ""
+
+
+def test_the_odd_one_out():
+    from llama405b_tools.deep import judge
+
+    devices = [{"rank": i, "host": f"h{i // 2}", "local_rank": i % 2, "tflops": 700.0} for i in range(8)]
+    devices[5]["tflops"] = 610.0
+    links = [
+        {"a": f"h{a}", "b": f"h{b}", "gb_per_s": 40.0 if 3 not in (a, b) else 9.0} for b in range(4) for a in range(b)
+    ]
+    report = {
+        "device": "cuda",
+        "devices": devices,
+        "links": links,
+        "all_gather_gb_per_s": 30.0,
+        "all_reduce_gb_per_s": 31.0,
+    }
+    found = list(judge(report))
+    assert [f.hosts for f in found if f.level == WARN] == [("h2",), ("h3",), ("h3",), ("h3",)]
+    assert re.search(r"rank 5 \(cuda 1\): 610 TFLOP/s where the median is 700", found[0].what)
+    assert found[-1].level == NOTE
