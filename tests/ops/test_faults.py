@@ -230,7 +230,7 @@ def test_21_wrong_clock(hosts, operator, on):
         "PATH=/usr/local/bin:/usr/bin:/bin python3 -c 'import site; print(site.getsitepackages()[0])'"  # as SSH has it
     )
     packages = hosts.exec(2, "sh", "-c", line).stdout.strip()
-    wrong = "import time; real = time.time; time.time = lambda: real() - 61"  # the kernel's clock is everyone's
+    wrong = "import time; time.time = (lambda real: lambda: real() - 61)(time.time)"  # the kernel's clock is everyone's
     on(2, f"mkdir -p {packages}; echo '{wrong}' >{packages}/wrong.pth", f"rm {packages}/wrong.pth")
     done = operator("doctor")
     assert done.returncode == 1, done.stdout

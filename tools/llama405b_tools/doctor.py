@@ -128,7 +128,7 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
         if "none" in alive.out:
             raise HostError("there is no python3; type there: apt-get install python3")
         stdin = f"{len(SCRIPT)}\n{SCRIPT}{json.dumps(_request(fleet, name, port, tokens[name], needs))}\n"
-        dialogues[name] = Dialogue(connection.stream(f"exec python3 -c {shlex.quote(LOADER)}", stdin))
+        dialogues[name] = Dialogue(connection.stream(f"exec python3 -c {shlex.quote(LOADER)} 2>&1", stdin))
         return dialogues[name].answer(FACTS_TIMEOUT_S)
 
     outcomes = fleet.each(first)

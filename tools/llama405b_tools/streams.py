@@ -21,6 +21,7 @@ class Dialogue:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.last_words = ""  # what it said that was no answer
         threading.Thread(target=self._read, daemon=True).start()
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
@@ -34,7 +35,8 @@ class Dialogue:
         except queue.Empty:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         if found is None:
-            raise HostError("the connection broke, or the program there failed, before it answered")
+            words = f" ({self.last_words})" if self.last_words else ""
+            raise HostError(f"the connection broke, or the program there failed, before it answered{words}")
         return found
 
     def say(self, text: str) -> None:
@@ -59,10 +61,13 @@ class Dialogue:
 
     def _read(self) -> None:
         for line in self.stream:
-            with contextlib.suppress(ValueError):
+            try:
                 found = json.loads(line)
-                if isinstance(found, dict):
-                    self.answers.put(found | {"heard": time.time()})
+            except ValueError:
+                self.last_words = line.strip()[:200] or self.last_words
+                continue
+            if isinstance(found, dict):
+                self.answers.put(found | {"heard": time.time()})
         self.answers.put(None)
 
 
