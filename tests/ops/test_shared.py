@@ -5,44 +5,44 @@ import subprocess
 import sys
 
 import pytest
-from ops.test_real_hosts import DEMO, can_have_hosts, processes, wait_for
 
 from conftest import ROOT
-from hosts_rig import Hosts
+from hosts_rig import processes
+from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
-__all__ = ["can_have_hosts"]
+HOST_USERS = ("root",)
+DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
 
 
-def test_a_run_survives_the_loss_of_a_host_by_its_shared_checkpoints(can_have_hosts, tmp_path, cli):
-    with Hosts(3, users=("root",)) as hosts:
-        hosts.hosts_file(tmp_path / "hosts")
-        flags = [*DEMO, "--training.max_steps", 16, "--checkpoint.every", 4, "--checkpoint.dir", hosts.shared / "c"]
+def test_a_run_survives_the_loss_of_a_host_by_its_shared_checkpoints(hosts, tmp_path, cli):
+    hosts.hosts_file(tmp_path / "hosts")
+    flags = [*DEMO, "--training.max_steps", 16, "--checkpoint.every", 4, "--checkpoint.dir", hosts.shared / "c"]
 
-        def launch(*more):
-            return cli(tmp_path, "launch", "--follow", *flags, *more, env=hosts.env())
+    def launch(*more):
+        return cli(tmp_path, "launch", "--follow", *flags, *more, env=hosts.env())
 
-        whole = launch("--run", "whole", "--checkpoint.dir", hosts.shared / "whole")
-        assert whole.returncode == 0, whole.stderr
-        follower = subprocess.Popen(
-            [sys.executable, "-m", "llama405b_tools.cli", "launch", "--follow", "--run", "r", *map(str, flags)],
-            cwd=tmp_path, env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        wait_for(lambda: (hosts.shared / "c/step-00000008").exists() or (hosts.shared / "c/step-00000004").exists())
-        hosts.crash(3)
-        out, err = follower.communicate(timeout=90)
-        assert follower.returncode == 1, out
-        assert "FAILED  node-3: cannot be reached" in err, err
-        for i in (1, 2):
-            assert processes(hosts, i) == []
-        hosts.boot(3)
-        hosts._wait()
-        again = launch("--run", "r", "--resume", "auto")
-        assert again.returncode == 0, again.stderr
-        assert f"resumed from {hosts.shared}/c/step-0000000" in again.stdout
-        losses = [
-            [line.split()[3] for line in done.stdout.splitlines() if line.startswith("step ")][-4:]
-            for done in (whole, again)
-        ]
-        assert losses[0] == losses[1]
+    whole = launch("--run", "whole", "--checkpoint.dir", hosts.shared / "whole")
+    assert whole.returncode == 0, whole.stderr
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--follow", "--run", "r", *map(str, flags)],
+        cwd=tmp_path, env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: (hosts.shared / "c/step-00000008").exists() or (hosts.shared / "c/step-00000004").exists())
+    hosts.crash(3)
+    out, err = follower.communicate(timeout=90)
+    assert follower.returncode == 1, out
+    assert "FAILED  node-3: cannot be reached" in err, err
+    for i in (1, 2):
+        assert processes(hosts, i) == []
+    hosts.boot(3)
+    hosts._wait()
+    again = launch("--run", "r", "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert f"resumed from {hosts.shared}/c/step-0000000" in again.stdout
+    losses = [
+        [line.split()[3] for line in done.stdout.splitlines() if line.startswith("step ")][-4:]
+        for done in (whole, again)
+    ]
+    assert losses[0] == losses[1]
