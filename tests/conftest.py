@@ -89,13 +89,14 @@ def _marked(pid, text):
 
 @pytest.fixture(scope="module")
 def hosts(request):
-    """Real hosts with an sshd each: as many as the module's ``N_HOSTS`` says, with its ``HOST_USERS``."""
+    """Real hosts with an sshd each: as many as the module's ``N_HOSTS`` says, with its ``HOST_USERS``; ``BLANK``."""
     if why := hosts_rig.missing():
         if os.environ.get("LLAMA405B_NOTHING_SKIPPED"):
             pytest.fail(f"NOT RUN: real hosts: {why}")
         pytest.skip(f"NOT RUN: real hosts: {why}")
     module = request.module
-    with hosts_rig.Hosts(getattr(module, "N_HOSTS", 3), getattr(module, "HOST_USERS", hosts_rig.USERS)) as found:
+    users, blank = getattr(module, "HOST_USERS", hosts_rig.USERS), getattr(module, "BLANK", False)
+    with hosts_rig.Hosts(getattr(module, "N_HOSTS", 3), users, blank) as found:
         yield found
 
 

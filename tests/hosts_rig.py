@@ -21,10 +21,10 @@ USERS = ("root", "alice", "bob", "carol")
 
 INIT = r"""
 set -eu
-name=$1 dir=$2 shared=$3 user=$4; shift 4
+name=$1 dir=$2 shared=$3 user=$4 size=$5 hide=$6; shift 6
 mount --make-rprivate /
 hostname "$name"
-mount -t tmpfs -o size=1500m,mode=755 rw "$dir/rw"
+mount -t tmpfs -o "size=$size,mode=755" rw "$dir/rw"
 mkdir -p "$dir/rw/upper" "$dir/rw/work" "$dir/root"
 mount -t overlay -o "lowerdir=/,upperdir=$dir/rw/upper,workdir=$dir/rw/work" "$name" "$dir/root"
 r=$dir/root
@@ -32,6 +32,7 @@ mount -t proc proc "$r/proc"; mount -t sysfs -o ro sysfs "$r/sys"; mount --bind 
 mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$r/dev/pts"
 mount -t tmpfs shm "$r/dev/shm"; mount -t tmpfs run "$r/run"; rm -rf "$r"/tmp/tmux-*
 mkdir -p "$r/run/sshd" "$r$shared"; mount --bind "$shared" "$r$shared"
+[ -z "$hide" ] || { mount -t tmpfs -o size=1m none "$r$hide"; rm -rf "$r/root/.cache"; }
 sed -i 's/^hosts:.*/hosts: files/' "$r/etc/nsswitch.conf"
 cp "$dir/hosts" "$r/etc/hosts"; echo "$name" >"$r/etc/hostname"
 for p in "$@"; do while [ "$p" != / ]; do chmod o+rx "$r$p" 2>/dev/null || :; p=$(dirname "$p"); done; done
@@ -75,8 +76,9 @@ def processes(hosts, i):
 class Hosts:
     """The hosts ``node-1`` … ``node-N``, each with another user; the operator is this process's namespace."""
 
-    def __init__(self, count, users=USERS):
-        self.count, self.users = count, users
+    def __init__(self, count, users=USERS, blank=False):
+        """``blank``: the hosts have neither this checkout nor its environment, and room to make their own."""
+        self.count, self.users, self.blank = count, users, blank
         self.state = Path(tempfile.mkdtemp(prefix="l4hosts-"))
         self.shared = self.state / "shared"
         self.shared.mkdir()
@@ -167,7 +169,7 @@ class Hosts:
             run("ip", "-n", namespace, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 run("ip", "-n", namespace, "link", "set", link, "up")
-        readable = [str(ROOT), str(Path(sys.executable).resolve().parent)]
+        readable = [*([] if self.blank else [str(ROOT)]), str(Path(sys.executable).resolve().parent)]
         self.inits[i] = subprocess.Popen(
             [
                 "nsenter",
@@ -187,6 +189,8 @@ class Hosts:
                 str(directory),
                 str(self.shared),
                 self.user(i),
+                "3500m" if self.blank else "1500m",
+                str(ROOT) if self.blank else "",
                 *readable,
             ],
             stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.rundir import UMASK, RunDir, read_json, write_json
-from llama405b_tools import procs
+from llama405b_tools import procs, relay
 from llama405b_tools.commands import KEEP, REHEARSAL, tmux_session, tmux_socket
 from llama405b_tools.facts import probe, run_dir
 from llama405b_tools.hostlogs import HostLogs
@@ -284,6 +284,8 @@ ACTIONS: dict[str, Callable[[Request], dict[str, Any] | None]] = {
     "stop": stop,
     "stream": stream,
     "orphans": orphans,
+    "relay": lambda request: relay.relay(request, _print, sys.stdin.readline),
+    "send": lambda request: relay.send_from_here(request, _print),
 }
 
 

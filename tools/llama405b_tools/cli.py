@@ -9,6 +9,8 @@ from llama405b.errors import STOPPED_FOLLOWING, UserError
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "doctor": ("llama405b_tools.doctor", "are these hosts fit to train, and do they agree?"),
+    "setup": ("llama405b_tools.setup", "the project and its environment on bare hosts"),
+    "push": ("llama405b_tools.push", "code or a checkpoint to every host, as a chain"),
     "launch": ("llama405b_tools.launch", "start a run on every host, all or nothing"),
     "status": ("llama405b_tools.status", "what runs where, and how it goes"),
     "logs": ("llama405b_tools.logs", "the logs of every rank of every host"),
@@ -18,7 +20,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "demo": ("llama405b.demo_cli", "write a small Llama checkpoint to try things on"),
     "bench": ("llama405b.bench", "measure against a named baseline"),
 }
-OPERATOR, HOSTS = ("doctor", "launch", "status", "logs", "attach", "stop"), ("train", "demo", "bench")
+OPERATOR, HOSTS = ("setup", "doctor", "push", "launch", "status", "logs", "attach", "stop"), ("train", "demo", "bench")
 
 
 def usage() -> str:

@@ -140,12 +140,11 @@ def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
     }
 
 
-def agent_command(python: str, workdir: str, action: str) -> str:
+def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
     """The shell line that runs one action of the agent on a host; what to do goes in by standard input."""
+    before = f"{prefix} && " if prefix else ""
     directory = f"~/{shlex.quote(workdir[2:])}" if workdir.startswith("~/") else shlex.quote(workdir)
-    return (
-        f"cd {directory} && PYTHONPATH=tools exec {shlex.quote(python)} -m llama405b_tools.agent {shlex.quote(action)}"
-    )
+    return f"{before}cd {directory} && PYTHONPATH=tools exec {shlex.quote(python)} -m llama405b_tools.agent {shlex.quote(action)}"
 
 
 def tmux_socket(run: str) -> str:

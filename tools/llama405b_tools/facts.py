@@ -44,7 +44,7 @@ def probe(request: Request) -> None:
 def _answer(request: Request, port_fault: str) -> dict[str, Any]:
     run, host = run_dir(request["run"]), request["host"]
     facts = {
-        "python": platform.python_version(),
+        "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases agree with each other
         **{name: _version(name) for name in request["packages"]},
         "llama405b": llama405b.__version__,
     }

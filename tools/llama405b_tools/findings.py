@@ -339,10 +339,8 @@ def _package(name: str) -> Callable[[Facts], Any]:
 
 
 SAME: dict[str, tuple[str, Callable[[Facts], Any]]] = {
-    **{
-        name: (BAD, _package(name))
-        for name in ("python", "torch", "transformers", "flash-attn", "nccl", "cuda", "llama405b")
-    },
+    "python": (BAD, lambda facts: facts["environment"]["packages"]["python"].rpartition(".")[0]),  # not patch releases
+    **{name: (BAD, _package(name)) for name in ("torch", "transformers", "flash-attn", "nccl", "cuda", "llama405b")},
     "the project's commit": (BAD, lambda facts: facts["environment"]["code"]),
     "the driver": (WARN, lambda facts: gpus.read(facts["gpus"])[0][0].driver),
     "GPU model": (WARN, lambda facts: gpus.read(facts["gpus"])[0][0].name),

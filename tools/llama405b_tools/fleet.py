@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import getpass
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.errors import UserError
+from llama405b.rundir import read_json
 from llama405b.trust import refuse_others_writing
 from llama405b_tools.commands import agent_command
 from llama405b_tools.hosts import Host, parse
@@ -37,7 +39,27 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason}); name a hosts file, one host a line") from None
-    return parse(text, str(path))
+    return tuple(_as_set_up(host, _read_setup(path).get(host.name)) for host in parse(text, str(path)))
+
+
+def setup_path(hosts_file: Path) -> Path:
+    """Where ``setup`` notes which python and directory it made on each host; what the hosts file says comes first."""
+    return hosts_file.with_name(f"{hosts_file.name}.setup.json")
+
+
+def _read_setup(hosts_file: Path) -> dict[str, dict[str, str]]:
+    path = setup_path(hosts_file)
+    if not path.is_file():
+        return {}
+    refuse_others_writing(path)
+    return read_json(path) or {}
+
+
+def _as_set_up(host: Host, use: dict[str, str] | None) -> Host:
+    if not use:
+        return host
+    python, workdir = host.python or use["python"], host.workdir or use["workdir"]
+    return dataclasses.replace(host, python=python, workdir=workdir, prefix=use["prefix"])
 
 
 @functools.cache
@@ -157,7 +179,11 @@ class Fleet:
 
     def command(self, name: str, action: str) -> str:
         """The shell line for an action on a host."""
-        return agent_command(self.python(name), self.workdir(name), action)
+        return agent_command(self.python(name), self.workdir(name), action, self.hosts[name].prefix)
+
+    def is_local(self, name: str) -> bool:
+        """Whether a host is this machine."""
+        return isinstance(self.connection(name), Local)
 
     def python(self, name: str) -> str:
         """The interpreter on a host."""

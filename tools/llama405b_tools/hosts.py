@@ -31,6 +31,7 @@ class Host:
     address: str = ""  # on the training network; "": the address that ssh reaches it at
     workdir: str = ""  # "": the operator's
     python: str = ""  # "": the operator's
+    prefix: str = ""  # a shell line before everything; from setup --module
 
     @property
     def loopback(self) -> bool:

@@ -68,6 +68,17 @@ class Ssh:
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise HostError(f"the connection broke ({error or type(error).__name__})") from None
 
+    def tunnel(self, port: int) -> Any:
+        """See ``transport.Connection``."""
+        transport = self.client.get_transport()
+        try:
+            assert transport
+            return transport.open_channel(
+                "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=CONNECT_TIMEOUT_S
+            )
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            raise HostError(f"its sshd does not forward to port {port} ({error})") from None
+
     def close(self) -> None:
         """Close the connection and those to the jump hosts."""
         for client in reversed(self.clients):

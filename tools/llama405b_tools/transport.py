@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from llama405b.errors import RunError
 
@@ -78,6 +79,13 @@ class Connection(Protocol):
             HostError: It cannot be run.
         """
 
+    def tunnel(self, port: int) -> Any:
+        """A connection (``sendall``, ``recv``, ``close``) to a port of the machine's own loopback.
+
+        Raises:
+            HostError: Nothing answers there, or the machine forbids it.
+        """
+
     def close(self) -> None:
         """Let go of the machine."""
 
@@ -101,6 +109,13 @@ class Local:
     def stream(self, command: str, stdin: str) -> Stream:
         """See ``Connection``."""
         return _LocalStream(_start(command, stderr=subprocess.DEVNULL), stdin)  # a full pipe would stop it
+
+    def tunnel(self, port: int) -> Any:
+        """See ``Connection``."""
+        try:
+            return socket.create_connection(("127.0.0.1", port), 10)
+        except OSError as error:
+            raise HostError(f"port {port} does not answer ({error.strerror})") from None
 
     def close(self) -> None:
         """Nothing is kept open."""

@@ -1,0 +1,194 @@
+"""``llama405b setup``: the project and one locked environment on hosts that have only sh and sshd.
+
+Every later verb uses what it found or made there. Calling it again does only what is left to do; hosts are worked on
+at once, and one that fails does not keep the others back.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama405b
+from llama405b.errors import FAILED, GOOD, UserError
+from llama405b.rundir import read_json, write_json
+from llama405b_tools import provision, push, sourcetree
+from llama405b_tools.fleet import Fleet, Reply, front_door, hosts_argument, read_hosts, setup_path
+from llama405b_tools.provision import FACTS, Wishes
+from llama405b_tools.status import VerbParser, print_table
+from llama405b_tools.transport import Connection, HostError
+
+STEP_TIMEOUT_S, FACTS_TIMEOUT_S = 1800.0, 30.0
+WHEELHOUSE = ".wheelhouse"
+BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs to install the project itself
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = VerbParser(prog="llama405b setup", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--python", default="", metavar="PATH", help="the Python to make .venv from [python3, else uv's]")
+    how.add_argument("--conda", default="", metavar="ENV", help="install into this conda environment")
+    how.add_argument("--container", default="", metavar="IMAGE", help="run in this image, by apptainer")
+    add("--module", default="", metavar="LINE", help="a shell line before everything, like 'module load python/3.12'")
+    add("--offline", action="store_true", help="install from wheels that are fetched here and pushed")
+    add(
+        "--torch-index",
+        default="auto",
+        metavar="URL",
+        help="where torch comes from; none: pip's own [as the driver needs]",
+    )
+    args = parser.parse_args(argv)
+    root = project_root()
+    names = sourcetree.tree_files(root)
+    names = names if names is not None else sourcetree.walk(root)
+    lines = sourcetree.manifest(root, names)
+    wishes = Wishes(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)
+    hosts = read_hosts(args.hosts)
+    here = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"
+    wheels = make_wheelhouse(root) if args.offline else None
+    with Fleet(hosts) as fleet:
+        work = Work(fleet, root, lines, wishes, here)
+        outcomes = fleet.each(work.bring_code)
+        if wheels:
+            work.bring_wheels(wheels, [name for name, found in outcomes.items() if isinstance(found, dict)])
+        outcomes |= fleet.each(work.install, [name for name, found in outcomes.items() if isinstance(found, dict)])
+    found = {name: reply for name, reply in outcomes.items() if isinstance(reply, dict)}
+    faults = {name: str(reply) for name, reply in outcomes.items() if isinstance(reply, HostError)}
+    known = read_json(setup_path(args.hosts)) or {}
+    write_json(setup_path(args.hosts), known | {name: reply["use"] for name, reply in found.items()})
+    print_table(
+        ("host", "now"),
+        [(name, f"FAILED: {faults[name]}" if name in faults else found[name]["said"]) for name in outcomes],
+    )
+    if not faults:
+        print(f"next: `{front_door()} doctor{hosts_argument(args.hosts)}`, then launch")
+    return FAILED if faults else GOOD
+
+
+def project_root() -> Path:
+    """The checkout that this program runs from.
+
+    Raises:
+        UserError: It is installed without its sources.
+    """
+    root = Path(llama405b.__file__).resolve().parent.parent
+    if not (root / "pyproject.toml").is_file() or not (root / "constraints.txt").is_file():
+        raise UserError(f"setup: {root} is no checkout of the project; clone it, and run setup from there")
+    return root
+
+
+def make_wheelhouse(root: Path) -> Path:
+    """Fetch every wheel of the environment, for hosts with the same Python and architecture as here.
+
+    Raises:
+        UserError: pip could not.
+    """
+    folder = Path(WHEELHOUSE)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "-d", str(folder)]
+    what = ["-c", str(root / "constraints.txt"), f"{root}[train]", *BUILD_TOOLS]
+    print(f"fetching wheels into {folder}", flush=True)
+    done = subprocess.run([*command, *what], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(
+            f"--offline: pip could not fetch the wheels ({_last(done.stderr)}); see that it works here first"
+        )
+    for own in folder.glob("llama405b-*"):  # the project itself goes as code
+        own.unlink()
+    return folder
+
+
+class Work:
+    """What is done on every host, in three parts that each go on at once everywhere."""
+
+    def __init__(self, fleet: Fleet, root: Path, lines: str, wishes: Wishes, here: str) -> None:
+        self.fleet, self.root, self.lines, self.wishes, self.here = fleet, root, lines, wishes, here
+        self.facts: dict[str, dict[str, str]] = {}
+        self.lock, self.began = threading.Lock(), time.monotonic()
+
+    def say(self, host: str, what: str) -> None:
+        """Print a line."""
+        with self.lock:
+            print(f"{time.monotonic() - self.began:5.0f} s  {host}: {what}", flush=True)
+
+    def bring_code(self, name: str) -> Reply:
+        """Look at the host, and make its directory equal to the checkout.
+
+        Raises:
+            HostError: It has no plain shell, or the directory cannot be written.
+        """
+        connection, host = self.fleet.connection(name), self.fleet.hosts[name]
+        workdir = host.workdir or (os.getcwd() if self.fleet.is_local(name) else "~/llama405b")  # noqa: PTH109
+        asked = f"set -- {shlex.quote(self.wishes.python)}\n" if self.wishes.python else ""
+        before = f"{self.wishes.module} && " if self.wishes.module else ""
+        said = connection.run(f"{before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
+        facts = self.facts[name] = provision.parse_facts(said.out)
+        if "arch" not in facts:
+            raise HostError(
+                f"its shell does not run a plain script ({_last(said.err) or said.code}); try `ssh {name} sh`"
+            )
+        if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
+            raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
+        sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
+        self.say(name, f"code in {workdir}: {sent} files sent, {gone} deleted")
+        python = self.wishes.python or "python3"
+        self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
+        return {}
+
+    def bring_wheels(self, wheels: Path, names: Sequence[str]) -> None:
+        """Push the wheels down a chain of these hosts."""
+        self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
+        targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
+        if targets:
+            push.push_files(self.fleet, push.Source("", str(wheels)), targets)
+
+    def install(self, name: str) -> Reply:
+        """Make the environment, or see that it is made.
+
+        Raises:
+            HostError: It failed; says at which step, and what to do.
+        """
+        connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
+        directory = sourcetree.shell_path(workdir)
+        material = [
+            line for line in self.lines.splitlines() if line.endswith(("./pyproject.toml", "./constraints.txt"))
+        ]
+        text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
+        wishes = dataclasses.replace(self.wishes, stamp=hashlib.sha256(text.encode()).hexdigest())
+        fresh = connection.run(f"cd {directory} && {provision.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0
+        try:
+            steps = provision.plan(facts, wishes, self.here)
+        except UserError as error:
+            raise HostError(str(error)) from None
+        if fresh:
+            steps = [step for step in steps if step.always]
+        version = ""
+        for step in steps:
+            self.say(name, step.name)
+            version = _run(connection, directory, step, locked="has_flock" in facts)
+        python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
+        said = f"{'was set up already' if fresh else 'set up'}: torch {version or 'as in the image'}, {python}"
+        return {"use": {"python": python, "workdir": workdir, "prefix": self.wishes.module}, "said": said}
+
+
+def _run(connection: Connection, directory: str, step: provision.Step, *, locked: bool) -> str:
+    lock = "flock .llama405b-setup.lock " if locked else ""  # two setups at once take turns
+    done = connection.run(f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}", "", STEP_TIMEOUT_S)
+    if done.code:
+        raise HostError(f"{step.name} failed ({_last(done.err or done.out)}); {step.remedy}")
+    return done.out.strip().splitlines()[-1] if done.out.strip() else ""
+
+
+def _last(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if not line.startswith(("WARNING: Location", "[notice]"))]
+    return lines[-1][:300] if lines else ""
