@@ -343,7 +343,7 @@ def relay(request: dict[str, Any], say: Callable[[dict[str, Any]], None], hear: 
     say({"port": receiver.port, "addresses": own})
     below = json.loads(hear() or "null")
     threading.Thread(target=_end_with_input, args=(hear,), daemon=True).start()
-    own = False  # whether the fault is this host's, and would be again
+    lasting = False  # whether the fault is this host's, and would be again
     with _Telling(say, lambda: {"done": receiver.done, "total": receiver.total, "file": receiver.file}):
         try:
             receiver.run(below)
@@ -353,8 +353,8 @@ def relay(request: dict[str, Any], say: Callable[[dict[str, Any]], None], hear: 
         except (BrokenLinkError, ValueError) as error:
             fault = str(error)
         except OSError as error:
-            fault, own = error.strerror or str(error), True
-    say({"end": True, "fault": fault, "own": own, "done": receiver.done})
+            fault, lasting = error.strerror or str(error), True
+    say({"end": True, "fault": fault, "own": lasting, "done": receiver.done})
 
 
 def _end_with_input(hear: Callable[[], str]) -> None:

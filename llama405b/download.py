@@ -1,0 +1,215 @@
+"""``llama405b download``: a model from the Hugging Face Hub into a directory, only what training needs, verified.
+
+Runs where the weights are to be; only there is HF_TOKEN needed. What broke off is gone on with. Every file's size is
+checked, and the SHA-256 of those the Hub has one for.
+"""
+
+import argparse
+import concurrent.futures
+import errno
+import fnmatch
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llama405b import weights
+from llama405b.command import OneLineParser
+from llama405b.errors import RunError, UserError
+from llama405b.rundir import write_json
+
+RECORD = ".llama405b-download.json"  # name -> [bytes, mtime_ns, sha256]: what was verified, and not touched since
+AT_ONCE = 4
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = OneLineParser(
+        prog="llama405b download",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="like meta-llama/Llama-3.1-405B")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="where to put it [models/<name>]")
+    parser.add_argument("--revision", default="main", help="a branch, tag or commit [main]")
+    parser.add_argument("--skip-weights", action="store_true", help="only configuration and tokenizer")
+    args = parser.parse_args(argv)
+    if args.model.count("/") != 1:
+        raise UserError(f"download: {args.model!r} is no model of the Hub; write owner/name")
+    target = args.to or Path("models") / args.model.partition("/")[2]
+    fetch(args.model, args.revision, target, skip_weights=args.skip_weights)
+    return 0
+
+
+def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> None:
+    """Fetch and verify.
+
+    Raises:
+        UserError: There is no such model, or no access to it, or no room.
+        RunError: The network or the disk failed on the way; the same command goes on from there.
+    """
+    from huggingface_hub import HfApi
+
+    with _said_clearly(model, target):
+        info = HfApi().model_info(model, revision=revision, files_metadata=True)
+        files = [sibling for sibling in info.siblings or () if wanted(sibling.rfilename, skip_weights=skip_weights)]
+        if not any(sibling.rfilename == "config.json" for sibling in files):
+            raise UserError(f"{model}: it has no config.json; only models in Hugging Face form can be trained")
+        record = Verified(target)
+        lacking = [sibling for sibling in files if not record.holds(sibling)]
+        _check_room(target, lacking)
+        total = sum(sibling.size or 0 for sibling in files)
+        print(
+            f"{model} at {info.sha}: {len(files)} files, {total / 1e9:.2f} GB; {len(lacking)} to fetch into {target}",
+            flush=True,
+        )
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            jobs = [pool.submit(_one, model, str(info.sha), sibling, target, record) for sibling in lacking]
+            for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+                try:
+                    name = job.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+                print(f"{done}/{len(lacking)}  {name}: verified", flush=True)
+    if not skip_weights:
+        llama = weights.read_llama(target)
+        weights.read_tensors(target)
+        print(f"whole: {llama.parameters:,} parameters; --model.path {target}")
+
+
+def wanted(name: str, *, skip_weights: bool) -> bool:
+    """Whether training needs a file: not the original, pickled or consolidated copies of the weights."""
+    if name in weights.SMALL_FILES:
+        return True
+    return (
+        not skip_weights and (name == weights.INDEX or fnmatch.fnmatch(name, "model*.safetensors")) and "/" not in name
+    )
+
+
+def _one(model: str, commit: str, sibling: Any, target: Path, record: "Verified") -> str:
+    """Fetch one file and verify it; fetched again, whole, where it is not right."""
+    from huggingface_hub import hf_hub_download
+
+    name: str = sibling.rfilename
+    for again in (False, True):
+        path = Path(hf_hub_download(model, name, revision=commit, local_dir=target, force_download=again))
+        fault = fault_of(path, sibling)
+        if not fault:
+            record.add(name, path, digest_of(sibling))
+            return name
+    raise RunError(f"{path}: {fault}, twice; the disk or the network corrupts data")
+
+
+def fault_of(path: Path, sibling: Any) -> str:
+    """What is wrong with a file; '' where nothing is."""
+    size, digest = path.stat().st_size, digest_of(sibling)
+    if sibling.size is not None and size != sibling.size:
+        return f"{size} bytes where the Hub says {sibling.size}"
+    if digest:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                return "its content differs from the Hub's SHA-256"
+    return ""
+
+
+def digest_of(sibling: Any) -> str:
+    """The SHA-256 that the Hub has for a big file; '' for a small one."""
+    lfs = getattr(sibling, "lfs", None)
+    return str(lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", "")) if lfs else ""
+
+
+class Verified:
+    """Which files of a directory were verified, and have not been touched since."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        try:
+            self.files: dict[str, list[Any]] = json.loads((target / RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.files = {}
+
+    def holds(self, sibling: Any) -> bool:
+        """Whether the file is there as the Hub has it."""
+        size, mtime, digest = self.files.get(sibling.rfilename, [-1, 0, ""])
+        path = self.target / sibling.rfilename
+        if not path.is_file() or digest != digest_of(sibling):
+            return False
+        info = path.stat()
+        return (info.st_size, info.st_mtime_ns) == (size, mtime) and sibling.size in (None, size)
+
+    def add(self, name: str, path: Path, digest: str) -> None:
+        """Note a verified file."""
+        info = path.stat()
+        self.files[name] = [info.st_size, info.st_mtime_ns, digest]
+        write_json(self.target / RECORD, dict(self.files))
+
+
+def _check_room(target: Path, lacking: Sequence[Any]) -> None:
+    here = target
+    while not here.exists():
+        here = here.parent
+    need, free = sum(sibling.size or 0 for sibling in lacking), shutil.disk_usage(here).free
+    if need > free:
+        raise UserError(
+            f"--to: {target} has {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are to come; name another disk"
+        )
+
+
+class _said_clearly:  # noqa: N801 - reads as a sentence where it is used
+    """Turns what huggingface_hub raises into one sentence."""
+
+    def __init__(self, model: str, target: Path) -> None:
+        self.model, self.target = model, target
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Say what went wrong.
+
+        Raises:
+            UserError: No such model, or no access.
+            RunError: Network or disk.
+        """
+        from huggingface_hub import errors
+
+        if error is None or isinstance(error, UserError | KeyboardInterrupt):
+            return
+        page = f"https://huggingface.co/{self.model}"
+        causes = list(_causes(error))
+        if isinstance(error, errors.GatedRepoError):
+            raise UserError(
+                f"{self.model}: access is gated (403); accept the licence at {page}, then export the HF_TOKEN of that account"
+            ) from None
+        if isinstance(error, errors.RevisionNotFoundError):
+            raise UserError(f"--revision: {self.model} has none of that name; see {page}/commits") from None
+        if isinstance(error, errors.RepositoryNotFoundError):
+            raise UserError(
+                f"{self.model}: the Hub does not know it, or it is private (401); check the name, or export HF_TOKEN"
+            ) from None
+        if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
+            raise RunError(f"{self.target}: the disk is full; make room, and the same command goes on") from None
+        if isinstance(error, errors.HfHubHTTPError):
+            said = " ".join(str(error).split())[:200]
+            raise RunError(f"{self.model}: the Hub refused ({said}); the same command goes on") from None
+        if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in causes):
+            said = " ".join(str(error).split())[:200]
+            raise RunError(
+                f"the Hub cannot be reached ({said}); see to the network, and the same command goes on"
+            ) from None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""``llama405b download`` with the real huggingface_hub client, against a server on loopback that speaks the Hub's protocol."""
+
+import hashlib
+import http.server
+import json
+import threading
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves one model from a directory: its list of files, and each of them, with ranges."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, *, body):
+        hub = self.server.hub
+        hub["asked"].append((self.command, self.path, self.headers.get("Authorization"), self.headers.get("Range")))
+        path = self.path.partition("?")[0]
+        if path.startswith(("/api/models/o/gated", "/o/gated")):
+            return self.say(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"}, body)
+        if not path.startswith(("/api/models/o/tiny", "/o/tiny/resolve/")):
+            return self.say(401, {"error": "none"}, {"X-Error-Code": "RepoNotFound"}, body)
+        if path.startswith("/api/"):
+            if not path.endswith(("/revision/main", f"/revision/{COMMIT}", "/o/tiny")):
+                return self.say(404, {"error": "none"}, {"X-Error-Code": "RevisionNotFound"}, body)
+            siblings = []
+            for file in sorted(hub["root"].iterdir()):
+                data = file.read_bytes()
+                entry = {"rfilename": file.name, "size": len(data), "blobId": "x"}
+                if file.suffix == ".safetensors":
+                    entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 1}
+                siblings.append(entry)
+            return self.say(200, {"id": "o/tiny", "modelId": "o/tiny", "sha": COMMIT, "siblings": siblings}, {}, body)
+        data = (hub["root"] / path.rpartition("/")[2]).read_bytes()
+        etag = hashlib.sha256(data).hexdigest()
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+        span = self.headers.get("Range")
+        if hub["broken"] and path.endswith(".safetensors"):
+            data = b"\0" * len(data)
+        if span:
+            begin = int(span.removeprefix("bytes=").partition("-")[0])
+            self.send_response(206)
+            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
+            data = data[begin:]
+        else:
+            self.send_response(200)
+        for name, value in {**headers, "Content-Length": len(data)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+        return None
+
+    def say(self, code, record, headers, body):
+        data = json.dumps(record).encode()
+        self.send_response(code)
+        for name, value in {**headers, "Content-Type": "application/json", "Content-Length": len(data)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub(tiny, tmp_path):
+    root = tmp_path / "hub"
+    root.mkdir()
+    for file in tiny.iterdir():
+        (root / file.name).write_bytes(file.read_bytes())
+    (root / "consolidated.00.pth").write_bytes(b"no")
+    (root / "tokenizer.json").write_text("{}")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.hub = {"root": root, "asked": [], "broken": False}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.hub["env"] = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    yield server.hub
+    server.shutdown()
+
+
+def test_only_what_is_needed_verified_and_not_fetched_twice(hub, cli, tmp_path):
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    assert done.returncode == 0, done.stderr
+    target = tmp_path / "models/tiny"
+    for file in hub["root"].iterdir():
+        if file.suffix != ".pth":
+            assert (target / file.name).read_bytes() == file.read_bytes()
+    assert not (target / "consolidated.00.pth").exists()
+    assert "whole: " in done.stdout
+    hub["asked"].clear()
+    again = cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    assert "0 to fetch" in again.stdout
+    assert not any("/resolve/" in path for _, path, *_ in hub["asked"])
+    weights = next(target.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)  # touched: fetched again
+    assert cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
+    assert weights.read_bytes() == (hub["root"] / weights.name).read_bytes()
+
+
+def test_without_the_weights(hub, cli, tmp_path):
+    done = cli(tmp_path, "download", "o/tiny", "--skip-weights", "--to", "small", env=hub["env"])
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "small").iterdir()}
+    assert "config.json" in names
+    assert not any(name.endswith((".safetensors", ".index.json")) for name in names)
+
+
+def test_a_hub_that_sends_something_else_is_found_out(hub, cli, tmp_path):
+    hub["broken"] = True
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    assert done.returncode == 1
+    assert "its content differs from the Hub's SHA-256, twice" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["tiny"], 2, "download: 'tiny' is no model of the Hub; write owner/name"),
+        (["o/gated"], 2, "o/gated: access is gated (403); accept the licence at https://huggingface.co/o/gated"),
+        (["o/none"], 2, "o/none: the Hub does not know it, or it is private (401); check the name, or export HF_TOKEN"),
+        (["o/tiny", "--revision", "v9"], 2, "--revision: o/tiny has none of that name"),
+    ],
+)
+def test_what_is_refused_is_one_sentence(hub, cli, tmp_path, args, code, words):
+    done = cli(tmp_path, "download", *args, env=hub["env"])
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_network(hub, cli, tmp_path):
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert done.returncode == 1
+    assert "the Hub cannot be reached" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_token_goes_to_the_hub_alone(hub, cli, tmp_path):
+    token = "hf_canaryabcdefghijklmnopqrstuv"
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_TOKEN": token})
+    assert done.returncode == 0, done.stderr
+    assert f"Bearer {token}" in {authorization for _, _, authorization, _ in hub["asked"]}
+    assert token not in done.stdout + done.stderr
+    assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

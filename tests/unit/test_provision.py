@@ -1,0 +1,93 @@
+import subprocess
+
+import pytest
+
+from llama405b.errors import UserError
+from llama405b_tools import provision
+from llama405b_tools.provision import Wishes
+
+BARE = {
+    "arch": "x86_64",
+    "uid": "1000",
+    "python": "3.12",
+    "venv": "yes",
+    "has_tmux": "yes",
+    "has_ip": "yes",
+    "has_apt-get": "yes",
+    "driver": "",
+}
+
+
+def lines(facts=None, **wishes):
+    return {
+        step.name: step.line
+        for step in provision.plan(BARE | (facts or {}), Wishes(stamp="s", **wishes), "3.12 x86_64")
+    }
+
+
+def test_facts_come_from_a_plain_shell():
+    facts = provision.parse_facts(
+        subprocess.run(["sh", "-s"], input=provision.FACTS, capture_output=True, text=True, check=True).stdout
+    )
+    assert facts["arch"] in ("x86_64", "aarch64")
+    assert facts["has_tar"] == "yes"
+    assert facts["uid"].isdigit()
+
+
+def test_the_systems_python_where_it_will_do():
+    steps = lines()
+    assert list(steps) == ["making .venv", "installing packages", "checking"]
+    assert "python3 -m venv --clear .venv" in steps["making .venv"]
+    assert "-c constraints.txt -e '.[train]'" in steps["installing packages"]
+    assert "--extra-index-url" not in steps["installing packages"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "python"), [({"python": "3.10"}, "3.12"), ({"python": ""}, "3.12"), ({"venv": ""}, "python3")]
+)
+def test_uv_where_it_will_not(facts, python):
+    facts = {key: value for key, value in (BARE | facts).items() if value or key == "driver"}
+    steps = {s.name: s.line for s in provision.plan(facts, Wishes(stamp="s"), "")}
+    assert f"uv venv -q --allow-existing --seed --python {python} .venv" in steps["making .venv"]
+    assert "astral.sh/uv/install.sh" in steps["making .venv"]
+
+
+@pytest.mark.parametrize(("driver", "build"), [("580.65.06", "cu130"), ("570.124.06", "cu128"), ("565.57.01", "cu126")])
+def test_torchs_build_follows_the_driver(driver, build):
+    assert f"/whl/{build} " in lines({"driver": driver})["installing packages"]
+    assert "/whl/" not in lines({"driver": driver}, torch_index="none")["installing packages"]
+    assert (
+        "--extra-index-url https://mine/x "
+        in lines({"driver": driver}, torch_index="https://mine/x")["installing packages"]
+    )
+
+
+def test_programs_by_root_or_sudo_or_not_at_all():
+    bare = {key: value for key, value in BARE.items() if key not in ("has_tmux", "has_ip")}
+    root = provision.plan(bare | {"uid": "0"}, Wishes(), "")[0]
+    assert root.line == "apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tmux iproute2"
+    assert "sudo -n apt-get" in provision.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
+    with pytest.raises(UserError, match="type there: sudo apt-get install -y tmux iproute2"):
+        provision.plan(bare, Wishes(), "")
+
+
+def test_other_ways():
+    assert lines(module="module load python/3.12")["checking"].startswith("module load python/3.12 && ")
+    assert "conda run -n 'my env'" in lines(conda="my env")["finding the conda environment"]
+    assert "--no-index --find-links .wheelhouse " in lines(offline=".wheelhouse")["installing packages"]
+    container = provision.plan(BARE | {"has_apptainer": "yes"}, Wishes(container="docker://x/y:1"), "")
+    assert "exec apptainer exec --nv" in container[0].line
+
+
+@pytest.mark.parametrize(
+    ("facts", "wishes", "words"),
+    [
+        ({}, {"container": "x"}, "--container: there is no apptainer"),
+        ({"python": "3.11"}, {"offline": "w"}, "the wheels are for Python 3.12 x86_64, but it has 3.11 x86_64"),
+        ({"driver": "470.1"}, {}, "driver 470.1 is too old"),
+        ({"python": "3.9"}, {"python": "/opt/py"}, "--python: /opt/py is 3.9; at least 3.11 is needed"),
+    ],
+)
+def test_what_cannot_be_had(facts, wishes, words):
+    with pytest.raises(UserError, match=words):
+        lines(facts, **wishes)
