@@ -1,7 +1,8 @@
 """What ``doctor --deep`` runs on every rank: matrix products on each device, and the links between hosts and over all.
 
-Rank 0 prints one line, ``checkup {json}``. Knows collectives and clocks; judges nothing. Bus bandwidths are those of
-nccl-tests (PERFORMANCE.md): all-gather S (n-1)/n / t, all-reduce 2 S (n-1)/n / t, for S bytes in all on n ranks.
+Rank 0 prints lines of ``checkup {json}``, of which the last has the devices. Knows collectives and clocks; judges
+nothing. Bus bandwidths are those of nccl-tests (PERFORMANCE.md): all-gather S (n-1)/n / t, all-reduce 2 S (n-1)/n / t,
+for S bytes in all on n ranks.
 """
 
 import json
@@ -16,6 +17,7 @@ from llama405b import ranks
 from llama405b.ranks import Ranks
 
 TIMEOUT_S = 300
+LINKS_A_LINE = 500
 
 
 def main() -> int:
@@ -31,10 +33,10 @@ def main() -> int:
         devices = [
             {"rank": i, "host": host, "local_rank": local, "tflops": f} for i, (host, local, f) in enumerate(everyone)
         ]
-        report = {"device": me.device.type, "devices": devices, "links": links}
-        print(
-            "checkup " + json.dumps(report | {"all_gather_gb_per_s": gather, "all_reduce_gb_per_s": reduce}), flush=True
-        )
+        for begin in range(0, len(links), LINKS_A_LINE):
+            print("checkup " + json.dumps({"links": links[begin : begin + LINKS_A_LINE]}))
+        rates = {"all_gather_gb_per_s": gather, "all_reduce_gb_per_s": reduce}
+        print("checkup " + json.dumps({"device": me.device.type, "devices": devices, **rates}), flush=True)
     ranks.leave()
     return 0
 

@@ -26,13 +26,20 @@ class Pulse:
     def phase(self, name: str) -> None:
         """Enter a phase; always written."""
         self.phase_name, self.phase_since = name, time.time()
-        self.beat(force=True)
+        self.beat(force=True, at_phase=True)
 
     def beat(
-        self, done_bytes: int = 0, total_bytes: int = 0, *, force: bool = False, message: str = "", failed_in: str = ""
+        self,
+        done_bytes: int = 0,
+        total_bytes: int = 0,
+        *,
+        force: bool = False,
+        message: str = "",
+        failed_in: str = "",
+        at_phase: bool = False,
     ) -> None:
-        """Say that this rank is alive, and how far it is."""
-        now = time.time()
+        """Say that this rank is alive, and how far it is; ``at_phase``: it enters its phase at this moment."""
+        now = self.phase_since if at_phase else time.time()
         if not force and now - self.written < INTERVAL_S:
             return
         self.written = now

@@ -244,6 +244,25 @@ def test_the_ranks_own_sentence_is_the_last_line(work, cli, demo, corpus):
         assert "exited with 2: --parallel.device: cuda was asked for, but torch sees no GPU here" in done.stderr
 
 
+def test_a_directory_that_is_not_there_is_never_a_success(work, cli):
+    (work / "hosts").write_text("localhost workdir=/nowhere/at/all\n")
+    for _ in range(4):
+        done = cli(work, "launch", "--preset", "demo")
+        assert done.returncode == 1
+        assert "there is no directory /nowhere/at/all" in done.stderr
+
+
+def test_going_back_and_stopping(work, cli, demo, corpus):
+    assert cli(work, "launch", "--run", "b", "--follow", *settings(demo, corpus, 8)).returncode == 0
+    flags = [*settings(demo, corpus, 100_000), "--checkpoint.every", 1000]
+    assert cli(work, "launch", "--run", "b", "--resume", 4, *flags).returncode == 0
+    wait_for(lambda: heartbeat(work, "b", 1)["step"] >= 5)
+    state = cli(work, "status", "--run", "b")
+    assert "newest checkpoint: " in state.stdout
+    assert state.stdout.splitlines()[-1].endswith("step-00000004")
+    assert cli(work, "stop", "--run", "b", "--grace", "0").returncode == 0
+
+
 def test_a_file_that_is_no_plan_breaks_no_verb(work, cli):
     (work / "runs/bad").mkdir(parents=True)
     (work / "runs/bad/plan.json").write_text('{"nodes": 3}')

@@ -17,6 +17,7 @@ def test_variables_and_secrets_part_ways(tmp_path):
     path = tmp_path / "run.env"
     path.write_text("# ours\nexport NCCL_DEBUG='INFO'\nWANDB_API_KEY=abc\n\nEMPTY=\n")
     env, secrets = asked.read_env(["A=x=y z", "NCCL_DEBUG=WARN"], [path], ["HF_TOKEN"], HERE)
+    assert asked.read_env(["TOKENIZERS_PARALLELISM=false"], [], [], {})[0]
     assert env == {"NCCL_DEBUG": "WARN", "EMPTY": "", "A": "x=y z"}
     assert secrets == {"WANDB_API_KEY": "abc", "HF_TOKEN": "t0p"}
 

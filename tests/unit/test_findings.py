@@ -240,3 +240,21 @@ def test_the_odd_one_out():
     assert [f.hosts for f in found if f.level == WARN] == [("h2",), ("h3",), ("h3",), ("h3",)]
     assert re.search(r"rank 5 \(cuda 1\): 610 TFLOP/s where the median is 700", found[0].what)
     assert found[-1].level == NOTE
+
+
+def test_odd_facts_cost_no_other():
+    facts = good()
+    facts["kill_user_processes"] = True
+    facts["identity"] = {"probe_failed": "it did not answer in time"}
+    said = [f.what for f in diagnose({"a": facts})]
+    assert "identity cannot be told: it did not answer in time" in said
+    twice = good()
+    twice["gpus"]["xid"] = (DATA / "dmesg.txt").read_text().splitlines()[:1] * 2
+    assert [f.hosts for f in diagnose({"a": twice, "b": good()})] == [("a",)]
+
+
+def test_a_private_address_is_taken_before_a_public_one_without_a_word():
+    facts = {"a": good(), "b": good()}
+    both = {"a": ["8.8.4.4", "10.0.0.5"], "b": ["10.0.0.6"]}
+    assert diagnose(facts, links=peers(*facts, candidates=both)) == []
+    assert findings.training_address("a", peers(*facts, candidates=both)) == "10.0.0.5"

@@ -127,6 +127,27 @@ def test_errors_are_never_folded():
     assert len(folded([entry(1.0, f"h{i}", TRACE, rank=i) for i in range(3)])) == 3
 
 
+def test_what_only_looks_alike_is_not_folded():
+    assert len(folded([entry(1.0, "a", "item #", rank=0), entry(1.0, "b", "item 5", rank=1)])) == 2
+
+
+def test_a_progress_bar_is_one_line():
+    bar = b"Loading: 10%\rLoading: 20%\rLoading: 30%\n"
+    blocks = Blocks()
+    found = [*blocks.feed(0, bar), *blocks.flush()]
+    assert [clean(block.text) for block in found] == ["Loading: 30%"]
+
+
+def test_merge_gives_back_memory_while_a_source_is_never_empty():
+    merge = Merge()
+    merge.begin("a")
+    merge.begin("quiet")
+    for i in range(5000):
+        merge.push("a", [entry(float(i))])
+        list(merge.pop(i - 5.0))
+    assert len(merge.waiting["a"]) < 1100
+
+
 def test_names_are_folded_as_they_are_written():
     assert fold_names(["n01", "n02", "n03", "n10"]) == "n[01-03,10]"
     assert fold_names(["n8", "n9", "n10", "head"]) == "head,n[8-10]"
@@ -148,6 +169,10 @@ def test_names_are_folded_as_they_are_written():
         ("'HF_TOKEN': 'hf_abcdefghijklmnopqrstuvwxyz'", "'HF_TOKEN': 'hf_a…REDACTED'"),
         ("Authorization: Bearer abcdefghijk", "Authorization: Bearer …REDACTED"),
         ("2,048 tokens/s", "2,048 tokens/s"),
+        ("api_key=abcdefgh12345", "api_key=…REDACTED"),
+        ("password: hunter2hunter2", "password: …REDACTED"),
+        ("BOS_TOKEN embedding", "BOS_TOKEN embedding"),
+        ("max_tokens=4096000000", "max_tokens=4096000000"),
     ],
 )
 def test_nothing_a_terminal_would_obey_and_no_token(raw, shown):

@@ -72,3 +72,16 @@ def test_a_rank_that_is_silent_for_too_long():
     assert hung(beat(0, time=0.0, phase="done")) is None
     assert hung(beat(0, time=899.0), at=80.0) is None  # not heard for half a minute: nothing is known
     assert hung(beat(0, time=980.0), at=60.0) is None
+
+
+def test_who_is_lost_is_named_before_who_waits_for_it():
+    from llama405b_tools.commands import Node, Plan
+    from llama405b_tools.follow import Limits, Watch
+
+    nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
+    watch = Watch(Plan("r", 1, 0.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), nodes))
+    watch.take("b", {"unreachable": "no answer"})
+    watch.take("a", {"beats": [beat(0, time=0.0)], "now": 1000.0})
+    watch.look_for_hang(Limits(300.0, 3600.0))
+    assert watch.worst().host == "b"
+    assert "no answer" in watch.worst().what

@@ -8,6 +8,7 @@ standard input closes: when the operator's terminal dies, so does it.
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -32,6 +33,7 @@ KEEP_WITHIN_S = 60.0  # after this host is up, for all the others to be
 STREAM_EVERY_S = 0.3
 BEATS_EVERY_S = 2.0
 NEWEST_RUNS = 20
+STEP_DIR = re.compile(r"step-\d{8}")
 
 
 def start(request: Request) -> None:
@@ -58,10 +60,11 @@ def _start(request: Request) -> dict[str, Any]:
     if claim is None or is_alive(run, host):
         owner = (read_json(run.plan) or {}).get("owner") or "somebody else"
         return {"error": f"run {run.name} was started by {owner} just now"}
-    if request["again"] and stop_path(run, host).exists():
+    if not request["again"]:
+        stop_path(run, host).unlink(missing_ok=True)
+    elif stop_path(run, host).exists():
         return {"error": f"run {run.name} was stopped: {(read_json(stop_path(run, host)) or {}).get('by', '')}"}
     write_json(run.plan, plan)
-    stop_path(run, host).unlink(missing_ok=True)
     run.status(host).unlink(missing_ok=True)
     for rank in request["ranks"]:
         run.heartbeat(rank).unlink(missing_ok=True)
@@ -72,6 +75,8 @@ def _start(request: Request) -> dict[str, Any]:
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline:
         status = read_json(run.status(host))
+        if status and status["state"] == "killed":
+            return {"error": f"the node runner ended at once: {status['reason']}"}
         if status and status["state"] != "starting":
             return {"status": status}
         time.sleep(0.05)
@@ -101,7 +106,8 @@ def stop(request: Request) -> dict[str, Any]:
     run, host = run_dir(request["run"]), request["host"]
     grace_s = float(request.get("grace_s", 0))
     if request.get("only") not in (None, (read_json(run.plan) or {}).get("rdzv_id")):
-        return {"known": True, "was_alive": False, "swept": 0, "left": [], "status": None}  # another launch's
+        by = (read_json(stop_path(run, host)) or {}).get("by", "")  # another launch's: not ours to end
+        return {"known": True, "was_alive": False, "swept": 0, "left": [], "status": None, "stopped_by": by}
     plan = read_json(run.plan)
     runner = read_json(run.status(host)) or {}
     was_alive = is_alive(run, host)
@@ -232,11 +238,8 @@ def _beats(run: RunDir, node: dict[str, Any]) -> list[dict[str, Any]]:
 def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
     node = _node(plan, host)
     root = _checkpoints(run, plan)
-    saved = (
-        sorted(p.name for p in root.iterdir() if p.name.startswith("step-") and (p / "manifest.json").exists())
-        if root.is_dir()
-        else []
-    )
+    found = root.iterdir() if root.is_dir() else ()
+    saved = sorted(p.name for p in found if STEP_DIR.fullmatch(p.name) and (p / "manifest.json").exists())
     return {
         "run": run.name,
         "created": plan["created"],
@@ -249,7 +252,7 @@ def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
         "heartbeats": _beats(run, node),
         "stopped_by": (read_json(stop_path(run, host)) or {}).get("by", ""),
         "metrics": _last_line(run.metrics),
-        "checkpoint": str(root / saved[-1]) if saved and not saved[-1].endswith((".tmp", ".old")) else None,
+        "checkpoint": str(root / saved[-1]) if saved else None,
         "now": time.time(),
     }
 

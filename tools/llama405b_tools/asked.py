@@ -16,7 +16,7 @@ from llama405b.trust import refuse_others_writing
 from llama405b_tools import commands
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # the run sets these itself, and needs them so
 SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 EPILOG = """

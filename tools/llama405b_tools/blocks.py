@@ -42,7 +42,7 @@ class Blocks:
         elif begin != self.begin + sum(map(len, self.lines)):
             yield from self.flush()
             self.begin = begin
-        for line in data.splitlines(keepends=True):
+        for line in split_lines(data):
             bare = PREFIX.sub(b"", line, count=1)
             starts = bool(IN_TRACEBACK.search(line))
             goes_on = self.lines and (bool(INDENTED.match(bare)) or (self.open and not starts))
@@ -61,6 +61,12 @@ class Blocks:
             end = self.begin + len(data)
             yield Block(self.begin, end, data.decode("utf-8", "replace").rstrip("\r\n"))
             self.begin, self.lines, self.open = end, [], False
+
+
+def split_lines(data: bytes) -> list[bytes]:
+    """Lines with their ends; a carriage return ends none: a progress bar writes many."""
+    lines = data.split(b"\n")
+    return [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
 
 
 def time_of(text: str, arrived: float, utc_offset_s: float) -> float:

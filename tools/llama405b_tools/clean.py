@@ -9,7 +9,8 @@ TOKENS = re.compile(
     r"|xox[abp]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
 )
 NAMED = re.compile(
-    r"((?:[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY)|[Aa]uthorization:?\s+Bearer)[\"']?\s*[=: ]\s*[\"']?)([^\s\"',;]{8,})"
+    r"(\b[A-Z0-9_]{0,40}(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY)[\"']?\s{0,3}[=:]\s{0,3}[\"']?|\bBearer\s)([^\s\"',;]{8,})",
+    re.IGNORECASE,
 )
 
 

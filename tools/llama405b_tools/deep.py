@@ -1,12 +1,14 @@
 """``doctor --deep``: burn every GPU and load every link, through the same launch path as a run; name the odd one out."""
 
+import contextlib
 import json
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llama405b.errors import RunError
+from llama405b.errors import UserError
 from llama405b_tools import asked
 from llama405b_tools.findings import BAD, NOTE, WARN, Finding
 from llama405b_tools.fleet import Fleet
@@ -25,17 +27,18 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
         ["--run", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}", "--", "-m", "llama405b.checkup"], time.time()
     )
     everyone = tuple(host.name for host in hosts)
-    try:
-        plan = launch(request, hosts, fleet)
-    except RunError as error:
-        return [Finding(BAD, everyone, f"the checkup did not start: {error}", "mend that first")]
-    try:
-        watch = watch_run(fleet, plan, until=lambda watch: any(line.startswith(SIGN) for line in watch.said))
-    finally:
-        stop_this(plan, fleet)
-    for line in watch.said:
-        if line.startswith(SIGN):
-            return list(judge(json.loads(line.removeprefix(SIGN))))
+    with contextlib.redirect_stdout(sys.stderr):  # the report alone goes to standard output
+        try:
+            plan = launch(request, hosts, fleet)
+        except UserError as error:
+            return [Finding(BAD, everyone, f"the checkup did not start: {error}", "mend that first")]
+        try:
+            watch = watch_run(fleet, plan, until=lambda watch: "devices" in _report(watch.said))
+        finally:
+            stop_this(plan, fleet)
+    report = _report(watch.said)
+    if "devices" in report:
+        return list(judge(report))
     worst = watch.worst()
     what = worst.what if worst else "it ended without a result"
     return [
@@ -46,6 +49,16 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
             f"llama405b logs --run {plan.run} shows every rank",
         )
     ]
+
+
+def _report(said: Iterable[str]) -> dict[str, Any]:
+    """What rank 0 has said so far, put together."""
+    report: dict[str, Any] = {"links": []}
+    for line in said:
+        if line.startswith(SIGN):
+            part = json.loads(line.removeprefix(SIGN))
+            report |= part | {"links": report["links"] + part.get("links", [])}
+    return report
 
 
 def judge(report: Mapping[str, Any]) -> Iterator[Finding]:

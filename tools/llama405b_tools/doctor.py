@@ -41,6 +41,7 @@ class Visit:
     skew_s: dict[str, float]  # host's clock minus this one's
     latency_ms: dict[str, float]
     peers: Peers
+    mute: dict[str, str]  # hosts that did not tell whom they reach, and why
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
     needs = needs_of(_config(args, settings), args.preset, hosts)
     with Fleet(hosts) as fleet:
         visit = look(fleet, args.port or DEFAULT_PORT, needs)
-        found = findings.diagnose(visit.facts, visit.lost, visit.skew_s, visit.peers, needs)
+        lost = visit.lost | {name: f"whom it reaches is not known ({why})" for name, why in visit.mute.items()}
+        found = findings.diagnose(visit.facts, lost, visit.skew_s, visit.peers, needs)
+        if args.port:
+            found = [*port_findings(visit.facts, args.port), *found]
         if args.deep and not any(finding.level == BAD for finding in found):
             from llama405b_tools.deep import check
 
@@ -154,7 +158,8 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
         dialogue.close()
     reach = {name: found["peers"] for name, found in reached.items() if isinstance(found, dict)}
     chosen = {name: fleet.hosts[name].address for name in facts}
-    return Visit(facts, lost, skew_s, latency_ms, Peers(reach, candidates, ports, chosen))
+    mute = {name: str(found) for name, found in reached.items() if isinstance(found, HostError)}
+    return Visit(facts, lost, skew_s, latency_ms, Peers(reach, candidates, ports, chosen), mute)
 
 
 def candidates_of(host: Host, found: Mapping[str, Any]) -> list[str]:
@@ -236,6 +241,12 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
         packages.get("python", "—"),
         packages.get("torch", "—"),
     )
+
+
+def port_findings(facts: Mapping[str, Mapping[str, Any]], port: int) -> list[Finding]:
+    """Hosts on which the port that was asked for is not to be had."""
+    held = tuple(name for name, found in facts.items() if found["port_fault"])
+    return [Finding(BAD, held, f"port {port} is in use there", "take another --port")] if held else []
 
 
 def refuse_port(port: int) -> None:

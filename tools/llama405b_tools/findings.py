@@ -72,7 +72,7 @@ def diagnose(
     for finding in found:
         merged.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
     return sorted(
-        (Finding(level, tuple(hosts), what, remedy) for (level, what, remedy), hosts in merged.items()),
+        (Finding(level, tuple(dict.fromkeys(hosts)), what, remedy) for (level, what, remedy), hosts in merged.items()),
         key=lambda finding: order.index(finding.level),
     )
 
@@ -101,7 +101,7 @@ def _programs(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield BAD, f"there is no {place['workdir']}", "llama405b setup puts the project there; or set workdir="
     elif place and not place["writable"]:
         yield BAD, f"{place['workdir']} cannot be written", "set workdir= to a directory of your own"
-    if facts["kill_user_processes"] is True and facts["identity"]["user"] != "root":
+    if facts["kill_user_processes"] is True and (facts["identity"] or {}).get("user") != "root":
         yield (
             BAD,
             "logind ends your processes when you log out (KillUserProcesses=yes), and with them the run",
@@ -168,7 +168,13 @@ def _gpus(facts: Facts, needs: Needs) -> Iterator[tuple[str, str, str]]:
         yield NOTE, "the kernel's log cannot be read, so Xid errors are unknown", "read it as root: dmesg | grep Xid"
     for link in gpus.nvlinks_down(probe.get("nvlink")):
         yield BAD, f"NVLink is down: {link}", "reset the GPUs, or reboot"
-    if len(found) >= 8 and "PCIe" not in found[0].name and probe.get("fabric_manager") in ("inactive", "failed"):
+    switched = any(name in found[0].name for name in ("H100", "H200", "B200", "A100-SXM")) if found else False
+    if (
+        len(found) >= 8
+        and switched
+        and "PCIe" not in found[0].name
+        and probe.get("fabric_manager") in ("inactive", "failed")
+    ):
         yield (
             BAD,
             f"nvidia-fabricmanager is {probe['fabric_manager']}: GPUs behind an NVSwitch cannot start without it",
@@ -364,70 +370,68 @@ def _sameness(facts: Mapping[str, Facts]) -> Iterator[Finding]:
 
 
 def _reach(peers: Peers) -> Iterator[Finding]:
-    best = {host: training_address(host, peers) for host in peers.candidates}
-    for host, address in best.items():
+    for host, candidates in peers.candidates.items():
         others = [name for name in peers.reach if name != host]
+        address = training_address(host, peers)
         if not others:
             continue
         if not address:
-            failed = [
-                name
-                for name in others
-                if not _reaches(peers.reach[name].get(host, {}), peers.candidates[host], peers.ports[host][:1])
-            ]
-            fault = next(
-                (
-                    f"{at}: {found['fault']}"
-                    for name in failed
-                    for at, found in peers.reach[name].get(host, {}).get("reached", {}).items()
-                ),
-                "nothing answers",
-            )
+            lacking, fault = _who_cannot(host, others, peers)
+            what = f"{fold_names(lacking)} cannot reach it on the training network ({fault})"
             yield Finding(
                 BAD,
                 (host,),
-                f"{fold_names(failed or others)} cannot reach it on the training network ({fault})",
+                what,
                 "open TCP ports 20000-65535 between the hosts, or set address= to one they all reach",
             )
         elif peers.chosen[host] and address != peers.chosen[host]:
             yield Finding(BAD, (host,), f"address={peers.chosen[host]} is not reached by all", f"set address={address}")
-        elif not peers.chosen[host] and address != peers.candidates[host][0]:
-            yield Finding(
-                WARN,
-                (host,),
-                f"the others reach it at {address}, not at {peers.candidates[host][0]}",
-                f"set address={address} in the hosts file",
-            )
+        elif not peers.chosen[host] and not _all_reach(host, _in_order(candidates)[0], others, peers):
+            what = f"the others reach it at {address}, not at {_in_order(candidates)[0]}"
+            yield Finding(WARN, (host,), what, f"set address={address} in the hosts file")
         slow = [
             name for name in others if (peers.reach[name].get(host, {}).get("resolves") or ["", 0])[1] > SLOW_NAME_S
         ]
         if slow:
-            yield Finding(
-                WARN,
-                tuple(slow),
-                f"looking up {host} takes over {SLOW_NAME_S:.0f} s",
-                "mend its DNS server (/etc/resolv.conf): it delays every start",
-            )
+            what = f"looking up {host} takes over {SLOW_NAME_S:.0f} s"
+            yield Finding(WARN, tuple(slow), what, "mend its DNS server (/etc/resolv.conf): it delays every start")
+
+
+def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[list[str], str]:
+    """The hosts that reach another at none of its addresses (or all, where each reaches a different one), and why."""
+    lacking = [
+        name
+        for name in others
+        if not any(_all_reach(host, address, [name], peers) for address in peers.candidates[host])
+    ]
+    for name in lacking or others:
+        for place, found in peers.reach[name].get(host, {}).get("reached", {}).items():
+            if found["fault"]:
+                return lacking or list(others), f"{place}: {found['fault']}"
+    return lacking or list(others), "it was not tried in time"
+
+
+def _all_reach(host: str, address: str, others: Sequence[str], peers: Peers) -> bool:
+    """Whether these hosts reach another at this address, on both ports."""
+    for name in others:
+        reached = peers.reach[name].get(host, {}).get("reached", {})
+        if any(reached.get(f"{address}:{port}", {"fault": "?"})["fault"] for port in peers.ports[host]):
+            return False
+    return True
+
+
+def _in_order(candidates: Sequence[str]) -> list[str]:
+    return sorted(candidates, key=lambda address: not is_private(address))
 
 
 def training_address(host: str, peers: Peers) -> str:
     """The first candidate that every other host reaches on both ports, private ones before public; '' where none is."""
     others = [name for name in peers.reach if name != host]
     wanted = [peers.chosen[host]] if peers.chosen[host] else []
-    rest = (
-        sorted(peers.candidates[host], key=lambda address: not is_private(address)) if host in peers.candidates else []
-    )
-    for address in [*wanted, *rest]:
-        if all(_reaches(peers.reach[name].get(host, {}), [address], peers.ports[host]) for name in others):
+    for address in [*wanted, *_in_order(peers.candidates.get(host, ()))]:
+        if _all_reach(host, address, others, peers):
             return address
     return ""
-
-
-def _reaches(found: Mapping[str, Any], addresses: Sequence[str], ports: Sequence[int]) -> bool:
-    reached = found.get("reached", {})
-    return any(
-        all(reached.get(f"{address}:{port}", {"fault": "?"})["fault"] == "" for port in ports) for address in addresses
-    )
 
 
 def _version(text: str) -> tuple[int, ...] | None:

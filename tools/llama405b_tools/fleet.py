@@ -119,6 +119,10 @@ class Fleet:
                 outcomes[name] = future.result()
             except HostError as error:
                 outcomes[name] = error
+            except BaseException:  # Ctrl-C: what has not begun is not begun any more
+                for other in futures.values():
+                    other.cancel()
+                raise
         return outcomes
 
     def ask_all(self, action: str, requests: Mapping[str, Reply], timeout_s: float) -> dict[str, Outcome]:

@@ -29,7 +29,7 @@ class Fold:
             yield from self.flush()
             yield [entry]
             return
-        kind = (entry.stream, NUMBER.sub("#", entry.text))
+        kind = (entry.stream, NUMBER.sub("\0", entry.text))
         who = (entry.host, entry.rank)
         for key, group in self.groups:
             if key == kind and all((other.host, other.rank) != who for other in group):

@@ -60,7 +60,7 @@ class Watch:
         self.ended: dict[str, Failure | None] = {}
         self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
         self.losses: dict[int, float] = {}  # by step, as rank 0 prints them in this attempt
-        self.said: collections.deque[str] = collections.deque(maxlen=100)  # rank 0's last lines
+        self.said: collections.deque[str] = collections.deque(maxlen=300)  # rank 0's last lines
         self.saved = ""
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure as long as no host reports one
         self.stopped: dict[str, Outcome] = {}  # how ending the rest went, where that was needed
@@ -106,7 +106,8 @@ class Watch:
     def worst(self) -> Failure | None:
         """The failure to name; None where no host reported any."""
         lost = [Failure(host, f"cannot be reached: {why}", origin=2) for host, why in self.unreachable.items()]
-        return runs.first_failure([*self.failures, *lost]) if self.failures else None
+        found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # who hangs waits for who is lost
+        return runs.first_failure(found) if self.failures else None
 
     def _end(self, host: str, failure: Failure | None) -> None:
         self.ended[host] = failure

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ from llama405b_tools.commands import Plan
 from llama405b_tools.fleet import Fleet, front_door, hosts_argument
 from llama405b_tools.follow import Ending, Limits, follow
 from llama405b_tools.hosts import Host
-from llama405b_tools.start import stop_this
+from llama405b_tools.runs import step_of
+from llama405b_tools.start import StartError, stop_this
 from llama405b_tools.status import newest_checkpoint
 from llama405b_tools.transport import HostError
 
@@ -41,6 +43,7 @@ class Guard:
     run: str
     pid: int
     pid_start: int
+    machine: str  # where it runs
     limit: int  # restarts in vain
     state: str = "watching"  # watching | recovering | ended | stopped | gave up
     message: str = ""
@@ -77,10 +80,11 @@ def spawn(asked: Asked, hosts: Sequence[Host], plan: Plan) -> "subprocess.Popen[
     return child
 
 
-def follow_log(child: "subprocess.Popen[bytes]", run: str, hosts: str) -> int:
-    """Print what the guard says until it ends; Ctrl-C only stops following."""
+def follow_log(child: "subprocess.Popen[bytes]", run: str, begin: int, hosts: str) -> int:
+    """Print what the guard says until it ends, from ``begin`` (bytes) on; Ctrl-C only stops following."""
     try:
         with log_path(run).open(encoding="utf-8", errors="replace") as log:
+            log.seek(begin)
             while True:
                 ended = child.poll() is not None
                 sys.stdout.write(log.read())
@@ -93,12 +97,19 @@ def follow_log(child: "subprocess.Popen[bytes]", run: str, hosts: str) -> int:
         return STOPPED_FOLLOWING
 
 
-def of_run(run: str) -> tuple[dict[str, object], bool] | None:
-    """The record of the guard that this machine has or had for a run, and whether it lives."""
+def of_run(run: str) -> tuple[dict[str, object], bool | None] | None:
+    """The record of a run's guard, and whether it lives; None where it is another machine's, so nobody knows."""
     record = read_json(state_path(run))
     if record is None:
         return None
+    if record["machine"] != machine_id():
+        return record, None
     return record, procs.same_process(int(record["pid"]), int(record["pid_start"]))
+
+
+def machine_id() -> str:
+    """This boot of this machine."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
 
 
 def dismiss(run: str) -> None:
@@ -118,7 +129,8 @@ class Watchman:
 
     def __init__(self, asked: Asked, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
         self.asked, self.hosts, self.plan, self.fleet = asked, hosts, plan, fleet
-        self.record = Guard(plan.run, os.getpid(), procs.start_time(os.getpid()) or 0, asked.restart)
+        began = procs.start_time(os.getpid()) or 0
+        self.record = Guard(plan.run, os.getpid(), began, machine_id(), asked.restart)
         load_s = asked.config.timeouts.load if asked.config else 3600
         self.limits = Limits(asked.hang_after_s, load_s + SLACK_S)
 
@@ -148,12 +160,11 @@ class Watchman:
 
     def hopeless(self, ending: Ending) -> str:
         """Why another try would be in vain; '' where it may not be."""
-        if ending.refused:
+        if ending.refused and not self.record.restarts:  # later it is a host that changed, and may change back
             return "the trainer refused its input, and would again"
         checkpoint = newest_checkpoint(self.fleet, self.plan.run) or ""
-        progress = checkpoint > self.record.checkpoint
-        self.record.in_vain = 0 if progress else self.record.in_vain
-        self.record.checkpoint = max(checkpoint, self.record.checkpoint)
+        if checkpoint and (not self.record.checkpoint or step_of(checkpoint) > step_of(self.record.checkpoint)):
+            self.record.in_vain, self.record.checkpoint = 0, checkpoint
         if self.record.in_vain >= self.asked.restart:
             since = f"since {self.record.checkpoint}" if self.record.checkpoint else "and no checkpoint yet"
             return f"that was after {self.record.in_vain} restarts without a newer checkpoint ({since})"
@@ -183,8 +194,11 @@ class Watchman:
             why = "; ".join(unsure)
             if not why:
                 try:
-                    self.plan = launch(resumed(self.asked), self.hosts, self.fleet, again=True)
+                    asked, hosts = resumed(self.asked, self.hosts, self.plan)
+                    self.plan = launch(asked, hosts, self.fleet, again=True)
                     return ""
+                except StartError as error:  # of this attempt something may be left, to be ended next
+                    self.plan, why = error.plan, str(error)
                 except RunError as error:
                     why = str(error)
             if why != said:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.rundir import RunDir, read_json
-from llama405b_tools.blocks import Blocks, time_of
+from llama405b_tools.blocks import Blocks, split_lines, time_of
 from llama405b_tools.merge import Entry, Merge
 from llama405b_tools.tail import Tail
 
@@ -34,7 +34,9 @@ class HostLogs:
         self.run, self.host, self.request = run, host, request
         self.root = run.logs(host)
         wanted = int(request.get("attempt", 0))
-        self.attempt = wanted or int((read_json(run.plan) or {}).get("attempt", 0))
+        marked = [int(m[1]) for file in request.get("marks") or {} if (m := ATTEMPT_DIR.fullmatch(file.split("/")[0]))]
+        newest = int((read_json(run.plan) or {}).get("attempt", 0))
+        self.attempt = wanted or min([newest, *marked])  # a reader that comes back goes on where it was
         self.follow_attempts = wanted == 0
         self.tail = Tail(self.root, wants=self._wants)
         self.times = Times(self.root / "times")
@@ -162,5 +164,5 @@ def _start_of_last(path: Path, lines: int) -> int:
             position -= step
             file.seek(position)
             found = file.read(step) + found
-    kept = found.splitlines(keepends=True)[-lines:] if lines else []
+    kept = split_lines(found)[-lines:] if lines else []
     return end - sum(map(len, kept))

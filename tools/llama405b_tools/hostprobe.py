@@ -414,9 +414,9 @@ def reach_all(peers):
     results, jobs = {}, []
     for peer in peers:
         results[peer["name"]] = {"resolves": None, "reached": {}}
-        for address in peer["addresses"]:
-            for port in peer["ports"]:
-                jobs.append((peer, address, port))
+        for place, address in enumerate(peer["addresses"]):
+            jobs.append((place, peer, address))
+    jobs.sort(key=lambda job: -job[0])  # everybody's first address first: it is taken from the end
     lock, pending = threading.Lock(), list(jobs)
 
     def work():
@@ -424,10 +424,13 @@ def reach_all(peers):
             with lock:
                 if not pending:
                     return
-                peer, address, port = pending.pop()
-            found = reach(address, port, peer["token"])
-            with lock:
-                results[peer["name"]]["reached"]["%s:%d" % (address, port)] = found
+                _, peer, address = pending.pop()
+            for port in peer["ports"]:
+                found = reach(address, port, peer["token"])
+                with lock:
+                    results[peer["name"]]["reached"]["%s:%d" % (address, port)] = found
+                if "no answer" in found["fault"]:  # nor would it on another port
+                    break
 
     def resolve(peer):
         began = time.time()
@@ -437,11 +440,11 @@ def reach_all(peers):
             address = ""
         results[peer["name"]]["resolves"] = [address, round(time.time() - began, 2)]
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(64, len(jobs) or 1))]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(128, len(jobs) or 1))]
     threads += [threading.Thread(target=resolve, args=(peer,), daemon=True) for peer in peers]
     for thread in threads:
         thread.start()
-    deadline = time.time() + 12
+    deadline = time.time() + 14
     for thread in threads:
         thread.join(max(0, deadline - time.time()))
     with lock:
@@ -486,7 +489,7 @@ def main():
     facts["ports"] = [listener.port for listener in listeners if not listener.fault]
     facts["now"] = time.time()
     print(json.dumps(facts), flush=True)
-    if select.select([sys.stdin], [], [], 120)[0]:
+    if select.select([sys.stdin], [], [], 600)[0]:  # all the others have their turn first
         line = sys.stdin.readline()
         if line:
             print(json.dumps({"peers": reach_all(json.loads(line)["peers"]), "now": time.time()}), flush=True)

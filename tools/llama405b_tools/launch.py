@@ -39,14 +39,16 @@ def main(argv: Sequence[str]) -> int:
 
             return rehearse(asked, hosts, fleet)
         plan = launch(asked, hosts, fleet)
+        guard.dismiss(plan.run)  # of an earlier launch of this name
         print_next(asked, plan)
         if not asked.restart:
             return follow(fleet, plan, hosts_argument(asked.hosts_file)).code if asked.follow else GOOD
+    begin = guard.log_path(plan.run).stat().st_size if guard.log_path(plan.run).is_file() else 0
     guarding = guard.spawn(asked, hosts, plan)
     print(
         f"guarded by process {guarding.pid} of this machine, which this terminal may leave: {guard.log_path(plan.run)}"
     )
-    return guard.follow_log(guarding, plan.run, hosts_argument(asked.hosts_file)) if asked.follow else GOOD
+    return guard.follow_log(guarding, plan.run, begin, hosts_argument(asked.hosts_file)) if asked.follow else GOOD
 
 
 def launch(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> Plan:
@@ -57,7 +59,7 @@ def launch(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = F
         RunError: A host is not fit, or did not start; nothing is left running, or it says where something may be.
     """
     began = time.monotonic()
-    answers, way = probe(asked, hosts, fleet)
+    answers, way = probe(asked, hosts, fleet, again=again)
     plan = make_plan(asked, hosts, answers, way, time.time())
     check_training(asked, plan)
     start(plan, asked.secrets, fleet, again=again)
@@ -119,6 +121,7 @@ def print_next(asked: Asked, plan: Plan) -> None:
     sys.stdout.flush()
 
 
-def resumed(asked: Asked) -> Asked:
-    """The same launch, going on from the newest checkpoint that verifies."""
-    return dataclasses.replace(asked, resume="auto")
+def resumed(asked: Asked, hosts: Sequence[Host], plan: Plan) -> tuple[Asked, list[Host]]:
+    """The same launch with the same ranks, going on from the newest checkpoint that verifies."""
+    same = [dataclasses.replace(host, slots=plan.node(host.name).slots) for host in hosts]
+    return dataclasses.replace(asked, resume="auto"), same

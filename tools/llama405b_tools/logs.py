@@ -24,6 +24,7 @@ from llama405b_tools.transport import HostError
 
 HOLD_S = 0.8  # while following: for a line of another host that is older
 MOST = 20_000  # entries of a host that wait for a slow terminal; then the oldest are dropped, and counted
+QUIET_S = 3.0  # after the guard's end, until nothing more is on its way
 MESSAGES = 40  # of a host, read ahead
 POLL_S = 0.2
 
@@ -95,9 +96,11 @@ class Reader:
     def show(self, show: Show) -> None:
         """Show everything, until every host is done (or the guard, where one may bring the run back)."""
         try:
-            while self.going and not (self.forever and not guarded(self.run)):
+            heard_at = time.monotonic()
+            while self.going and (not self.forever or guarded(self.run) or time.monotonic() < heard_at + QUIET_S):
                 for host, item in _arrived(self.streams):
                     self._take(host, item)
+                    heard_at = time.monotonic()
                 show.entries(self.merge.pop(time.time() - HOLD_S if self.follow else float("-inf")))
                 show.dropped(self.merge.dropped)
                 for host in self.owed:

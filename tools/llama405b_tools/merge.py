@@ -7,6 +7,8 @@ import dataclasses
 import heapq
 from collections.abc import Iterator, Sequence
 
+TRIM = 1000  # entries that are out before their memory is given back
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
@@ -71,6 +73,9 @@ class Merge:
             source = heap[0][1]
             entry = self.waiting[source][self.taken[source]]
             self.taken[source] += 1
+            if self.taken[source] > TRIM:
+                del self.waiting[source][: self.taken[source]]
+                self.taken[source] = 0
             if self.size(source):
                 heapq.heapreplace(heap, (self.waiting[source][self.taken[source]].time, source))
             else:

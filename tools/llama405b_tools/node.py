@@ -46,17 +46,28 @@ class NodeRunner:
         self.plan: Plan = plan_from_json(record)
 
     def main(self) -> int:
-        """Run torchrun to its end; returns its exit code, or 128 + the signal that ended it."""
+        """Run torchrun to its end; returns its exit code, or 128 + the signal that ended it.
+
+        Raises:
+            OSError: Of this host's disk or processes; the guardian ends what was started, and says why.
+        """
         lock = take_lock(self.run.lock(self.host))
         if lock is None:
             raise SystemExit(f"{self.run.name} runs on {self.host} already")
         self.report("starting")
+        if asked := read_json(stop_path(self.run, self.host)):  # between the agent's look and ours
+            self.report("stopped", reason=f"stopped by {asked['by']}")
+            return 128 + signal.SIGTERM
         guardian, line = self.start_guardian()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.on_signal)
         procs.become_subreaper()
         procs.sweep(self.marker, spare=(guardian,))
-        child = self.start_torchrun()
+        try:
+            child = self.start_torchrun()
+        except OSError as error:
+            os.write(line, f"torchrun could not be started ({error})".encode())
+            raise
         self.report("running")
         shown = self.show_logs(child)
         code = self.wait(child)
@@ -123,9 +134,11 @@ class NodeRunner:
         os.close(write)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        if os.read(read, 4) != b"done":
+        words = os.read(read, 1000)
+        if words != b"done":
             procs.sweep(self.marker, spare=(runner,))
-            self.report("killed", signal=int(signal.SIGKILL), reason="the node runner was killed")
+            reason = words.decode("utf-8", "replace") or "the node runner was killed"
+            self.report("killed", signal=int(signal.SIGKILL), reason=reason)
         os._exit(0)
 
     def start_torchrun(self) -> "subprocess.Popen[bytes]":

@@ -36,8 +36,10 @@ class Way:
     interface: Mapping[str, str]  # that carries it
 
 
-def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet) -> tuple[dict[str, Reply], Way]:
+def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> tuple[dict[str, Reply], Way]:
     """Ask every host whether the run can start there, and find out where they meet.
+
+    ``again``: a restart, at which whatever is wrong is a host's fault, and may pass.
 
     Raises:
         RunError: A host is not fit; names every host that is not.
@@ -57,9 +59,15 @@ def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet) -> tuple[dict[str, 
             listening.end_input()
             listening.close()
     answers = {name: found for name, found in outcomes.items() if isinstance(found, dict)}
-    refuse_input(asked, answers, port)
+    try:
+        refuse_input(asked, answers, port)
+    except UserError as error:
+        if again:
+            raise RunError(str(error)) from None
+        raise
     faults = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
-    faults |= {name: fault for name, found in answers.items() if (fault := _host_fault(found))}
+    slots = {host.name: 0 if _on_cpu(asked) else host.slots for host in hosts}
+    faults |= {name: fault for name, found in answers.items() if (fault := _host_fault(found, slots[name]))}
     way = meet(head, candidates, answers, port)
     if isinstance(way, dict):
         faults = way | faults
@@ -189,7 +197,7 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
     """
     slots = [host.slots or answers[host.name]["gpus"] or 1 for host in hosts]
     machines = [answers[host.name]["machine"] for host in hosts]
-    on_cpu = asked.config is not None and asked.config.parallel.device == "cpu"
+    on_cpu = _on_cpu(asked)
     gpus = [0 if on_cpu else answers[host.name]["gpus"] for host in hosts]
     devices = commands.device_env(list(zip(machines, slots, strict=True)), gpus)
     if on_cpu:
@@ -266,13 +274,19 @@ def _request(asked: Asked, name: str, port: int, token: str) -> Reply:
     return {"run": asked.run, "host": name, "port": port, "token": token, "packages": packages}
 
 
-def _host_fault(found: Reply) -> str:
+def _on_cpu(asked: Asked) -> bool:
+    return asked.config is not None and asked.config.parallel.device == "cpu"
+
+
+def _host_fault(found: Reply, slots: int) -> str:
     if missing := [name for name, version in found["facts"].items() if version == "missing"]:
         return f"{', '.join(missing)} is not installed for its python; install it there"
     if not found["writable"]:
         return f"{found['workdir']}/runs is no directory that can be written; mend it, or set workdir="
     if not found["ip"]:
         return "there is no `ip` program; install iproute2 there"
+    if found["gpus"] and slots > found["gpus"]:
+        return f"it has {found['gpus']} GPUs, but slots={slots}; look with nvidia-smi, or lower slots="
     if found["free_bytes"] < LEAST_FREE_BYTES:
         free = found["free_bytes"] / (1 << 20)
         return (

@@ -14,12 +14,13 @@ from llama405b_tools.asked import Asked
 from llama405b_tools.commands import REHEARSAL, Plan
 from llama405b_tools.fleet import Fleet, Outcome, front_door
 from llama405b_tools.follow import Limits, watch_run
+from llama405b_tools.guard import SLACK_S
 from llama405b_tools.hosts import Host
 from llama405b_tools.launch import launch
 from llama405b_tools.transport import HostError
 
 LAYERS, SAVE_AT, STEPS = 2, 2, 3
-LIMITS = Limits(120.0, 240.0)
+STEP_LIMIT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in another order
 
@@ -31,16 +32,17 @@ def rehearse(asked: Asked, hosts: Sequence[Host], fleet: Fleet) -> int:
         UserError: The request is wrong, or a host is not fit; nothing was started.
     """
     trial, began = trial_of(asked), time.monotonic()
-    saves = bool(asked.config and asked.config.checkpoint.every)
+    assert trial.config
+    saves, load_s = bool(trial.config.checkpoint.every), trial.config.timeouts.load
     plan = launch(trial, hosts, fleet)
     fault = ""
     try:
-        first = loss_of(fleet, plan)
+        first = loss_of(fleet, plan, load_s)
         _everywhere(plan, fleet, hard=True)
         print(f"rehearsal: {STEPS} steps{', saved' if saves else ''}, killed", flush=True)
         if saves:
             plan = launch(dataclasses.replace(trial, resume=str(SAVE_AT)), hosts, fleet)
-            second = loss_of(fleet, plan)
+            second = loss_of(fleet, plan, load_s)
             if abs(second - first) > TOLERANCE * abs(first):
                 fault = f"after the resume step {STEPS} has loss {second:.6f}, before the kill it had {first:.6f}; "
                 fault += "a checkpoint of these hosts cannot be trusted"
@@ -74,13 +76,14 @@ def trial_of(asked: Asked) -> Asked:
     return dataclasses.replace(asked, run=run, resume="no", config=command.parse(flags).config, flags=flags)
 
 
-def loss_of(fleet: Fleet, plan: Plan) -> float:
+def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
     """The loss of the last step to rehearse, once it is taken.
 
     Raises:
         RunError: The run fails or hangs before; names phase and host.
     """
-    watch = watch_run(fleet, plan, LIMITS, lambda watch: STEPS in watch.losses)
+    limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
+    watch = watch_run(fleet, plan, limits, lambda watch: STEPS in watch.losses)
     if STEPS in watch.losses:
         return watch.losses[STEPS]
     worst = watch.worst()
@@ -99,7 +102,7 @@ def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) 
         RunError: Something is left of it.
     """
     requests = {
-        node.name: {"run": plan.run, "host": node.name, "only": plan.rdzv_id, "hard": hard, "discard": discard}
+        node.name: {"run": plan.run, "host": node.name, "hard": hard, "discard": discard}  # whatever attempt is there
         for node in plan.nodes
     }
     ends = fleet.ask_all("stop", requests, STOP_TIMEOUT_S)

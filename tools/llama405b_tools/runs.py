@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama405b.errors import UserError
+from llama405b_tools.clean import clean
 
 # What a rank says that lost its peer. gloo may also abort the process then, in a thread of its own.
 EFFECTS = ("lost contact with another rank", "torchrun failed; see", "stopped with rank ")
@@ -67,7 +68,7 @@ def failure_of(host: str, described: Described | None) -> Failure | None:
     if state in ("running", "starting", "exited 0", "stopped"):
         return None
     status = (described or {}).get("status") or {}
-    reason = status.get("reason", "")
+    reason = clean(status.get("reason", ""))
     origin = 0 if any(sign in reason for sign in EFFECTS) else 1 if any(sign in reason for sign in UNSURE) else 2
     return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin)
 
@@ -102,7 +103,7 @@ def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_lim
             continue
         for beat in hears.beats:
             age_s = hears.now - beat["time"] + now_s - hears.at_s
-            before_first_step = beat["time"] - beat["phase_since"] < 0.001
+            before_first_step = beat["time"] == beat["phase_since"]
             slow = (beat["phase"] in SLOW_PHASES or before_first_step) and beat["state"] != "T"
             if beat["phase"] not in ("done", "failed") and age_s > (slow_limit_s if slow else step_limit_s):
                 stuck = beat["state"] in STATES

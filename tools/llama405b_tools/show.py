@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from llama405b.errors import UserError
@@ -42,7 +43,7 @@ class Show:
             raise UserError("--first-error: it does not go with -f; the failure is there, or it is not")
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
         self.fold = Fold() if args.fold else None
-        self.files: dict[tuple[str, str], TextIO] = {}
+        self.saved: set[Path] = set()
         self.hosts: dict[str, int] = {}
         self.counted: dict[str, int] = {}
 
@@ -83,11 +84,9 @@ class Show:
                 self.counted[host] = count
 
     def close(self) -> None:
-        """Show what is left, and close the files."""
+        """Show what is left."""
         for group in self.fold.flush() if self.fold else ():
             self._show(group)
-        for file in self.files.values():
-            file.close()
         with contextlib.suppress(BrokenPipeError):
             self.out.flush()
 
@@ -120,17 +119,16 @@ class Show:
 
     def _save(self, entry: Entry) -> None:
         name = f"rank-{entry.rank}.{entry.stream}.log" if entry.rank >= 0 else "torchrun.log"
-        key = (entry.host, name)
-        if key not in self.files:
-            path = self.args.save / entry.host / name
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.files[key] = path.open("w", encoding="utf-8")
-            except OSError as error:
-                raise UserError(
-                    f"--save: {path} cannot be written ({error.strerror}); name another directory"
-                ) from None
-        self.files[key].write(redact(entry.text) + "\n")
+        path = self.args.save / entry.host / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open(
+                "a" if path in self.saved else "w", encoding="utf-8"
+            ) as file:  # one at a time: they are many
+                file.write(redact(entry.text) + "\n")
+        except OSError as error:
+            raise UserError(f"--save: {path} cannot be written ({error.strerror}); name another directory") from None
+        self.saved.add(path)
 
 
 def _regexes(texts: Sequence[str], flag: str) -> list[re.Pattern[str]]:

@@ -7,6 +7,7 @@ hears nothing more (the operator's terminal died, the link broke) ends what it s
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,15 @@ from llama405b_tools.status import print_table
 from llama405b_tools.streams import Dialogue
 from llama405b_tools.transport import HostError
 
-START_TIMEOUT_S, STOP_TIMEOUT_S = 45.0, 60.0
+START_TIMEOUT_S, STOP_TIMEOUT_S, ROLL_BACK_S = 45.0, 60.0, 20.0
+
+
+class StartError(RunError):
+    """A plan that did not start everywhere; of it something may be left where a host could not be asked."""
+
+    def __init__(self, plan: Plan, words: str) -> None:
+        super().__init__(words)
+        self.plan = plan
 
 
 def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False) -> None:
@@ -57,7 +66,7 @@ def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool =
         raise
     _hang_up(starting)
     if faults := faults_of(outcomes):
-        raise RunError(_undo(plan, faults, fleet))
+        raise StartError(plan, _undo(plan, faults, fleet))
     with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
         write_json(RunDir(Path("runs") / plan.run).plan, plan)
 
@@ -73,10 +82,12 @@ def _second_step(starting: Dialogue) -> Reply:
 
 
 def _hang_up(starting: Mapping[str, Dialogue]) -> None:
-    for dialogue in starting.values():
+    opened = list(starting.values())  # after Ctrl-C others may still be added
+    for dialogue in opened:
         dialogue.end_input()
-    for dialogue in starting.values():
-        dialogue.close()
+    deadline = time.monotonic() + ROLL_BACK_S
+    for dialogue in opened:
+        dialogue.close(deadline - time.monotonic())
 
 
 def faults_of(outcomes: Mapping[str, Outcome]) -> dict[str, str]:

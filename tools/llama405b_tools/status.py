@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from llama405b.errors import FAILED, GOOD, UserError
 from llama405b_tools import runs
+from llama405b_tools.clean import clean
 from llama405b_tools.fleet import Fleet, read_hosts
 from llama405b_tools.runs import Described, Failure
 from llama405b_tools.transport import HostError
@@ -59,7 +60,7 @@ def newest_checkpoint(fleet: Fleet, run: str) -> str | None:
     """The newest complete checkpoint of a run that any host sees."""
     outcomes = fleet.ask_all("status", {name: {"host": name, "run": run} for name in fleet.hosts}, STATUS_TIMEOUT_S)
     found = [d["checkpoint"] for answer in outcomes.values() if isinstance(answer, dict) for d in answer["runs"]]
-    return max((path for path in found if path), default=None)
+    return max((path for path in found if path), key=runs.step_of, default=None)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,11 +125,12 @@ def guard_line(run: str) -> str:
     if found is None:
         return ""
     record, lives = found
-    if record["state"] in ("watching", "recovering") and not lives:
+    if record["state"] in ("watching", "recovering") and lives is False:
         return f"guard: GONE (process {record['pid']} of this machine died while {record['state']}); nobody restarts this run"
     done = f"restarted {record['restarts']} times, {record['in_vain']} of at most {record['limit']} in vain"
     message = f"; {record['message']}" if record["message"] else ""
-    return f"guard: {record['state']}, {done}{message}"
+    where = "" if lives is not None else f" on {str(record['machine']).partition(' ')[0]}"
+    return clean(f"guard{where}: {record['state']}, {done}{message}")
 
 
 def print_progress(found: Sequence[Described]) -> None:

@@ -53,7 +53,7 @@ class Dialogue:
 
     def close(self, within_s: float = 15.0) -> None:
         """Wait for its end, after ``end_input``; let go of it after that time."""
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + max(0.0, within_s)
         with contextlib.suppress(queue.Empty):
             while self.answers.get(timeout=max(0.0, deadline - time.monotonic())) is not None:
                 pass
@@ -103,10 +103,15 @@ class Streams:
             why = "the connection to it broke"
             try:
                 self.open[host] = self.fleet.stream(host, "stream", request)
+                if self.closing.is_set():  # meanwhile
+                    self.open[host].close()
+                    return
                 if self._read(host, self.open[host], marks):
                     return
             except HostError as error:
                 why = str(error)
+            if self.closing.is_set():
+                return
             self.fleet.forget(host)
             self.news.put((host, {"unreachable": why}))
             self.closing.wait(RETRY_S)

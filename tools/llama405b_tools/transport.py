@@ -125,8 +125,12 @@ class _LocalStream:
     def __init__(self, child: "subprocess.Popen[str]", stdin: str) -> None:
         self.child = child
         assert child.stdin
-        child.stdin.write(stdin)
-        child.stdin.flush()
+        try:
+            child.stdin.write(stdin)
+            child.stdin.flush()
+        except OSError:
+            child.wait()
+            raise HostError("the command ended before it heard what to do") from None
 
     def __iter__(self) -> Iterator[str]:
         assert self.child.stdout
