@@ -81,7 +81,7 @@ def test_who_is_lost_is_named_before_who_waits_for_it():
     nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
     watch = Watch(Plan("r", 1, 0.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), nodes))
     watch.take("b", {"unreachable": "no answer"})
-    watch.take("a", {"beats": [beat(0, time=0.0)], "now": 1000.0})
+    watch.take("a", {"beats": [beat(0, time=0.0, since=-5.0)], "now": 1000.0})
     watch.look_for_hang(Limits(300.0, 3600.0))
     assert watch.worst().host == "b"
     assert "no answer" in watch.worst().what
