@@ -15,8 +15,9 @@ from pathlib import Path
 
 from conftest import ROOT
 
-NET = "10.213.7"
-BRIDGE = "l4br0"
+KEY = os.getpid() % 250  # of this process: two can have hosts at once, and what a killed one left is in nobody's way
+NET = f"10.213.{KEY}"
+BRIDGE = f"l4br{KEY}"
 USERS = ("root", "alice", "bob", "carol")
 
 INIT = r"""
@@ -29,6 +30,7 @@ mkdir -p "$dir/rw/upper" "$dir/rw/work" "$dir/root"
 mount -t overlay -o "lowerdir=/,upperdir=$dir/rw/upper,workdir=$dir/rw/work" "$name" "$dir/root"
 r=$dir/root
 mount -t proc proc "$r/proc"; mount -t sysfs -o ro sysfs "$r/sys"; mount --bind /dev "$r/dev"
+[ ! -d /sys/fs/cgroup ] || mount --rbind /sys/fs/cgroup "$r/sys/fs/cgroup"
 mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$r/dev/pts"
 mount -t tmpfs shm "$r/dev/shm"; mount -t tmpfs run "$r/run"; rm -rf "$r"/tmp/tmux-*
 mkdir -p "$r/run/sshd" "$r$shared"; mount --bind "$shared" "$r$shared"
@@ -110,11 +112,11 @@ class Hosts:
         home = "/root" if self.user(i) == "root" else f"/home/{self.user(i)}"
         return f"{home}/train_dir"
 
-    def exec(self, i, *command, check=True):
+    def exec(self, i, *command, check=True, timeout=60):
         """Run a command inside a host without ssh."""
         pid = run("pgrep", "-P", str(self.inits[i].pid)).stdout.split()[0]
         inside = ("nsenter", "-t", pid, "--mount", "--uts", "--ipc", "--net", "--pid", "--root", "--wd=/")
-        return subprocess.run([*inside, *command], check=check, capture_output=True, text=True, timeout=60)
+        return subprocess.run([*inside, *command], check=check, capture_output=True, text=True, timeout=timeout)
 
     def crash(self, i):
         """Power loss."""
@@ -161,11 +163,11 @@ class Hosts:
         self._wait()
 
     def boot(self, i):
-        namespace, directory = f"l4h{i}", self.state / f"node-{i}"
+        namespace, directory = f"l4h{KEY}-{i}", self.state / f"node-{i}"
         if not Path(f"/run/netns/{namespace}").exists():
             run("ip", "netns", "add", namespace)
-            run("ip", "link", "add", f"l4v{i}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
-            run("ip", "link", "set", f"l4v{i}", "master", BRIDGE, "up")
+            run("ip", "link", "add", f"l4v{KEY}-{i}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            run("ip", "link", "set", f"l4v{KEY}-{i}", "master", BRIDGE, "up")
             run("ip", "-n", namespace, "addr", "add", f"{self.address(i)}/24", "dev", "eth0")
             for link in ("lo", "eth0"):
                 run("ip", "-n", namespace, "link", "set", link, "up")
@@ -221,7 +223,7 @@ class Hosts:
             init.kill()  # --kill-child: every process of the host goes with it
             init.wait(10)
         for i in range(1, self.count + 1):
-            subprocess.run(["ip", "netns", "del", f"l4h{i}"], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "del", f"l4v{i}"], capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "del", f"l4h{KEY}-{i}"], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "del", f"l4v{KEY}-{i}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
         shutil.rmtree(self.state, ignore_errors=True)

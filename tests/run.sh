@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Set up everything, then pass the tests.
 #   bash tests/run.sh [PYTEST ARGS]    the quick ones
-#   bash tests/run.sh --all            also the slow ones, and those on real hosts (root, sshd, namespaces); what CI runs
+#   bash tests/run.sh --all            also the slow ones, and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh
 source tools/setup.sh
-need_programs tmux:tmux sshd:openssh-server ip:iproute2 || exit 2
+needed=(tmux:tmux sshd:openssh-server ip:iproute2)
+[ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge)
+need_programs "${needed[@]}" || exit 2
 need_venv train,dev || exit 2
 bash tests/check.sh || exit 1
 marks=(-m "not slow and not gpu")

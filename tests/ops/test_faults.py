@@ -87,8 +87,8 @@ def test_04_firewall(hosts, refused, on):
 
 
 def test_05_an_address_nobody_reaches(refused, operator):
-    edit(operator, "node-1 slots=1", "node-1 slots=1 address=10.213.99.1")
-    refused(words=["cannot reach node-1 on TCP port", "10.213.99.1", "address= that all of them reach"])
+    edit(operator, "node-1 slots=1", "node-1 slots=1 address=198.51.100.7")
+    refused(words=["cannot reach node-1 on TCP port", "198.51.100.7", "address= that all of them reach"])
 
 
 def test_06_full_disk(hosts, refused, on):

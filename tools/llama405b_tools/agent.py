@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.rundir import UMASK, RunDir, read_json, write_json
-from llama405b_tools import procs, relay
+from llama405b_tools import procs, relay, slurm
 from llama405b_tools.commands import KEEP, REHEARSAL, tmux_session, tmux_socket
 from llama405b_tools.facts import probe, run_dir
 from llama405b_tools.hostlogs import HostLogs
@@ -69,7 +69,7 @@ def _start(request: Request) -> dict[str, Any]:
     for rank in request["ranks"]:
         run.heartbeat(rank).unlink(missing_ok=True)
     if request["secrets"]:
-        _write_secrets(secrets_path(run, host), request["secrets"])
+        write_secrets(secrets_path(run, host), request["secrets"])
     if fault := _start_tmux(run, host):
         return {"error": fault}
     deadline = time.monotonic() + START_WITHIN_S
@@ -163,12 +163,12 @@ def orphans(request: Request) -> dict[str, Any]:
 def stream(request: Request) -> None:
     """Print what is new: log lines, metrics and the host's state, until standard input closes or it is done."""
     run, host = run_dir(request["run"]), request["host"]
-    plan = read_json(run.plan) or {}
     logs = HostLogs(run, host, request)
     metrics = Tail(run.metrics) if request.get("metrics") else None
     last, beats_at = "", 0.0
     while True:
-        alive = is_alive(run, host)  # before the lines are read: a run that ended has written its last
+        plan = read_json(run.plan) or {}
+        alive = _is_alive(run, plan, host)  # before the lines are read: a run that ended has written its last
         last_pass = not request.get("follow") or not (alive or request.get("forever"))
         for message in logs.poll(final=last_pass):
             _print(message)
@@ -225,6 +225,16 @@ def _start_tmux(run: RunDir, host: str) -> str:
     return ""
 
 
+def _is_alive(run: RunDir, plan: dict[str, Any], host: str) -> bool:
+    """Whether a node runner runs the plan: here, or on the node of a Slurm job whose files these are."""
+    if plan.get("slurm_job"):
+        status = read_json(run.status(host))
+        if status and status["attempt"] == plan["attempt"] and status["state"] not in ("starting", "running"):
+            return False
+        return slurm.alive(plan["slurm_job"])
+    return is_alive(run, host)
+
+
 def _node(plan: dict[str, Any], host: str) -> dict[str, Any]:
     return next((node for node in plan.get("nodes", []) if node["name"] == host), {"first_rank": 0, "slots": 0})
 
@@ -236,7 +246,7 @@ def _beats(run: RunDir, node: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
-    node = _node(plan, host)
+    node, alive = _node(plan, host), _is_alive(run, plan, host)
     root = _checkpoints(run, plan)
     found = root.iterdir() if root.is_dir() else ()
     saved = sorted(p.name for p in found if STEP_DIR.fullmatch(p.name) and (p / "manifest.json").exists())
@@ -246,8 +256,8 @@ def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
         "attempt": plan["attempt"],
         "owner": plan.get("owner", ""),
         "first_rank": node["first_rank"],
-        "alive": is_alive(run, host),
-        "leftovers": procs.marked(f"{run.path}:{host}") if not is_alive(run, host) else [],
+        "alive": alive,
+        "leftovers": [] if alive or plan.get("slurm_job") else procs.marked(f"{run.path}:{host}"),
         "status": read_json(run.status(host)),
         "heartbeats": _beats(run, node),
         "stopped_by": (read_json(stop_path(run, host)) or {}).get("by", ""),
@@ -269,7 +279,8 @@ def _last_line(path: Path) -> Any:
     return None
 
 
-def _write_secrets(path: Path, secrets: dict[str, str]) -> None:
+def write_secrets(path: Path, secrets: dict[str, str]) -> None:
+    """Write secrets for the node runner, readable by this user alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -46,6 +46,7 @@ class Asked:
     notify: str
     rehearse: bool
     allow_sockets: bool
+    slurm: str | None  # sbatch's options; None: by SSH
     config: Config | None  # None: a program of the user's own
     flags: tuple[str, ...]  # the training settings, as flags
     program: tuple[str, ...]
@@ -92,6 +93,7 @@ def _parser() -> _Parser:
     )
     add("--setup-line", default="", metavar="LINE", help="shell line before torchrun on every host (module load …)")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP although the hosts have RDMA")
+    add("--slurm", metavar="OPTIONS", help='as a Slurm job, with these options of sbatch: "-N 4 -p gpu"; no hosts file')
     add("--port", type=int, default=0, help="of the rendezvous on the head [a free one]")
     add("--dry-run", action="store_true", help="print what would run where; opens no connection")
     return parser
@@ -141,6 +143,7 @@ def parse(argv: Sequence[str], now: float) -> Asked:
         notify=known.notify,
         rehearse=known.rehearse,
         allow_sockets=known.allow_sockets,
+        slurm=known.slurm,
         config=resolved,
         flags=flags,
         program=program,
@@ -152,6 +155,8 @@ def _check_guard(known: argparse.Namespace) -> None:
         raise UserError(f"--restart: {known.restart} times; it takes 0 to 1000")
     if known.notify and not known.restart:
         raise UserError("--notify: it goes with --restart N, which guards the run; add that")
+    if known.slurm is not None and (known.restart or known.rehearse or known.port):
+        raise UserError("--slurm: --restart, --rehearse and --port go with SSH hosts; take them away")
     if known.rehearse and (known.restart or known.resume != "no"):
         raise UserError("--rehearse: it is a run of its own; take --restart and --resume away")
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from llama405b.errors import UserError
+from llama405b_tools import slurm
 from llama405b_tools.commands import tmux_session, tmux_socket
 from llama405b_tools.fleet import Fleet, is_local, read_hosts
 from llama405b_tools.hosts import Host
@@ -22,6 +23,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--host", help="attach to this host alone, for writing")
     parser.add_argument("--no-attach", action="store_true", help="build the session, and say its name")
     args = parser.parse_args(argv)
+    if slurm.run_asked(args.run, args.hosts):
+        raise UserError("attach: a Slurm job has no tmux; `llama405b logs -f` shows every rank")
     hosts = read_hosts(args.hosts)
     with Fleet(hosts) as fleet:
         run, seen = ask(fleet, args.run)

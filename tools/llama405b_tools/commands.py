@@ -45,6 +45,8 @@ class Plan:
     owner: str = ""  # who launched it, for whoever finds it running
     setup: str = ""  # a shell line that goes before torchrun
     refuse_sockets: bool = False  # end the run if NCCL falls back to TCP although there is RDMA
+    grace_s: float = 0.0  # for the trainer to save, where SIGTERM comes without a word
+    slurm_job: str = ""  # the job it runs in, if it does
 
     @property
     def trains(self) -> bool:

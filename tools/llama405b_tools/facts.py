@@ -45,7 +45,7 @@ def _answer(request: Request, port_fault: str) -> dict[str, Any]:
     run, host = run_dir(request["run"]), request["host"]
     facts = {
         "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases agree with each other
-        **{name: _version(name) for name in request["packages"]},
+        **{name: version_of(name) for name in request["packages"]},
         "llama405b": llama405b.__version__,
     }
     plan = read_json(run.plan) or {}
@@ -84,7 +84,8 @@ def _reach_head(request: Request, own: list[dict[str, str]]) -> dict[str, Any]:
     return found
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """A package's version here, or "missing"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llama405b import command, config
-from llama405b.errors import GOOD
-from llama405b.rundir import UMASK
-from llama405b_tools import commands, guard
+from llama405b.errors import GOOD, STOPPED_FOLLOWING, RunError
+from llama405b.rundir import UMASK, read_json
+from llama405b_tools import commands, guard, slurm
 from llama405b_tools.asked import Asked, parse
 from llama405b_tools.commands import Node, Plan
 from llama405b_tools.fleet import Fleet, front_door, hosts_argument, read_hosts
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     os.umask(UMASK)
     asked = parse(argv, time.time())
+    if asked.slurm is not None:
+        return in_slurm(asked, asked.slurm)
     hosts = read_hosts(asked.hosts_file)
     if asked.dry_run:
         print_dry_run(asked, hosts)
@@ -40,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             return rehearse(asked, hosts, fleet)
         plan = launch(asked, hosts, fleet)
         guard.dismiss(plan.run)  # of an earlier launch of this name
-        print_next(asked, plan)
+        print_next(asked.hosts_file, plan.run)
         if not asked.restart:
             return follow(fleet, plan, hosts_argument(asked.hosts_file)).code if asked.follow else GOOD
     begin = guard.log_path(plan.run).stat().st_size if guard.log_path(plan.run).is_file() else 0
@@ -71,6 +74,37 @@ def launch(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = F
         print(UNPROVED)
     sys.stdout.flush()
     return plan
+
+
+def in_slurm(asked: Asked, options: str) -> int:
+    """Submit the run as a job, and follow it if asked."""
+    if asked.dry_run:
+        print(slurm.job_script(asked.run, Path.cwd() / "runs" / asked.run))
+        print(f"sbatch {options}  # nothing was submitted")
+        return GOOD
+    job = slurm.submit(asked, options)
+    print(f"{asked.run}: job {job}")
+    print_next(Path("hosts"), asked.run, attach=False)
+    if not asked.follow:
+        return GOOD
+    said = ""
+    try:
+        while not slurm.hosts_of(asked.run) or commands.plan_from_json(_plan(asked.run)).slurm_job != job:
+            if (words := slurm.words_of(asked.run)) != said:
+                print(words, flush=True)
+                said = words
+            if slurm.state_of(job) in slurm.GONE:
+                raise RunError(f"job {job} ended before its nodes met; see runs/{asked.run}/slurm-{job}.log")
+            time.sleep(slurm.POLL_S)
+    except KeyboardInterrupt:
+        print("\nno longer following; the job goes on")
+        return STOPPED_FOLLOWING
+    with Fleet(slurm.hosts_of(asked.run)) as fleet:
+        return follow(fleet, commands.plan_from_json(_plan(asked.run))).code
+
+
+def _plan(run: str) -> dict[str, Any]:
+    return read_json(Path("runs") / run / "plan.json") or {}
 
 
 def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:
@@ -108,16 +142,17 @@ def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:
     print("nothing was started, and no connection opened")
 
 
-def print_next(asked: Asked, plan: Plan) -> None:
+def print_next(hosts_file: Path, run: str, *, attach: bool = True) -> None:
     """Print the commands to go on with."""
-    hosts = hosts_argument(asked.hosts_file)
+    hosts = hosts_argument(hosts_file)
     for verb, what in (
         ("status", "how it goes"),
         ("logs", "every rank's log (-f follows)"),
         ("attach", "tmux on every host"),
         ("stop", "save, then end it"),
     ):
-        print(f"  {front_door()} {verb}{hosts} --run {plan.run}   # {what}")
+        if verb != "attach" or attach:
+            print(f"  {front_door()} {verb}{hosts} --run {run}   # {what}")
     sys.stdout.flush()
 
 

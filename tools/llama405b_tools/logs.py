@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
-from llama405b_tools import first_error, guard
-from llama405b_tools.fleet import Fleet, read_hosts
+from llama405b_tools import first_error, guard, slurm
+from llama405b_tools.fleet import Fleet
 from llama405b_tools.merge import Entry, Merge
 from llama405b_tools.show import Show
-from llama405b_tools.status import ask, verb_parser
+from llama405b_tools.status import ask, hosts_asked, verb_parser
 from llama405b_tools.streams import Streams
 from llama405b_tools.transport import HostError
 
@@ -54,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse_args(argv)
     show = Show(args)
-    hosts = read_hosts(args.hosts)
+    hosts = hosts_asked(args)
     for name in args.host:
         if name not in [host.name for host in hosts]:
             names = ", ".join(host.name for host in hosts)
             raise UserError(f"--host: {name!r} is not in {args.hosts}; take one of {names}")
     with Fleet(hosts) as fleet:
-        run, seen = ask(fleet, args.run)
+        run, seen = ask(fleet, args.run or slurm.run_asked(args.run, args.hosts))
         if args.first_error:
             return first_error.show(fleet, run, seen)
         lost = {name: found for name, found in seen.items() if isinstance(found, HostError)}

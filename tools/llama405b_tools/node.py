@@ -25,7 +25,7 @@ from llama405b_tools.commands import SETUP_FAILED, Plan, node_env, plan_from_jso
 from llama405b_tools.tail import Tail
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
-POLL_S = 0.2
+POLL_S, SLURM_POLL_S = 0.2, 1.0
 NOTE_EVERY_S = 0.5  # of one file
 ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*: \d+ \(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
@@ -182,9 +182,12 @@ class NodeRunner:
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with its time."""
         while not self.stop_signal:
+            if self.plan.slurm_job and stop_path(self.run, self.host).exists():  # no signal reaches this process alone
+                self.stop_signal = signal.SIGTERM
+                break
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(POLL_S)
-        grace_s = float((read_json(stop_path(self.run, self.host)) or {}).get("grace_s", 0))
+                return child.wait(SLURM_POLL_S if self.plan.slurm_job else POLL_S)
+        grace_s = float((read_json(stop_path(self.run, self.host)) or {}).get("grace_s", self.plan.grace_s))
         ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains:
             ways.insert(0, (lambda: self.ask_to_save(child.pid), grace_s))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llama405b.errors import RunError
 from llama405b.rundir import RunDir, write_json
+from llama405b_tools import slurm
 from llama405b_tools.commands import KEEP, Plan
 from llama405b_tools.fleet import Fleet, Outcome, Reply, front_door
 from llama405b_tools.preflight import fault_list
@@ -117,7 +118,15 @@ def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
     return f"{fault_list(faults, len(ends), '')}{tail}"
 
 
+def slurm_end(*, gone: bool) -> Reply:
+    """What became of a node whose job was stopped, as the agent would say it."""
+    return {"known": True, "was_alive": True, "swept": 0, "left": [] if gone else ["the job"], "status": None}
+
+
 def stop_this(plan: Plan, fleet: Fleet) -> dict[str, Outcome]:
     """End this launch's processes everywhere; another launch's of the same name are not touched."""
+    if plan.slurm_job:
+        gone = slurm.stop(RunDir(Path.cwd() / "runs" / plan.run), plan.slurm_job, fleet.hosts, "", 0.0)
+        return {name: slurm_end(gone=gone) for name in fleet.hosts}
     requests = {node.name: {"run": plan.run, "host": node.name, "only": plan.rdzv_id} for node in plan.nodes}
     return fleet.ask_all("stop", requests, STOP_TIMEOUT_S)

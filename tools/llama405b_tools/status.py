@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llama405b.errors import FAILED, GOOD, UserError
-from llama405b_tools import runs
+from llama405b_tools import runs, slurm
 from llama405b_tools.clean import clean
 from llama405b_tools.fleet import Fleet, read_hosts
+from llama405b_tools.hosts import Host
 from llama405b_tools.runs import Described, Failure
 from llama405b_tools.transport import HostError
 
@@ -33,6 +34,21 @@ def verb_parser(verb: str, description: str | None) -> VerbParser:
     )
     parser.add_argument("--run", help="the run's name [the only live one, else the newest]")
     return parser
+
+
+def hosts_asked(args: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts of the hosts file; or the nodes of the job, where the run that is meant is one.
+
+    Raises:
+        UserError: The hosts file cannot be read, or the job has no nodes yet.
+    """
+    job = slurm.run_asked(args.run, args.hosts)
+    if job is None:
+        return read_hosts(args.hosts)
+    hosts = slurm.hosts_of(job)
+    if not hosts:
+        raise UserError(f"{slurm.words_of(job)}; it has no nodes to ask")
+    return hosts
 
 
 def ask(fleet: Fleet, run: str | None) -> tuple[str, dict[str, Described | HostError | None]]:
@@ -68,8 +84,12 @@ def main(argv: Sequence[str]) -> int:
     parser = verb_parser("status", __doc__)
     parser.add_argument("--json", action="store_true", help="for scripts")
     args = parser.parse_args(argv)
-    with Fleet(read_hosts(args.hosts)) as fleet:
-        run, seen = ask(fleet, args.run)
+    job = slurm.run_asked(args.run, args.hosts)
+    if job and not slurm.hosts_of(job):
+        print(slurm.words_of(job))
+        return FAILED if slurm.state_of(slurm.job_of(job)) in slurm.GONE else GOOD
+    with Fleet(hosts_asked(args)) as fleet:
+        run, seen = ask(fleet, args.run or job)
     failures = failures_of(seen)
     if args.json:
         hosts = {name: {"error": str(found)} if isinstance(found, HostError) else found for name, found in seen.items()}

@@ -3,13 +3,16 @@
 import getpass
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from llama405b.errors import FAILED, GOOD, UserError
-from llama405b_tools import guard, runs
+from llama405b.rundir import RunDir
+from llama405b_tools import guard, runs, slurm
 from llama405b_tools.asked import seconds
 from llama405b_tools.commands import check_run_name
-from llama405b_tools.fleet import Fleet, Outcome, read_hosts
-from llama405b_tools.status import ask, print_table, verb_parser
+from llama405b_tools.fleet import Fleet, Outcome
+from llama405b_tools.start import slurm_end
+from llama405b_tools.status import ask, hosts_asked, print_table, verb_parser
 from llama405b_tools.transport import HostError
 
 STOP_TIMEOUT_S = 60.0  # beside the grace
@@ -27,12 +30,17 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--end: it goes with --orphans; without, stop ends a run anyway")
     if args.orphans and args.run:
         raise UserError("--run: it does not go with --orphans, which looks at every run")
-    with Fleet(read_hosts(args.hosts)) as fleet:
+    job = slurm.run_asked(args.run, args.hosts) if not args.orphans else None
+    if job and not slurm.hosts_of(job):
+        gone = slurm.stop(RunDir(Path.cwd() / "runs" / job), slurm.job_of(job), (), "", 0.0)
+        print(slurm.words_of(job))
+        return GOOD if gone else FAILED
+    with Fleet(hosts_asked(args)) as fleet:
         if args.orphans:
             return orphans(fleet, end=args.end)
-        run = check_run_name(args.run) if args.run else ask(fleet, None)[0]
+        run = check_run_name(args.run) if args.run else job or ask(fleet, None)[0]
         guard.dismiss(run)
-        ends = stop(fleet, run, grace_s)
+        ends = stop_job(fleet, run, grace_s) if job else stop(fleet, run, grace_s)
     if not any(isinstance(end, HostError) or end["known"] for end in ends.values()):
         raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
     print(f"run {run}")
@@ -52,6 +60,14 @@ def stop(fleet: Fleet, run: str, grace_s: float) -> dict[str, Outcome]:
     by = f"{getpass.getuser()}@{socket.gethostname()}"
     requests = {name: {"run": run, "host": name, "by": by, "grace_s": grace_s} for name in fleet.hosts}
     return fleet.ask_all("stop", requests, STOP_TIMEOUT_S + grace_s)
+
+
+def stop_job(fleet: Fleet, run: str, grace_s: float) -> dict[str, Outcome]:
+    """End the job that a run is."""
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    gone = slurm.stop(RunDir(Path.cwd() / "runs" / run), slurm.job_of(run), fleet.hosts, by, grace_s)
+    seen = ask(fleet, run)[1]
+    return {name: slurm_end(gone=gone) | {"node": seen[name]} for name in fleet.hosts}
 
 
 def print_saved(ends: Mapping[str, Outcome], grace_s: float) -> None:

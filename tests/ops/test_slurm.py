@@ -1,0 +1,181 @@
+"""Runs as jobs of a real Slurm: slurmctld on node-1, slurmd on four hosts, munge between them, a shared directory."""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+
+import pytest
+
+from conftest import ROOT
+from ops_rig import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(400)]
+N_HOSTS, HOST_USERS = 4, ("root",)
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
+DEMO = "--preset demo --data.seq_len 64 --training.global_batch_size 8 --training.micro_batch_size 2"
+CONF = """
+ClusterName=rig
+SlurmctldHost=node-1
+SlurmUser=root
+AuthType=auth/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+MpiDefault=none
+ReturnToService=2
+StateSaveLocation=/var/spool/rig-ctld
+SlurmdSpoolDir=/var/spool/rig-slurmd
+SlurmctldLogFile=/var/log/rig-ctld.log
+SlurmdLogFile=/var/log/rig-slurmd.log
+SlurmctldPidFile=/run/rig-ctld.pid
+SlurmdPidFile=/run/rig-slurmd.pid
+KillWait=5
+SlurmdTimeout=20
+AccountingStorageType=accounting_storage/none
+NodeName=node-[1-4] CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=node-[1-4] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts):
+    missing = [p for p in PROGRAMS if not (shutil.which(p) or os.path.exists(f"/usr/sbin/{p}"))]  # noqa: PTH110
+    if missing:
+        if os.environ.get("LLAMA405B_NOTHING_SKIPPED"):
+            pytest.fail(f"NOT RUN: Slurm: needs {', '.join(missing)}")
+        pytest.skip(f"NOT RUN: Slurm: needs {', '.join(missing)}")
+    key = os.urandom(64).hex()
+    for i in range(1, 5):
+        line = (
+            f"mkdir -p /run/munge /var/lib/munge /var/log/munge /etc/munge /etc/slurm /var/spool/rig-ctld /var/spool/rig-slurmd; "
+            f"printf %s {key} >/etc/munge/munge.key; chmod 400 /etc/munge/munge.key; chmod 755 /run/munge; "
+            f"chown -R munge:munge /run/munge /var/lib/munge /var/log/munge /etc/munge; "
+            f"cat >/etc/slurm/slurm.conf <<'EOF'\n{CONF}\nEOF\n"
+            "setsid setpriv --reuid=munge --regid=munge --clear-groups /usr/sbin/munged --force >/dev/null 2>&1; sleep 0.5; "
+            + ("setsid /usr/sbin/slurmctld >/dev/null 2>&1; sleep 1; " if i == 1 else "")
+            + "setsid /usr/sbin/slurmd >/dev/null 2>&1"
+        )
+        hosts.exec(i, "sh", "-c", line)
+
+    def idle():
+        return hosts.exec(1, "sinfo", "-h", "-o", "%T %D", check=False).stdout.split() == ["idle", "4"]
+
+    wait_for(idle, 40)
+    return hosts
+
+
+@pytest.fixture
+def type_in(cluster):
+    """The front door on the login node, in a directory that all nodes share."""
+    place = cluster.shared / "work"
+    place.mkdir(exist_ok=True)
+    runs = []
+
+    def call(line, timeout=150):
+        runs.extend(re.findall(r"launch .*--run (\S+)", line))
+        shell = f"cd {place} && PYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} -m llama405b_tools.cli {line}"
+        return cluster.exec(1, "sh", "-c", shell, check=False, timeout=timeout)
+
+    call.place = place
+    call.exec = lambda *command: cluster.exec(1, *command, check=False)
+    yield call
+    for run in runs:
+        call(f"stop --run {run} --grace 0")
+    wait_for(lambda: cluster.exec(1, "squeue", "-h").stdout == "", 60)
+    for i in range(1, 5):
+        assert "llama405b" not in cluster.exec(i, "ps", "-eo", "args").stdout
+
+
+def test_a_job_trains_on_four_nodes(type_in):
+    done = type_in(f"launch --run j --slurm '-N 4' --follow {DEMO} --training.max_steps 4 --checkpoint.every 2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^j: job \d+$", done.stdout, re.MULTILINE)
+    assert "4 ranks of 4 hosts" in done.stdout
+    plan = json.loads((type_in.place / "runs/j/plan.json").read_text())
+    assert [node["name"] for node in plan["nodes"]] == [f"node-{i}" for i in range(1, 5)]
+    state = type_in("status --run j")
+    assert state.returncode == 0, state.stdout
+    assert state.stdout.count("exited 0") == 4
+    assert "step 4/4" in type_in("logs --run j").stdout
+    refused = type_in(f"launch --run j --slurm '-N 4' {DEMO}")
+    assert refused.returncode == 2
+    assert "--run: 'j' exists here" in refused.stderr
+
+
+def test_status_logs_and_a_stop_that_saves(type_in):
+    started = type_in(f"launch --run s --slurm '-N 2' {DEMO} --training.max_steps 100000 --checkpoint.every 50000")
+    assert started.returncode == 0, started.stderr
+    assert "attach" not in started.stdout
+    wait_for(lambda: "step 3/" in type_in("logs --run s", 60).stdout, 90)
+    state = type_in("status")  # no hosts file here: the newest job
+    assert state.returncode == 0, state.stdout
+    assert state.stdout.count("running") == 2
+    stopped = type_in("stop --run s")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert stopped.stdout.count("no process left") == 2
+    assert re.search(r"newest checkpoint: .*/step-\d{8}$", stopped.stdout, re.MULTILINE), stopped.stdout
+    assert "steps before" not in stopped.stdout
+    after = type_in("status --run s")
+    assert after.returncode == 0, after.stdout
+    assert after.stdout.count("stopped") >= 2
+    again = type_in(
+        f"launch --run s --slurm '-N 2' --resume auto {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
+    )
+    assert again.returncode == 0, again.stderr
+    wait_for(lambda: "resumed from runs/s/checkpoints/step-" in type_in("logs --run s", 60).stdout, 90)
+
+
+def test_a_failing_rank_ends_the_job(type_in):
+    (type_in.place / "bad.py").write_text(
+        "import os, time\nif os.environ['LLAMA405B_HOST'] == 'node-2': raise SystemExit(7)\ntime.sleep(600)\n"
+    )
+    began = time.monotonic()
+    done = type_in("launch --run b --slurm '-N 3' --follow -- bad.py")
+    assert done.returncode == 1
+    assert "FAILED  node-2: exited 1: rank 1 exited with 7" in done.stderr, done.stdout + done.stderr
+    assert time.monotonic() - began < 120
+
+
+def test_a_secret_and_bad_options(type_in, cluster):
+    (type_in.place / "tell.py").write_text("import os; print('length', len(os.environ['HF_TOKEN']), flush=True)\n")
+    place, canary = type_in.place, "hf_canary-in-a-job"
+    shell = f"cd {place} && HF_TOKEN={canary} PYTHONPATH={ROOT}:{ROOT}/tools {sys.executable} -m llama405b_tools.cli launch --run k"
+    # the job inherits what sbatch sees, as Slurm does; what matters is that no file of ours keeps it
+    done = cluster.exec(
+        1,
+        "sh",
+        "-c",
+        f"{shell} --slurm '-N 2 --export=NONE' --secret HF_TOKEN --follow -- tell.py",
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"length {len(canary)}" in type_in("logs --run k").stdout
+    assert cluster.exec(1, "grep", "-rl", canary, str(place / "runs"), check=False).stdout == ""
+    refused = type_in(f"launch --run z --slurm '-N 4 --no-such' {DEMO}")
+    assert refused.returncode == 2
+    assert "--slurm: sbatch refused" in refused.stderr
+    waits = type_in(f"launch --run w --slurm '-N 4 --begin=now+1hour' {DEMO}")
+    assert waits.returncode == 0
+    pending = type_in("status --run w")
+    assert re.search(r"run w: job \d+ is PENDING \(BeginTime\)", pending.stdout)
+    assert type_in("stop --run w").returncode == 0
+    assert type_in("launch --run q --slurm '-N 2' --restart 3 -- x.py").returncode == 2
+
+
+def test_a_job_whose_time_is_over_saves_first(type_in):
+    """Slurm's minutes are long: 'its time is nearly over' is said by the same signal to the batch script."""
+    flags = f"{DEMO} --training.max_steps 100000 --checkpoint.every 50000"
+    assert type_in(f"launch --run t --slurm '-N 2' {flags}").returncode == 0
+    wait_for(lambda: "step 3/" in type_in("logs --run t", 60).stdout, 90)
+    job = json.loads((type_in.place / "runs/t/slurm.json").read_text())["job"]
+    assert type_in.exec("scancel", "--batch", "--signal=USR1", job).returncode == 0
+    wait_for(
+        lambda: type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", "COMPLETED", "FAILED"), 60
+    )
+    state = type_in("status --run t")
+    assert re.search(r"newest checkpoint: .*/step-\d{8}$", state.stdout, re.MULTILINE), state.stdout
+    assert state.stdout.count("stopped") >= 2

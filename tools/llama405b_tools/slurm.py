@@ -1,0 +1,207 @@
+"""Runs in a Slurm job: the same node runner on each allocated node, everything known through the shared directory.
+
+The only module that calls Slurm's programs. ``runs/<run>/slurm.json`` says which job a run is; its hosts are not asked
+by SSH: status, logs and stop read the files that all nodes share, and Slurm says what lives.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llama405b.errors import RunError, UserError
+from llama405b.rundir import RunDir, read_json, write_json
+from llama405b_tools.asked import Asked
+from llama405b_tools.hosts import Host
+
+TIMEOUT_S = 30.0
+SIGNAL_BEFORE_S = 300  # before the job's time is over, for the trainer to save
+KILL_WAIT_S = 60.0  # for Slurm to end what did not end by itself
+POLL_S = 0.5
+GONE = (
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
+
+
+def record_path(run: str) -> Path:
+    """Where a run says which job it is."""
+    return Path("runs") / run / "slurm.json"
+
+
+def submit(asked: Asked, options: str) -> str:
+    """Submit the job of a run; returns its id.
+
+    Raises:
+        UserError: There is no sbatch here, it refuses the options, or the run exists.
+    """
+    if not shutil.which("sbatch"):
+        raise UserError("--slurm: there is no sbatch here; run it on a login node of the cluster")
+    run = RunDir(Path.cwd() / "runs" / asked.run)
+    if run.path.exists() and asked.resume == "no":
+        raise UserError(f"--run: {asked.run!r} exists here; take another name, or go on with --resume auto")
+    earlier = read_json(run.path / "slurm.json")
+    if earlier and state_of(earlier["job"]) not in GONE:
+        raise UserError(
+            f"--run: {asked.run!r} is job {earlier['job']} already; `llama405b stop --run {asked.run}` ends it"
+        )
+    request = {
+        "run": asked.run,
+        "program": asked.training_program(),
+        "env": dict(asked.env),
+        "setup": asked.setup,
+        "secrets": sorted(asked.secrets),
+        "checkpoint_dir": asked.config.checkpoint.dir if asked.config else "",
+        "on_cpu": bool(asked.config and asked.config.parallel.device == "cpu"),
+        "grace_s": SIGNAL_BEFORE_S - 60,
+    }
+    for leftover in (run.path / "status").glob("*") if (run.path / "status").is_dir() else ():
+        if leftover.suffix in (".stop", ".where"):
+            leftover.unlink()
+    write_json(run.path / "request.json", request)
+    if asked.secrets:
+        from llama405b_tools.agent import write_secrets
+
+        write_secrets(run.path / "status" / ".slurm.secrets", dict(asked.secrets))
+    script = run.path / "job.sh"
+    script.write_text(job_script(asked.run, run.path), encoding="utf-8")
+    own = [
+        "--parsable",
+        "--ntasks-per-node=1",
+        f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
+        f"--output={run.path}/slurm-%j.log",
+    ]
+    done = _call(["sbatch", *own, *_options(options), str(script)])
+    if done.returncode:
+        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
+    job = done.stdout.strip().partition(";")[0]
+    write_json(run.path / "slurm.json", {"job": job, "options": options})
+    return job
+
+
+def job_script(name: str, directory: Path) -> str:
+    """What every node of the job starts."""
+    node = [sys.executable, "-m", "llama405b_tools.slurm_node", str(directory)]
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            f"#SBATCH --job-name=llama405b-{name}",
+            f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
+            "PYTHONPATH=tools${PYTHONPATH:+:$PYTHONPATH}; export PYTHONPATH",
+            f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
+            f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {shlex.join(node)} &",
+            "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || exit $code; done",
+            "",
+        ]
+    )
+
+
+def _options(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f'--slurm: {text!r} cannot be read ({error}); write it as "-N 4 -p gpu"') from None
+
+
+def state_of(job: str) -> str:
+    """A job's state as Slurm writes it (PENDING, RUNNING, COMPLETED, …); COMPLETED where Slurm has forgotten it.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    done = _call(["squeue", "-h", "-j", job, "-o", "%T", "-t", "all"])
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise RunError(f"squeue does not answer ({' '.join(done.stderr.split())[:200]}); try it by hand")
+    return done.stdout.split()[0].partition("+")[0] if done.stdout.split() else "COMPLETED"
+
+
+def reason_of(job: str) -> str:
+    """Why a job waits, in Slurm's words."""
+    return _call(["squeue", "-h", "-j", job, "-o", "%R"]).stdout.strip().strip("()") or "no reason given"
+
+
+def alive(job: str) -> bool:
+    """Whether anything of a job may still run."""
+    return state_of(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
+
+
+def stop(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
+    """End a job: with a grace by the node runners, which look for the word in their files, then by Slurm.
+
+    Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.
+    Returns whether the job is gone.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    if by:
+        ask_to_stop(run, hosts, by, grace_s)
+    if alive(job) and grace_s:
+        _until_gone(job, grace_s + 20)
+    if state_of(job) not in GONE:
+        _call(["scancel", job])
+        _until_gone(job, KILL_WAIT_S)
+    return state_of(job) in GONE
+
+
+def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
+    """Leave the word on which the node runners let the trainer save, and end."""
+    for host in hosts:
+        write_json(run.path / "status" / f"{host}.stop", {"by": by, "grace_s": grace_s, "time": time.time()})
+
+
+def _until_gone(job: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while state_of(job) not in GONE and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def hosts_of(run: str) -> tuple[Host, ...]:
+    """The nodes of a run that is a job, as hosts whose files are here; () before the job has begun."""
+    plan = read_json(Path("runs") / run / "plan.json")
+    where = f"job {(read_json(record_path(run)) or {}).get('job')}"
+    names: Sequence[dict[str, Any]] = plan["nodes"] if plan else ()
+    return tuple(Host(node["name"], where, address="localhost", python=sys.executable) for node in names)
+
+
+def run_asked(run: str | None, hosts_file: Path) -> str | None:
+    """The run that is meant, where it is a job: the one named, or the newest here where there is no hosts file."""
+    if run:
+        return run if re.fullmatch(r"[\w.-]+", run) and record_path(run).is_file() else None
+    if hosts_file.exists():
+        return None
+    found = [(path.stat().st_mtime, path.parent.name) for path in Path("runs").glob("*/slurm.json")]
+    return max(found)[1] if found else None
+
+
+def job_of(run: str) -> str:
+    """The job that a run is."""
+    return str((read_json(record_path(run)) or {})["job"])
+
+
+def words_of(run: str) -> str:
+    """One line on a job that has no nodes yet, or none any more."""
+    job = job_of(run)
+    state = state_of(job)
+    return f"run {run}: job {job} is {state}{f' ({reason_of(job)})' if state == 'PENDING' else ''}"
+
+
+def _call(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise UserError(f"there is no {argv[0]} here; run it on a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{argv[0]} does not answer within {TIMEOUT_S:.0f} s; Slurm's controller may be down") from None
