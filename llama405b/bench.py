@@ -1,4 +1,7 @@
-"""``llama405b bench``: measure against a named baseline, in one run, and print ratios."""
+"""``llama405b bench``: measure against a named baseline, in one run, and print ratios.
+
+``bench fleet`` and ``bench logs`` measure the operator's side; see their --help.
+"""
 
 import argparse
 import json

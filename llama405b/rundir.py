@@ -7,6 +7,7 @@ SSH or tmux. Every file has one writer::
     config.toml                   rank 0         the configuration as resolved
     metrics.jsonl                 rank 0         one ``Metrics`` object a step
     status/<host>.json            node runner    ``NodeStatus`` of that host
+    status/<host>.ends.jsonl      node runner    the ``NodeStatus`` with which each attempt ended
     status/<host>.stop            stop           who asked for the end, and the grace
     status/<host>.lock            node runner    held (flock) while that host's node runner lives
     heartbeat/rank-<N>.json       rank N         ``Heartbeat``
@@ -108,6 +109,10 @@ class RunDir:
     def status(self, host: str) -> Path:
         """Written by that host's node runner."""
         return self.path / "status" / f"{host}.json"
+
+    def ends(self, host: str) -> Path:
+        """How every attempt ended on that host, a line each; written by its node runner."""
+        return self.path / "status" / f"{host}.ends.jsonl"
 
     def lock(self, host: str) -> Path:
         """Held by that host's node runner while it lives."""

@@ -111,6 +111,10 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
         ]  # the last attempt: whole, once
         first = mine[:-30]
         assert first == [f"rank {rank} line {i} value {rank * 10 + i}" for i in range(len(first))]
+    past = cli(hosts2, "logs", "--first-error")  # the run has ended well since
+    assert past.returncode == 1
+    assert re.match(r"run g, attempt 1: node-[ab]: exited 1: rank \d exited with 3", past.stdout), past.stdout
+    assert "no failure on 2 hosts in attempt 2" in cli(hosts2, "logs", "--first-error", "--attempt", "2").stdout
     assert len(records(cli(hosts2, "logs", "--attempt", "1", "-i", "line 3 ", "-o", "json"))) == 4
     assert len(records(cli(hosts2, "logs", "--attempt", "all", "-i", "line 3 ", "-o", "json"))) == 8
 

@@ -260,11 +260,19 @@ def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
         "leftovers": [] if alive or plan.get("slurm_job") else procs.marked(f"{run.path}:{host}"),
         "status": read_json(run.status(host)),
         "heartbeats": _beats(run, node),
+        "ends": _ends(run, host),
         "stopped_by": (read_json(stop_path(run, host)) or {}).get("by", ""),
         "metrics": _last_line(run.metrics),
         "checkpoint": str(root / saved[-1]) if saved else None,
         "now": time.time(),
     }
+
+
+def _ends(run: RunDir, host: str) -> list[dict[str, Any]]:
+    """How the last attempts ended here, oldest first."""
+    with contextlib.suppress(OSError, ValueError):
+        return [json.loads(line) for line in run.ends(host).read_text(encoding="utf-8").splitlines()[-NEWEST_RUNS:]]
+    return []
 
 
 def _checkpoints(run: RunDir, plan: dict[str, Any]) -> Path:

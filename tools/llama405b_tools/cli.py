@@ -69,8 +69,9 @@ def _verb(verb: str, args: list[str]) -> int:
         from llama405b.command import parse
 
         parse(args)
+    name = "llama405b_tools.bench_fleet" if verb == "bench" and args[:1] in (["fleet"], ["logs"]) else VERBS[verb][0]
     try:
-        module = importlib.import_module(VERBS[verb][0])
+        module = importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
             raise

@@ -147,8 +147,13 @@ def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
 def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
     """The shell line that runs one action of the agent on a host; what to do goes in by standard input."""
     before = f"{prefix} && " if prefix else ""
-    directory = f"~/{shlex.quote(workdir[2:])}" if workdir.startswith("~/") else shlex.quote(workdir)
-    return f"{before}cd {directory} && PYTHONPATH=tools exec {shlex.quote(python)} -m llama405b_tools.agent {shlex.quote(action)}"
+    start = f"PYTHONPATH=tools exec {shell_path(python)} -m llama405b_tools.agent {shlex.quote(action)}"
+    return f"{before}cd {shell_path(workdir)} && {start}"
+
+
+def shell_path(path: str) -> str:
+    """A path for a shell line, with ``~/`` left to the host."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
 def tmux_socket(run: str) -> str:

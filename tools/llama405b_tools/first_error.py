@@ -16,30 +16,50 @@ RANK = re.compile(r"\brank (\d+)\b")
 LAST = 20  # blocks shown where there is no traceback
 
 
-def show(fleet: Fleet, run: str, seen: Mapping[str, Described | HostError | None]) -> int:
-    """Print it; returns 1 where there is one, 0 where nothing failed."""
-    failures = failures_of(dict(seen))
+def show(fleet: Fleet, run: str, seen: Mapping[str, Described | HostError | None], attempt: int) -> int:
+    """Print it; returns 1 where there is one, 0 where nothing failed.
+
+    ``attempt``: 0 is the newest that failed, where the guard may have brought the run back since.
+    """
+    failures, which = failures_of(dict(seen)), 0
+    known = {host: found for host, found in seen.items() if isinstance(found, dict)}
+    past = sorted({end["attempt"] for found in known.values() for end in found["ends"]}, reverse=True)
+    if attempt or not failures:
+        for which in [attempt] if attempt else past:
+            if failures := _failures_in(known, which):
+                break
     if not failures:
-        print(f"run {run}: no failure on {len(seen)} hosts")
+        print(f"run {run}: no failure on {len(seen)} hosts{f' in attempt {attempt}' if attempt else ''}")
         return GOOD
     worst = runs.first_failure(failures)
-    print(f"run {run}: {worst.host}: {clean(worst.what)}")
-    found = seen[worst.host]
-    if isinstance(found, dict):
+    print(f"run {run}{f', attempt {which}' if which else ''}: {worst.host}: {worst.what}")
+    if worst.host in known:
         rank = RANK.search(worst.what)
-        texts = _stderr(fleet, run, worst.host, int(rank[1]) - found["first_rank"] if rank else -1)
+        local_rank = int(rank[1]) - known[worst.host]["first_rank"] if rank else -1
+        texts = _stderr(fleet, run, worst.host, local_rank, which)
         tracebacks = [text for text in texts if "Traceback" in text]
         for text in tracebacks[-1:] or texts[-LAST:]:
             print(clean(text))
-    others = sorted({failure.host for failure in failures} - {worst.host})
-    if others:
+    if others := sorted({failure.host for failure in failures} - {worst.host}):
         print(f"and after it: {', '.join(others)}")
     return FAILED
 
 
-def _stderr(fleet: Fleet, run: str, host: str, local_rank: int) -> list[str]:
-    """What a rank wrote to standard error in the newest attempt; torchrun's own log where no rank is known."""
-    streams = Streams(fleet, run, [host], {"follow": False, "stderr": local_rank >= 0, "agent": local_rank < 0})
+def _failures_in(known: Mapping[str, Described], attempt: int) -> list[runs.Failure]:
+    """The failures of an attempt, first those that ended first by their own host's clock."""
+    ends = [
+        (end["time"], host, end) for host, found in known.items() for end in found["ends"] if end["attempt"] == attempt
+    ]
+    described = [
+        (host, {"alive": False, "leftovers": [], "status": end}) for _, host, end in sorted(ends, key=lambda e: e[0])
+    ]
+    return [failure for host, each in described if (failure := runs.failure_of(host, each))]
+
+
+def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> list[str]:
+    """What a rank wrote to standard error in an attempt; torchrun's own log where no rank is known."""
+    wants = {"follow": False, "attempt": attempt, "stderr": local_rank >= 0, "agent": local_rank < 0}
+    streams = Streams(fleet, run, [host], wants)
     texts: list[str] = []
     try:
         while True:

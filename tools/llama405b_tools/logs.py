@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(hosts) as fleet:
         run, seen = ask(fleet, args.run or slurm.run_asked(args.run, args.hosts))
         if args.first_error:
-            return first_error.show(fleet, run, seen)
+            return first_error.show(fleet, run, seen, max(0, show.attempt))
         lost = {name: found for name, found in seen.items() if isinstance(found, HostError)}
         for name, fault in lost.items():
             print(f"- {name}: {fault}", file=sys.stderr)

@@ -7,6 +7,7 @@ its lock, outlives a SIGKILL of the runner just long enough to end the rest.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -89,6 +90,9 @@ class NodeRunner:
         began = procs.start_time(pid) or 0
         status = NodeStatus(self.host, state, self.plan.attempt, pid, began, time=time.time(), **more)
         write_json(self.run.status(self.host), status)
+        if state not in ("starting", "running"):
+            with self.run.ends(self.host).open("a", encoding="utf-8") as ends:
+                ends.write(json.dumps(dataclasses.asdict(status)) + "\n")
 
     def report_end(self, code: int) -> None:
         """Say how torchrun ended, and which rank was the first to fail."""
@@ -149,7 +153,9 @@ class NodeRunner:
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
         env |= fabric.NCCL_DEBUG_LINES if self.plan.refuse_sockets else {}
         env |= self.take_secrets() | node_env(self.plan, self.host, str(self.run.path))
-        argv = setup_argv(self.plan.setup, torchrun_argv(self.plan, self.host, str(logs)))
+        torchrun = torchrun_argv(self.plan, self.host, str(logs))
+        torchrun[0] = str(Path(torchrun[0]).expanduser())
+        argv = setup_argv(self.plan.setup, torchrun)
         with (logs / "torchrun.log").open("ab") as log:
             log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
             return subprocess.Popen(

@@ -21,6 +21,7 @@ import llama405b
 from llama405b.errors import FAILED, GOOD, UserError
 from llama405b.rundir import read_json, write_json
 from llama405b_tools import provision, push, sourcetree
+from llama405b_tools.commands import shell_path
 from llama405b_tools.fleet import Fleet, Reply, front_door, hosts_argument, read_hosts, setup_path
 from llama405b_tools.provision import FACTS, Wishes
 from llama405b_tools.status import VerbParser, print_table
@@ -159,7 +160,7 @@ class Work:
             HostError: It failed; says at which step, and what to do.
         """
         connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
-        directory = sourcetree.shell_path(workdir)
+        directory = shell_path(workdir)
         material = [
             line for line in self.lines.splitlines() if line.endswith(("./pyproject.toml", "./constraints.txt"))
         ]

@@ -6,13 +6,13 @@ What an earlier push put there and the tree no longer has is deleted; nothing el
 import base64
 import hashlib
 import io
-import shlex
 import subprocess
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.errors import UserError
+from llama405b_tools.commands import shell_path
 from llama405b_tools.transport import Connection, HostError, Result
 
 MANIFEST = ".llama405b-code"  # on the host: what the last push put there, as sha256sum writes it
@@ -83,11 +83,6 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
     unpack = f"cd {directory} && base64 -d | tar -xzf - && mv {MANIFEST}.new {MANIFEST}"
     _checked(connection.run(unpack, _archive(root, send), TIMEOUT_S))
     return len(send), len(gone)
-
-
-def shell_path(path: str) -> str:
-    """A path for a shell line, with ``~/`` left to the host."""
-    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
 def _archive(root: Path, names: Sequence[str]) -> str:

@@ -1,0 +1,27 @@
+"""The operator's benchmarks, on a few hosts: that they run and count; never how fast."""
+
+import re
+
+import pytest
+
+from hosts_rig import processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
+
+
+def test_fleet(hosts, operator):
+    done = operator("bench", "fleet", "--repeat", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("bare paramiko, true", "llama405b status", "llama405b launch, all checks"):
+        assert re.search(rf"^{re.escape(name)} +\d+\.\d\d +\d+\.\d +\d+\.\d\d$", done.stdout, re.MULTILINE), done.stdout
+    for i in (1, 2, 3):
+        assert processes(hosts, i) == []
+
+
+def test_logs(hosts, operator):
+    done = operator("bench", "logs", "--repeat", "1", "--lines", "3000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 hosts, 9,000 lines" in done.stdout
+    assert len(re.findall(r"^llama405b logs.*\d\.\d\d$", done.stdout, re.MULTILINE)) == 3
+    shown = operator("logs", "--run", "bench-fleet", "-o", "raw")
+    assert shown.stdout.count("step ") == 9000
