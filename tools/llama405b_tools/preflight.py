@@ -69,8 +69,7 @@ def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = Fa
     slots = {host.name: 0 if _on_cpu(asked) else host.slots for host in hosts}
     faults |= {name: fault for name, found in answers.items() if (fault := _host_fault(found, slots[name]))}
     way = meet(head, candidates, answers, port)
-    if isinstance(way, dict):
-        faults = way | faults
+    faults = (way if isinstance(way, dict) else hidden_addresses(way, answers)) | faults
     if faults:
         raise RunError(fault_list(faults, len(hosts)))
     assert isinstance(way, Way)
@@ -248,6 +247,20 @@ def check_training(asked: Asked, plan: Plan) -> None:
         if parsed.config != asked.config:
             raise UserError("the planned command does not say what was asked; please report this as a bug")
         config.check_world(parsed.config, plan.world)
+
+
+def hidden_addresses(way: Way, answers: Mapping[str, Reply]) -> dict[str, str]:
+    """Hosts whose interface has another address first: gloo is told interfaces, and takes the first address."""
+    faults = {}
+    for name, found in answers.items():
+        address, interface = way.address[name], way.interface[name]
+        first = next((entry["address"] for entry in found["own"] if entry["interface"] == interface), address)
+        if first != address and interface != "lo":
+            faults[name] = (
+                f"its {interface} has {first} before {address}, which the hosts meet at, and gloo takes an interface's first "
+                f"address; put {address} first, or on an interface of its own"
+            )
+    return faults
 
 
 def nccl_env(found: Reply, interface: str) -> dict[str, str]:

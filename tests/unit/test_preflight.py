@@ -1,0 +1,64 @@
+from llama405b_tools import preflight
+from llama405b_tools.hosts import Host
+from llama405b_tools.preflight import Way
+
+A = Host("a", "hosts:1")
+OWN = {
+    "a": [("eth0", "172.31.1.5"), ("ib0", "10.0.0.1")],
+    "b": [("eth0", "172.31.2.5"), ("ib0", "10.0.0.2")],
+    "c": [("ib0", "10.0.0.3")],
+}
+
+
+def answers(*faults):
+    """What three hosts say; ``faults``: (host, address of the head) that do not meet."""
+    found = {}
+    for name, own in OWN.items():
+        tried = {}
+        for interface, address in OWN["a"] if name != "a" else ():
+            fault = "no answer within 3 s" if (name, address) in faults else ""
+            mine = dict(own).get(interface, own[-1][1])
+            tried[address] = {"fault": fault, "mine": mine, "interface": interface}
+        found[name] = {"own": [{"interface": i, "address": a, "mbit": "1000"} for i, a in own], "head": tried}
+    return found
+
+
+def test_the_first_address_that_all_reach():
+    said = answers(("b", "172.31.1.5"), ("c", "172.31.1.5"))
+    candidates = preflight.candidates_of(A, said["a"])
+    assert candidates[:2] == ["172.31.1.5", "10.0.0.1"]
+    way = preflight.meet(A, candidates[:2], said, 20_000)
+    assert (way.head, way.port) == ("10.0.0.1", 20_000)
+    assert way.address == {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+    assert way.interface == {"a": "ib0", "b": "ib0", "c": "ib0"}
+
+
+def test_who_does_not_get_there_is_told_what_was_tried():
+    said = answers(("b", "172.31.1.5"), ("b", "10.0.0.1"))
+    faults = preflight.meet(A, ["172.31.1.5", "10.0.0.1"], said, 20_000)
+    assert list(faults) == ["b"]
+    assert "172.31.1.5 (no answer within 3 s), 10.0.0.1 (no answer within 3 s)" in faults["b"]
+
+
+def test_address_in_the_hosts_file_is_the_only_candidate():
+    assert preflight.candidates_of(Host("a", "hosts:1", address="10.0.0.1"), answers()["a"]) == ["10.0.0.1"]
+    assert preflight.candidates_of(Host("localhost", "hosts:1"), answers()["a"]) == ["127.0.0.1"]
+
+
+def test_fast_private_networks_come_first():
+    own = [
+        ("eth0", "8.8.4.4", "100000"),
+        ("eth1", "192.168.1.5", "1000"),
+        ("ib0", "10.0.0.1", "400000"),
+        ("x", "10.9.9.9", "-1"),
+    ]
+    answer = {"own": [{"interface": i, "address": a, "mbit": m} for i, a, m in own]}
+    assert preflight.candidates_of(A, answer)[:4] == ["10.0.0.1", "192.168.1.5", "10.9.9.9", "8.8.4.4"]
+
+
+def test_gloo_takes_an_interfaces_first_address():
+    said = {
+        "a": {"own": [{"interface": "eth0", "address": "172.31.1.5"}, {"interface": "eth0", "address": "10.0.0.1"}]}
+    }
+    way = Way("10.0.0.1", 20_000, {"a": "10.0.0.1"}, {"a": "eth0"})
+    assert "its eth0 has 172.31.1.5 before 10.0.0.1" in preflight.hidden_addresses(way, said)["a"]
