@@ -126,6 +126,7 @@ def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
         start_new_session=True,
     )
     wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 1)

@@ -174,7 +174,7 @@ def test_a_job_whose_time_is_over_saves_first(type_in):
     job = json.loads((type_in.place / "runs/t/slurm.json").read_text())["job"]
     assert type_in.exec("scancel", "--batch", "--signal=USR1", job).returncode == 0
     wait_for(
-        lambda: type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", "COMPLETED", "FAILED"), 60
+        lambda: type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", "COMPLETED", "FAILED"), 120
     )
     state = type_in("status --run t")
     assert re.search(r"newest checkpoint: .*/step-\d{8}$", state.stdout, re.MULTILINE), state.stdout

@@ -48,14 +48,19 @@ class Ssh:
     def run(self, command: str, stdin: str, timeout_s: float) -> Result:
         """See ``transport.Connection``."""
         try:
-            channel = self._open(command, stdin)
+            channel = self._open(command, "")
             channel.settimeout(timeout_s)
-            channel.shutdown_write()
+            with contextlib.suppress(OSError):  # a command that ended before it was told: its words say why
+                channel.sendall(stdin.encode())
+                channel.shutdown_write()
             out = channel.makefile("r").read()
             err = channel.makefile_stderr("r").read()
             if not channel.status_event.wait(timeout_s):
                 raise TimeoutError
-            return Result(channel.recv_exit_status(), _text(out), _text(err))
+            code = channel.recv_exit_status()
+            if code < 0:
+                raise EOFError("no exit code came")
+            return Result(code, _text(out), _text(err))
         except TimeoutError:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         except (paramiko.SSHException, OSError, EOFError) as error:
