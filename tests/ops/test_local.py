@@ -287,3 +287,27 @@ def test_dry_run_opens_nothing(work, cli):
     assert done.returncode == 0
     assert done.stdout.count("torch.distributed.run") == 2
     assert not (work / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "verb", "code", "words"),
+    [
+        ("hosts.setup.json", '{"node-a": 3}', ["status"], 2, "hosts.setup.json: not what setup wrote; delete it"),
+        ("hosts.setup.json", '{"node-a": {"python": "/x"}}', ["doctor"], 2, "hosts.setup.json: not what setup wrote"),
+        ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host knows a run 'r'"),
+        ("runs/r/guard.json", '{"run": "r"}', ["stop", "--run", "r"], 0, ""),
+        ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "no host knows a run 'r'"),
+    ],
+)
+def test_records_that_are_none_break_no_verb(work, cli, file, text, verb, code, words):
+    (work / file).parent.mkdir(parents=True, exist_ok=True)
+    (work / file).write_text(text)
+    done = cli(work, *verb)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_hosts_file_from_windows(work, cli):
+    (work / "hosts").write_bytes(b"\xef\xbb\xbfnode-a address=localhost slots=1\r\n")
+    assert "no run on these hosts yet" in cli(work, "status").stderr

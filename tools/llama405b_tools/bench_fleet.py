@@ -67,30 +67,33 @@ def main(argv: Sequence[str]) -> int:
         "hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]"
     )
     parser.add_argument("--lines", type=int, default=200_000, help="of log, for logs [200000]")
+    parser.add_argument("--no-launch", action="store_true", help="for fleet: only the fan-outs and status")
     parser.add_argument("--repeat", type=int, default=3, help="the least of so many tries [3]")
     args = parser.parse_args(argv)
     hosts = read_hosts(args.hosts)
     if args.what == "logs":
         return logs(hosts, args.hosts, args.lines, args.repeat)
-    return fleet(hosts, args.hosts, args.repeat)
+    return fleet(hosts, args.hosts, args.repeat, launches=not args.no_launch)
 
 
-def fleet(hosts: Sequence[Host], path: Path, repeat: int) -> int:
+def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> int:
     """Measure the fan-out."""
     rows: list[tuple[str, Cost]] = []
     for name, do in _fan_outs(hosts).items():
         rows.append((name, _least(do, repeat)))
     rows.append(("llama405b status", _least(lambda: _status(hosts), repeat)))
-    agents = _least(lambda: _bare(hosts, _agent_line, '{"host": "x", "run": null}\n', 3), repeat)
-    rows.append(("bare paramiko, 3 agents on each host", agents))
-    rows.append(("llama405b launch, all checks", _least(lambda: _launch(hosts, path), repeat)))
+    if launches:
+        agents = _least(lambda: _bare(hosts, _agent_line, '{"host": "x", "run": null}\n', 3), repeat)
+        rows.append(("bare paramiko, 3 agents on each host", agents))
+        rows.append(("llama405b launch, all checks", _least(lambda: _launch(hosts, path), repeat)))
     bare = rows[0][1]
     table = [
         (name, f"{cost.wall_s:.2f}", f"{cost.cpu_s / len(hosts) * 1000:.1f}", f"{cost.wall_s / bare.wall_s:.2f}")
         for name, cost in rows
     ]
     print_table((f"{len(hosts)} hosts", "wall s", "CPU ms a host", "x bare true"), table)
-    print(f"launch: {rows[-1][1].wall_s / agents.wall_s:.2f} x the bare fan-out of as many processes")
+    if launches:
+        print(f"launch: {rows[-1][1].wall_s / agents.wall_s:.2f} x the bare fan-out of as many processes")
     return 0
 
 

@@ -35,7 +35,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     """
     try:
         refuse_others_writing(path)
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason}); name a hosts file, one host a line") from None
@@ -52,7 +52,15 @@ def _read_setup(hosts_file: Path) -> dict[str, dict[str, str]]:
     if not path.is_file():
         return {}
     refuse_others_writing(path)
-    return read_json(path) or {}
+    found = read_json(path)
+    keys = {"python", "workdir", "prefix"}
+    whole = found is not None and all(
+        isinstance(use, dict) and set(use) == keys and all(isinstance(value, str) for value in use.values())
+        for use in found.values()
+    )
+    if not whole or found is None:
+        raise UserError(f"{path}: not what setup wrote; delete it, and run `{front_door()} setup` again")
+    return found
 
 
 def _as_set_up(host: Host, use: dict[str, str] | None) -> Host:

@@ -100,7 +100,8 @@ def follow_log(child: "subprocess.Popen[bytes]", run: str, begin: int, hosts: st
 def of_run(run: str) -> tuple[dict[str, object], bool | None] | None:
     """The record of a run's guard, and whether it lives; None where it is another machine's, so nobody knows."""
     record = read_json(state_path(run))
-    if record is None:
+    fields = {field.name for field in dataclasses.fields(Guard)}
+    if record is None or not fields <= set(record) or not all(type(record[key]) is int for key in ("pid", "pid_start")):
         return None
     if record["machine"] != machine_id():
         return record, None

@@ -49,7 +49,8 @@ def submit(asked: Asked, options: str) -> str:
     """
     if not shutil.which("sbatch"):
         raise UserError("--slurm: there is no sbatch here; run it on a login node of the cluster")
-    run = RunDir(Path.cwd() / "runs" / asked.run)
+    given, run = _options(options), RunDir(Path.cwd() / "runs" / asked.run)
+    new = not run.path.exists()
     if run.path.exists() and asked.resume == "no":
         raise UserError(f"--run: {asked.run!r} exists here; take another name, or go on with --resume auto")
     earlier = read_json(run.path / "slurm.json")
@@ -83,8 +84,11 @@ def submit(asked: Asked, options: str) -> str:
         f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
         f"--output={run.path}/slurm-%j.log",
     ]
-    done = _call(["sbatch", *own, *_options(options), str(script)])
+    done = _call(["sbatch", *own, *given, str(script)])
     if done.returncode:
+        (run.path / "status" / ".slurm.secrets").unlink(missing_ok=True)
+        if new:
+            shutil.rmtree(run.path)
         raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
     job = done.stdout.strip().partition(";")[0]
     write_json(run.path / "slurm.json", {"job": job, "options": options})
@@ -179,10 +183,11 @@ def hosts_of(run: str) -> tuple[Host, ...]:
 def run_asked(run: str | None, hosts_file: Path) -> str | None:
     """The run that is meant, where it is a job: the one named, or the newest here where there is no hosts file."""
     if run:
-        return run if re.fullmatch(r"[\w.-]+", run) and record_path(run).is_file() else None
+        return run if re.fullmatch(r"[\w.-]+", run) and "job" in (read_json(record_path(run)) or {}) else None
     if hosts_file.exists():
         return None
-    found = [(path.stat().st_mtime, path.parent.name) for path in Path("runs").glob("*/slurm.json")]
+    jobs = [path for path in Path("runs").glob("*/slurm.json") if "job" in (read_json(path) or {})]
+    found = [(path.stat().st_mtime, path.parent.name) for path in jobs]
     return max(found)[1] if found else None
 
 

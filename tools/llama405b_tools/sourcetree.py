@@ -6,6 +6,7 @@ What an earlier push put there and the tree no longer has is deleted; nothing el
 import base64
 import hashlib
 import io
+import secrets
 import subprocess
 import tarfile
 from collections.abc import Sequence
@@ -63,12 +64,14 @@ def manifest(root: Path, names: Sequence[str]) -> str:
 def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, int]:
     """Make a host's directory equal to the tree; returns how many files were sent, and how many deleted.
 
+    Hosts may share the directory, and be pushed to at once.
+
     Raises:
         HostError: The directory cannot be made or written.
     """
-    directory = shell_path(to)
+    directory, new = shell_path(to), f"{MANIFEST}.{secrets.token_hex(4)}"
     compare = (
-        f"mkdir -p {directory} && cd {directory} && cat >{MANIFEST}.new && {{ sha256sum -c {MANIFEST}.new 2>/dev/null "
+        f"mkdir -p {directory} && cd {directory} && cat >{new} && {{ sha256sum -c {new} 2>/dev/null "
         f"| sed -n 's/: FAILED.*$//p'; }} && echo === && {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }}"
     )
     there = connection.run(compare, lines, TIMEOUT_S)
@@ -80,7 +83,7 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
     gone = [name for name in before.splitlines() if name.startswith("./") and name not in wanted and "/../" not in name]
     if gone:
         _checked(connection.run(f"cd {directory} && xargs -0 rm -f --", "\0".join(gone), TIMEOUT_S))
-    unpack = f"cd {directory} && base64 -d | tar -xzf - && mv {MANIFEST}.new {MANIFEST}"
+    unpack = f"cd {directory} && base64 -d | tar -xzf - && mv {new} {MANIFEST}"
     _checked(connection.run(unpack, _archive(root, send), TIMEOUT_S))
     return len(send), len(gone)
 
