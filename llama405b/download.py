@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ class Verified:
     """Which files of a directory were verified, and have not been touched since."""
 
     def __init__(self, target: Path) -> None:
-        self.target = target
+        self.target, self.lock = target, threading.Lock()  # files are fetched at once
         try:
             self.files: dict[str, list[Any]] = json.loads((target / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -145,8 +146,9 @@ class Verified:
     def add(self, name: str, path: Path, digest: str) -> None:
         """Note a verified file."""
         info = path.stat()
-        self.files[name] = [info.st_size, info.st_mtime_ns, digest]
-        write_json(self.target / RECORD, dict(self.files))
+        with self.lock:
+            self.files[name] = [info.st_size, info.st_mtime_ns, digest]
+            write_json(self.target / RECORD, dict(self.files))
 
 
 def _check_room(target: Path, lacking: Sequence[Any]) -> None:
@@ -197,6 +199,8 @@ class _said_clearly:  # noqa: N801 - reads as a sentence where it is used
         if isinstance(error, errors.HfHubHTTPError):
             said = " ".join(str(error).split())[:200]
             raise RunError(f"{self.model}: the Hub refused ({said}); the same command goes on") from None
+        if isinstance(error, OSError) and error.filename:
+            raise RunError(f"{error.filename}: {error.strerror}; mend that, and the same command goes on") from None
         if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in causes):
             said = " ".join(str(error).split())[:200]
             raise RunError(

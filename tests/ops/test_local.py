@@ -1,7 +1,9 @@
 """The whole path on this machine: two nodes, two torchrun agents, real tmux. No sshd."""
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -311,3 +313,37 @@ def test_records_that_are_none_break_no_verb(work, cli, file, text, verb, code, 
 def test_a_hosts_file_from_windows(work, cli):
     (work / "hosts").write_bytes(b"\xef\xbb\xbfnode-a address=localhost slots=1\r\n")
     assert "no run on these hosts yet" in cli(work, "status").stderr
+
+
+def test_cache_and_scratch_reach_the_ranks(work, cli):
+    (work / "places.py").write_text("import os, tempfile; print('at', os.environ['HF_HOME'], tempfile.gettempdir())\n")
+    (work / "hosts").write_text(f"node-a address=localhost slots=1 cache={work}/hf scratch={work}/a/b\n")
+    done = cli(work, "launch", "--run", "p", "--follow", "--", "places.py")
+    assert done.returncode == 0, done.stderr
+    assert f"at {work}/hf {work}/a/b" in done.stdout
+    (work / "hosts").write_text(f"node-a address=localhost slots=1 scratch={work}/places.py/x\n")
+    refused = cli(work, "launch", "--run", "q", "--", "places.py")
+    assert refused.returncode == 1
+    assert f"node-a: scratch={work}/places.py/x cannot be made or written" in refused.stderr
+    assert not (work / "runs/q").exists()
+
+
+def test_deep_looks_into_the_weights(work, cli, demo, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(demo, model)
+    file, *others = sorted(model.glob("*.safetensors"))
+    (work / "hosts").write_text("node-a address=localhost slots=1\n")
+
+    def weights():
+        flags = ("--deep", "--json", "--model.path", model, "--parallel.device", "cpu")
+        return [f for f in json.loads(cli(work, "doctor", *flags).stdout)["findings"] if str(model) in f["what"]]
+
+    assert "no SHA-256 is known" in weights()[0]["what"]
+    noted = {path.name: [1, 2, hashlib.sha256(path.read_bytes()).hexdigest()] for path in (file, *others)}
+    (model / ".llama405b-pushed.json").write_text(json.dumps(noted))
+    assert weights() == []
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    (found,) = weights()
+    assert (found["level"], found["what"]) == ("bad", f"{model}: {file.name} is not what was verified (SHA-256)")

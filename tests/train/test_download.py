@@ -158,3 +158,13 @@ def test_the_token_goes_to_the_hub_alone(hub, cli, tmp_path):
     assert f"Bearer {token}" in {authorization for _, _, authorization, _ in hub["asked"]}
     assert token not in done.stdout + done.stderr
     assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_files_that_arrive_at_once_are_all_noted(tmp_path):
+    names = [f"f{i}" for i in range(24)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    verified = download.Verified(tmp_path)
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda name: verified.add(name, tmp_path / name, "d"), names * 10))
+    assert sorted(json.loads((tmp_path / download.RECORD).read_text())) == sorted(names)

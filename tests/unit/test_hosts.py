@@ -6,7 +6,8 @@ from llama405b_tools.hosts import parse
 
 def test_everything_a_line_can_say():
     hosts = parse(
-        "# head first\r\nubuntu@gpu-01:2222 slots=8 address=10.0.0.1 workdir=/w python=/p  # here\r\n\r\nnode[08-10].x slots=4\n",
+        "# head first\r\nubuntu@gpu-01:2222 slots=8 address=10.0.0.1 workdir=/w python=/p cache=/nvme/hf scratch=~/s"
+        "  # here\r\n\r\nnode[08-10].x slots=4\n",
         "hosts",
     )
     assert [host.name for host in hosts] == ["gpu-01", "node08.x", "node09.x", "node10.x"]
@@ -20,6 +21,8 @@ def test_everything_a_line_can_say():
         "/p",
         "hosts:2",
     )
+    assert head.places == {"cache": "/nvme/hf", "scratch": "~/s"}
+    assert hosts[1].places == {}
     assert all(host.slots == 4 for host in hosts[1:])
 
 
@@ -42,6 +45,7 @@ def test_everything_a_line_can_say():
         ("a slots=1 slots=2\n", "hosts:1: slots= is given twice"),
         ("a:70000\n", "hosts:1: port 70000 is out of range"),
         ("a workdir=x\n", "hosts:1: workdir=x is relative"),
+        ("a cache=hf\n", "hosts:1: cache=hf is relative; write a full path"),
         ("a address=;rm\n", "hosts:1: address=;rm is no address"),
         ("n[5-1]\n", "hosts:1: range [5-1] is empty"),
         ("a;b\n", "hosts:1: 'a;b' is no host"),

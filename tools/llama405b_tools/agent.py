@@ -15,16 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llama405b.rundir import UMASK, RunDir, read_json, write_json
-from llama405b_tools import procs, relay, slurm
+from llama405b_tools import procs
 from llama405b_tools.commands import KEEP, REHEARSAL, tmux_session, tmux_socket
-from llama405b_tools.facts import probe, run_dir
-from llama405b_tools.hostlogs import HostLogs
-from llama405b_tools.node import GRACE_S, is_alive, secrets_path, stop_path, take_lock
+from llama405b_tools.node import GRACE_S, is_alive, run_of, secrets_path, stop_path, take_lock
 from llama405b_tools.tail import Tail
 
 Request = dict[str, Any]
@@ -55,7 +52,7 @@ def start(request: Request) -> None:
 def _start(request: Request) -> dict[str, Any]:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request["host"], request["plan"]
-    run = run_dir(plan["run"])
+    run = run_of(plan["run"])
     claim = take_lock(run.lock(f"{host}.start"))  # two launches of one name at once: the other one is told
     if claim is None or is_alive(run, host):
         owner = (read_json(run.plan) or {}).get("owner") or "somebody else"
@@ -94,7 +91,7 @@ def status(request: Request) -> dict[str, Any]:
             if plan and known and request.get("run") in (None, path.name):
                 found.append((float(plan["created"]), path, plan))
     found.sort(key=lambda entry: entry[0], reverse=True)
-    return {"runs": [_describe(run_dir(path.name), plan, host) for _, path, plan in found[:NEWEST_RUNS]]}
+    return {"runs": [_describe(run_of(path.name), plan, host) for _, path, plan in found[:NEWEST_RUNS]]}
 
 
 def stop(request: Request) -> dict[str, Any]:
@@ -103,7 +100,7 @@ def stop(request: Request) -> dict[str, Any]:
     ``by``: who asked for it, so that no restart follows; ``grace_s``: for the trainer to save first; ``hard``: as a
     crash would; ``discard``: delete a rehearsal's checkpoints.
     """
-    run, host = run_dir(request["run"]), request["host"]
+    run, host = run_of(request["run"]), request["host"]
     grace_s = float(request.get("grace_s", 0))
     if request.get("only") not in (None, (read_json(run.plan) or {}).get("rdzv_id")):
         by = (read_json(stop_path(run, host)) or {}).get("by", "")  # another launch's: not ours to end
@@ -162,7 +159,9 @@ def orphans(request: Request) -> dict[str, Any]:
 
 def stream(request: Request) -> None:
     """Print what is new: log lines, metrics and the host's state, until standard input closes or it is done."""
-    run, host = run_dir(request["run"]), request["host"]
+    from llama405b_tools.hostlogs import HostLogs
+
+    run, host = run_of(request["run"]), request["host"]
     logs = HostLogs(run, host, request)
     metrics = Tail(run.metrics) if request.get("metrics") else None
     last, beats_at = "", 0.0
@@ -228,6 +227,8 @@ def _start_tmux(run: RunDir, host: str) -> str:
 def _is_alive(run: RunDir, plan: dict[str, Any], host: str) -> bool:
     """Whether a node runner runs the plan: here, or on the node of a Slurm job whose files these are."""
     if plan.get("slurm_job"):
+        from llama405b_tools import slurm
+
         status = read_json(run.status(host))
         if status and status["attempt"] == plan["attempt"] and status["state"] not in ("starting", "running"):
             return False
@@ -299,23 +300,41 @@ def _print(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
-ACTIONS: dict[str, Callable[[Request], dict[str, Any] | None]] = {
-    "probe": probe,
-    "start": start,
-    "status": status,
-    "stop": stop,
-    "stream": stream,
-    "orphans": orphans,
-    "relay": lambda request: relay.relay(request, _print, sys.stdin.readline),
-    "send": lambda request: relay.send_from_here(request, _print),
-}
+def _act(action: str, request: Request) -> dict[str, Any] | None:
+    """Do what is asked. What an action alone needs is imported there: most of its time is Python's start."""
+    match action:
+        case "start":
+            start(request)
+        case "status":
+            return status(request)
+        case "stop":
+            return stop(request)
+        case "stream":
+            stream(request)
+        case "orphans":
+            return orphans(request)
+        case "probe":
+            from llama405b_tools import facts
+
+            facts.probe(request)
+        case "relay":
+            from llama405b_tools import relay
+
+            relay.relay(request, _print, sys.stdin.readline)
+        case "send":
+            from llama405b_tools import relay
+
+            relay.send_from_here(request, _print)
+        case _:
+            raise SystemExit(f"{action}: no action of the agent")
+    return None
 
 
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.agent ACTION``."""
     os.umask(UMASK)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    reply = ACTIONS[sys.argv[1]](json.loads(sys.stdin.readline()))
+    reply = _act(sys.argv[1], json.loads(sys.stdin.readline()))
     if reply is not None:
         _print(reply)
     return 0

@@ -10,9 +10,10 @@ from typing import Any
 
 from llama405b.errors import UserError
 from llama405b_tools import asked
-from llama405b_tools.findings import BAD, NOTE, WARN, Finding
+from llama405b_tools.findings import Finding
 from llama405b_tools.fleet import Fleet
 from llama405b_tools.follow import watch_run
+from llama405b_tools.host_rules import BAD, NOTE, WARN
 from llama405b_tools.hosts import Host
 from llama405b_tools.launch import launch
 from llama405b_tools.start import stop_this

@@ -18,9 +18,10 @@ from llama405b.errors import FAILED, GOOD, UNFIT, UserError
 from llama405b.schema import BYTES_PER_PARAMETER, Config
 from llama405b_tools import fabric, findings, gpus
 from llama405b_tools.clean import clean
-from llama405b_tools.findings import BAD, WARN, Finding, Needs, Peers
+from llama405b_tools.findings import Finding, Peers
 from llama405b_tools.fleet import Fleet, Outcome, Reply, read_hosts
 from llama405b_tools.fold import fold_names
+from llama405b_tools.host_rules import BAD, GIB, WARN, Needs
 from llama405b_tools.hosts import Host
 from llama405b_tools.status import VerbParser, print_table
 from llama405b_tools.streams import Dialogue
@@ -28,7 +29,7 @@ from llama405b_tools.transport import HostError
 
 SCRIPT = (Path(__file__).parent / "hostprobe.py").read_text(encoding="utf-8")
 LOADER = "import sys; n = int(sys.stdin.readline()); exec(compile(sys.stdin.read(n), 'hostprobe', 'exec'))"
-FACTS_TIMEOUT_S, PEERS_TIMEOUT_S = 45.0, 20.0
+FACTS_TIMEOUT_S, PEERS_TIMEOUT_S, HASH_TIMEOUT_S = 45.0, 20.0, 3600.0
 DEFAULT_PORT = 29_400  # torchrun's own
 
 
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     config.refuse_unknown(rest)
     refuse_port(args.port)
     hosts = read_hosts(args.hosts)
-    needs = needs_of(_config(args, settings), args.preset, hosts)
+    needs = dataclasses.replace(needs_of(_config(args, settings), args.preset, hosts), hash_weights=args.deep)
     with Fleet(hosts) as fleet:
         visit = look(fleet, args.port or DEFAULT_PORT, needs)
         lost = visit.lost | {name: f"whom it reaches is not known ({why})" for name, why in visit.mute.items()}
@@ -82,7 +83,11 @@ def _parser() -> VerbParser:
     )
     add = parser.add_argument
     add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
-    add("--deep", action="store_true", help="also burn every GPU and measure every link (needs the project there)")
+    add(
+        "--deep",
+        action="store_true",
+        help="also burn every GPU, measure every link, hash the weights (needs the project there)",
+    )
     add("--json", action="store_true", help="facts and findings, for scripts")
     add("--port", type=int, default=0, help=f"of the rendezvous, to be tried [{DEFAULT_PORT}]")
     add("--preset", default="", help="of the run that is meant")
@@ -133,8 +138,9 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
             raise HostError("there is no python3; type there: apt-get install python3")
         stdin = f"{len(SCRIPT)}\n{SCRIPT}{json.dumps(_request(fleet, name, port, tokens[name], needs))}\n"
         dialogues[name] = Dialogue(connection.stream(f"exec python3 -c {shlex.quote(LOADER)} 2>&1", stdin))
-        return dialogues[name].answer(FACTS_TIMEOUT_S)
+        return dialogues[name].answer(HASH_TIMEOUT_S if needs.hash_weights and name == head else FACTS_TIMEOUT_S)
 
+    head = next(iter(fleet.hosts))
     outcomes = fleet.each(first)
     facts = {name: found for name, found in outcomes.items() if isinstance(found, dict)}
     lost = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
@@ -179,9 +185,11 @@ def _request(fleet: Fleet, name: str, port: int, token: str, needs: Needs) -> Re
         "token": token,
         "workdir": fleet.workdir(name),
         "python": fleet.python(name),
-        "paths": [fleet.workdir(name)],
+        "paths": [fleet.workdir(name), *fleet.hosts[name].places.values()],
         "rates": True,
         "weights": needs.weights if name == head else "",
+        "hash": needs.hash_weights,
+        "within_s": HASH_TIMEOUT_S - 10 if needs.hash_weights and name == head else FACTS_TIMEOUT_S - 5,
     }
 
 
@@ -235,7 +243,7 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
         f"{visit.skew_s[name]:+.1f} s",
         f"{len(all_gpus)} {all_gpus[0].name.removeprefix('NVIDIA ')}" if all_gpus else "none",
         f"{len(ports)} x {ports[0].gbit:g} Gb/s" if ports else "none",
-        f"{memory.get('total', 0) / findings.GIB:.0f} GiB",
+        f"{memory.get('total', 0) / GIB:.0f} GiB",
         f"{work.get('free', 0) / 1e9:,.0f} GB",
         f"{work['write_per_s'] / 1e9:.1f} GB/s" if "write_per_s" in work else "—",
         packages.get("python", "—"),

@@ -18,16 +18,11 @@ from typing import Any
 import llama405b
 from llama405b import weights
 from llama405b.errors import UserError
-from llama405b.rundir import RunDir, read_json
+from llama405b.rundir import read_json
 from llama405b_tools import hostprobe, procs
-from llama405b_tools.node import is_alive
+from llama405b_tools.node import is_alive, run_of
 
 Request = dict[str, Any]
-
-
-def run_dir(name: str) -> RunDir:
-    """The run's directory below the working directory."""
-    return RunDir(Path.cwd() / "runs" / name)
 
 
 def probe(request: Request) -> None:
@@ -42,7 +37,7 @@ def probe(request: Request) -> None:
 
 
 def _answer(request: Request, port_fault: str) -> dict[str, Any]:
-    run, host = run_dir(request["run"]), request["host"]
+    run, host = run_of(request["run"]), request["host"]
     facts = {
         "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases agree with each other
         **{name: version_of(name) for name in request["packages"]},
@@ -68,6 +63,7 @@ def _answer(request: Request, port_fault: str) -> dict[str, Any]:
         "head": _reach_head(request, own),
         "workdir": str(Path.cwd()),
         "writable": os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
+        "places": {key: _place(path) for key, path in request["places"].items()},
         "free_bytes": shutil.disk_usage(".").free,
         "checkpoint": _checkpoint_fault(request.get("checkpoint")),
     }
@@ -82,6 +78,13 @@ def _reach_head(request: Request, own: list[dict[str, str]]) -> dict[str, Any]:
         interface = next((entry["interface"] for entry in own if entry["address"] == mine), "")
         found[address] = result | {"interface": "lo" if mine.startswith("127.") else interface}
     return found
+
+
+def _place(path: str) -> dict[str, Any]:
+    """A directory in full, and whether it is there or can be made."""
+    full = Path(path).expanduser()
+    there = next(parent for parent in (full, *full.parents) if parent.exists())
+    return {"path": str(full), "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK)}
 
 
 def version_of(package: str) -> str:

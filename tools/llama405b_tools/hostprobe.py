@@ -7,7 +7,9 @@ Line 1 of its standard input is a request (JSON). It prints the facts (one line 
 that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes.
 """
 
+import concurrent.futures
 import glob
+import hashlib
 import json
 import os
 import platform
@@ -41,6 +43,7 @@ REAL_FILESYSTEMS = (
     "overlay",
 )
 PROBE_BYTES = 64 << 20
+HASHERS = 16  # files at a time
 CONNECT_S = 3.0
 PACKAGES = r"""
 import json, os, sys, re
@@ -306,8 +309,8 @@ def rates(folder):
         os.unlink(path)
 
 
-def weights(path):
-    """Which safetensors files of a checkpoint are missing or have another size than their header says."""
+def weights(path, hashed=False):
+    """Which safetensors files of a checkpoint are missing, or have another size or SHA-256 than they should."""
     if not path:
         return None
     path = os.path.expanduser(path)
@@ -339,7 +342,35 @@ def weights(path):
         except (ValueError, KeyError, TypeError):
             faults.append("%s is no safetensors file" % name)
     config = os.path.isfile(os.path.join(path, "config.json"))
-    return {"path": path, "present": config, "files": len(names), "bytes": n_bytes, "faults": faults}
+    found = {"path": path, "present": config, "files": len(names), "bytes": n_bytes, "faults": faults}
+    if hashed and not faults:
+        known = digests(path)
+        found["unhashed"] = len([name for name in names if name not in known])
+        with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib lets go of the interpreter
+            jobs = [(name, pool.submit(sha256, os.path.join(path, name))) for name in names if name in known]
+        faults += ["%s is not what was verified (SHA-256)" % name for name, job in jobs if job.result() != known[name]]
+    return found
+
+
+def digests(path):
+    """The SHA-256 that download or push noted of files in a directory."""
+    known = {}
+    for record in (".llama405b-download.json", ".llama405b-pushed.json"):
+        try:
+            with open(os.path.join(path, record), encoding="utf-8") as file:
+                known.update({name: entry[2] for name, entry in json.load(file).items() if entry[2]})
+        except (OSError, ValueError, AttributeError, IndexError, TypeError):
+            continue
+    return known
+
+
+def sha256(path):
+    """Of a file's content."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(8 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def leftovers():
@@ -466,7 +497,7 @@ def main():
         "tmux": inside_tmux,
         "memory": memory,
         "disks": lambda: disks(request),
-        "weights": lambda: weights(request.get("weights")),
+        "weights": lambda: weights(request.get("weights"), request.get("hash")),
         "leftovers": leftovers,
         "kill_user_processes": kill_user_processes,
     }
@@ -489,7 +520,7 @@ def main():
     facts["ports"] = [listener.port for listener in listeners if not listener.fault]
     facts["now"] = time.time()
     print(json.dumps(facts), flush=True)
-    if select.select([sys.stdin], [], [], 600)[0]:  # all the others have their turn first
+    if select.select([sys.stdin], [], [], 3600)[0]:  # all the others have their turn first
         line = sys.stdin.readline()
         if line:
             print(json.dumps({"peers": reach_all(json.loads(line)["peers"]), "now": time.time()}), flush=True)

@@ -1,7 +1,7 @@
 """The hosts file, parsed. Pure: text in, hosts out.
 
-One host a line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [python=PATH]``. ``node[001-008]`` is
-eight hosts. ``#`` begins a comment. Rank order is line order; the first host is the head.
+One host a line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [python=PATH] [cache=DIR] [scratch=DIR]``.
+``node[001-008]`` is eight hosts. ``#`` begins a comment. Rank order is line order; the first host is the head.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ TARGET = re.compile(
     r"(?:(?P<user>[A-Za-z_][A-Za-z0-9_.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*(?:\[[0-9]{1,9}-[0-9]{1,9}\])?[A-Za-z0-9.-]*?)(?::(?P<port>[0-9]{1,9}))?"
 )
 RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
-KEYS = ("slots", "address", "workdir", "python")
+KEYS = ("slots", "address", "workdir", "python", "cache", "scratch")
 MAX_HOSTS = 4096
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
@@ -31,7 +31,14 @@ class Host:
     address: str = ""  # on the training network; "": the address that ssh reaches it at
     workdir: str = ""  # "": the operator's
     python: str = ""  # "": the operator's
+    cache: str = ""  # HF_HOME of the ranks; "": .cache/huggingface in the working directory
+    scratch: str = ""  # TMPDIR of the ranks, on a fast disk; "": the host's own
     prefix: str = ""  # a shell line before everything; from setup --module
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Directories that the line names for what a run leaves beside its own files, by key."""
+        return {key: path for key, path in (("cache", self.cache), ("scratch", self.scratch)) if path}
 
     @property
     def loopback(self) -> bool:
@@ -77,8 +84,9 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
         raise UserError(f"{where}: slots={slots} is no number of ranks; write slots=8")
     if "address" in options and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", options["address"]):
         raise UserError(f"{where}: address={options['address']} is no address; write an IP address or a host name")
-    if "workdir" in options and not options["workdir"].startswith(("/", "~/")):
-        raise UserError(f"{where}: workdir={options['workdir']} is relative; write a full path")
+    for key in ("workdir", "cache", "scratch"):
+        if key in options and not options[key].startswith(("/", "~/")):
+            raise UserError(f"{where}: {key}={options[key]} is relative; write a full path")
     return [
         Host(
             name,
@@ -89,6 +97,8 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
             options.get("address", ""),
             options.get("workdir", ""),
             options.get("python", ""),
+            options.get("cache", ""),
+            options.get("scratch", ""),
         )
         for name in _expand(match["name"], where)
     ]

@@ -18,7 +18,7 @@ from llama405b_tools.commands import Node, Plan
 from llama405b_tools.fleet import Fleet, front_door, hosts_argument, read_hosts
 from llama405b_tools.follow import follow
 from llama405b_tools.hosts import Host
-from llama405b_tools.preflight import check_training, make_plan, nccl_reasons, probe
+from llama405b_tools.preflight import check_training, make_plan, nccl_reasons, places_env, probe
 from llama405b_tools.start import start
 
 UNPROVED = (
@@ -122,7 +122,7 @@ def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:
             python=host.python or sys.executable,
             address=host.address or "<route to the head>",
             interface="<interface>",
-            env=asked.env,
+            env=places_env(host.places) | dict(asked.env),
         )
         for host, first in zip(hosts, commands.first_ranks(slots), strict=True)
     )

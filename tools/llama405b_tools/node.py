@@ -26,7 +26,7 @@ from llama405b_tools.commands import SETUP_FAILED, Plan, node_env, plan_from_jso
 from llama405b_tools.tail import Tail
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
-POLL_S, SLURM_POLL_S = 0.2, 1.0
+POLL_S, SLURM_POLL_S, LOGS_EVERY_S = 0.2, 1.0, 0.5
 NOTE_EVERY_S = 0.5  # of one file
 ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*: \d+ \(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
@@ -41,6 +41,7 @@ class NodeRunner:
         self.marker = f"{run.path}:{host}"
         self.stop_signal = 0
         self.fell_back = ""  # NCCL's line that says so
+        self.ended = threading.Event()  # torchrun has
         record = read_json(run.plan)
         if record is None:
             raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
@@ -72,6 +73,7 @@ class NodeRunner:
         self.report("running")
         shown = self.show_logs(child)
         code = self.wait(child)
+        self.ended.set()
         shown.join(GRACE_S)
         procs.sweep(self.marker, below=os.getpid(), spare=(guardian,))
         self.report_end(code)
@@ -150,6 +152,8 @@ class NodeRunner:
         node = self.plan.node(self.host)
         logs = self.run.logs(self.host)
         logs.mkdir(parents=True, exist_ok=True)
+        for place in {"HF_HOME", "TMPDIR"} & set(node.env):  # of cache= and scratch=
+            Path(node.env[place]).mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
         env |= fabric.NCCL_DEBUG_LINES if self.plan.refuse_sockets else {}
         env |= self.take_secrets() | node_env(self.plan, self.host, str(self.run.path))
@@ -191,8 +195,9 @@ class NodeRunner:
             if self.plan.slurm_job and stop_path(self.run, self.host).exists():  # no signal reaches this process alone
                 self.stop_signal = signal.SIGTERM
                 break
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return child.wait(SLURM_POLL_S if self.plan.slurm_job else POLL_S)
+            if (code := child.poll()) is not None:  # Popen.wait with a timeout would wake up twenty times a second
+                return code
+            time.sleep(SLURM_POLL_S if self.plan.slurm_job else POLL_S)
         grace_s = float((read_json(stop_path(self.run, self.host)) or {}).get("grace_s", self.plan.grace_s))
         ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains:
@@ -235,7 +240,7 @@ class NodeRunner:
                     times.flush()
                     if ended:
                         return
-                    time.sleep(POLL_S)
+                    self.ended.wait(LOGS_EVERY_S)
 
         thread = threading.Thread(target=follow, daemon=True)
         thread.start()
@@ -270,6 +275,11 @@ def is_alive(run: RunDir, host: str) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def run_of(name: str) -> RunDir:
+    """The run's directory, below this process's working directory."""
+    return RunDir(Path.cwd() / "runs" / name)
 
 
 def stop_path(run: RunDir, host: str) -> Path:

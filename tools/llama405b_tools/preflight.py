@@ -13,9 +13,9 @@ from llama405b.errors import RunError, UserError
 from llama405b_tools import commands, fabric
 from llama405b_tools.asked import Asked
 from llama405b_tools.commands import Node, Plan
-from llama405b_tools.findings import is_private
 from llama405b_tools.fleet import Fleet, Outcome, Reply, is_local
 from llama405b_tools.fold import fold_names
+from llama405b_tools.host_rules import is_private
 from llama405b_tools.hosts import LOOPBACK, Host
 from llama405b_tools.streams import Dialogue
 from llama405b_tools.transport import HostError
@@ -24,6 +24,7 @@ PROBE_TIMEOUT_S = 60.0
 LEAST_FREE_BYTES = 64 << 20  # for logs
 PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection sits on it
 PORT_TRIES = 5
+PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> variable of the ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def probe(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = Fa
     try:
         candidates = candidates_of(head, first)
         requests = {
-            host.name: _request(asked, host.name, port, token) | {"is_head": False, "candidates": candidates}
+            host.name: _request(asked, host, port, token) | {"is_head": False, "candidates": candidates}
             for host in hosts[1:]
         }
         outcomes: dict[str, Outcome] = {head.name: first, **fleet.ask_all("probe", requests, PROBE_TIMEOUT_S)}
@@ -83,7 +84,7 @@ def _ask_head(asked: Asked, hosts: Sequence[Host], fleet: Fleet, token: str) -> 
     head, port = hosts[0].name, asked.port
     for _ in range(1 if asked.port else PORT_TRIES):
         port = asked.port or random.choice(PORTS)
-        request = _request(asked, head, port, token) | {"is_head": True, "candidates": []}
+        request = _request(asked, hosts[0], port, token) | {"is_head": True, "candidates": []}
         if asked.config and asked.config.model.path != config.DEMO_MODEL:
             request["checkpoint"] = {
                 "path": asked.config.model.path,
@@ -217,7 +218,11 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
                 host.python or sys.executable,
                 way.address[host.name],
                 way.interface[host.name],
-                threads | devices[i] | nccl.get(host.name, {}) | dict(asked.env),
+                threads
+                | devices[i]
+                | nccl.get(host.name, {})
+                | places_env({key: place["path"] for key, place in found["places"].items()})
+                | dict(asked.env),
             )
         )
     return Plan(
@@ -234,6 +239,11 @@ def make_plan(asked: Asked, hosts: Sequence[Host], answers: Mapping[str, Reply],
         setup=asked.setup,
         refuse_sockets=bool(nccl) and all(nccl.values()) and not asked.allow_sockets,
     )
+
+
+def places_env(places: Mapping[str, str]) -> dict[str, str]:
+    """What ``cache=`` and ``scratch=`` of the hosts file mean to the ranks."""
+    return {PLACES[key]: path for key, path in places.items()}
 
 
 def check_training(asked: Asked, plan: Plan) -> None:
@@ -282,9 +292,16 @@ def nccl_reasons(asked: Asked, answers: Mapping[str, Reply], way: Way) -> list[s
     return [f"{fold_names(hosts)}: {line}" for line, hosts in lines.items()]
 
 
-def _request(asked: Asked, name: str, port: int, token: str) -> Reply:
+def _request(asked: Asked, host: Host, port: int, token: str) -> Reply:
     packages = ["torch", "transformers"] if asked.config else ["torch"]
-    return {"run": asked.run, "host": name, "port": port, "token": token, "packages": packages}
+    return {
+        "run": asked.run,
+        "host": host.name,
+        "port": port,
+        "token": token,
+        "packages": packages,
+        "places": host.places,
+    }
 
 
 def _on_cpu(asked: Asked) -> bool:
@@ -296,6 +313,9 @@ def _host_fault(found: Reply, slots: int) -> str:
         return f"{', '.join(missing)} is not installed for its python; install it there"
     if not found["writable"]:
         return f"{found['workdir']}/runs is no directory that can be written; mend it, or set workdir="
+    for key, place in found["places"].items():
+        if not place["writable"]:
+            return f"{key}={place['path']} cannot be made or written; name a directory of your own"
     if not found["ip"]:
         return "there is no `ip` program; install iproute2 there"
     if found["gpus"] and slots > found["gpus"]:

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from llama405b.errors import FAILED, GOOD, UserError
-from llama405b_tools import relay, sourcetree
+from llama405b_tools import sourcetree, wire
 from llama405b_tools.fleet import Fleet, read_hosts
 from llama405b_tools.hosts import Host
-from llama405b_tools.relay import BrokenLinkError, FileList
 from llama405b_tools.status import VerbParser, print_table
 from llama405b_tools.streams import Dialogue
 from llama405b_tools.transport import HostError
+from llama405b_tools.wire import BrokenLinkError, FileList
 
 PASSES = 4  # chains tried, each without the hosts that broke the one before
 READY_S, SILENT_S = 30.0, 180.0
@@ -98,7 +98,7 @@ def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> i
 
 def push_files(fleet: Fleet, source: Source, targets: Mapping[str, str]) -> int:
     """Pass files down a chain of hosts, each into its directory; prints rates and what became of each host."""
-    files = relay.list_files(Path(source.path)) if not source.host else []
+    files = wire.list_files(Path(source.path)) if not source.host else []
     total = sum(size for _, size in files)
     if not source.host and not files:
         raise UserError(f"{source.path}: there is no file in it; name a checkpoint directory")
@@ -194,11 +194,11 @@ class Chain:
                     faults[self.source.host] = end["fault"]
                 return
             try:
-                link: Any = relay.connect(below)
+                link: Any = wire.connect(below)
             except BrokenLinkError:
                 link = self.fleet.connection(first).tunnel(below["port"])
             with contextlib.closing(link):
-                relay.source(Path(self.source.path), self.files, self.token, link, lambda _: None)
+                wire.source(Path(self.source.path), self.files, self.token, link, lambda _: None)
         except (OSError, HostError, BrokenLinkError) as error:
             faults["the source"] = str(error)
 

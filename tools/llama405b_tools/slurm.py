@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama405b.errors import RunError, UserError
 from llama405b.rundir import RunDir, read_json, write_json
-from llama405b_tools.asked import Asked
 from llama405b_tools.hosts import Host
+
+if TYPE_CHECKING:
+    from llama405b_tools.asked import Asked
 
 TIMEOUT_S = 30.0
 SIGNAL_BEFORE_S = 300  # before the job's time is over, for the trainer to save
@@ -41,7 +43,7 @@ def record_path(run: str) -> Path:
     return Path("runs") / run / "slurm.json"
 
 
-def submit(asked: Asked, options: str) -> str:
+def submit(asked: "Asked", options: str) -> str:
     """Submit the job of a run; returns its id.
 
     Raises:

@@ -1,0 +1,37 @@
+"""Many hosts for a benchmark: ``python tests/scale.py N VERB …`` runs ``llama405b VERB …`` with N host names.
+
+The names are aliases of four real hosts (network namespaces with an sshd each), written to ``hosts`` in a new directory
+in which the command runs. Needs root. ``docs/measurements/`` says what was measured this way.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import hosts_rig
+from conftest import ROOT
+
+MACHINES = 4
+
+
+def main():
+    count, argv = int(sys.argv[1]), sys.argv[2:]
+    with hosts_rig.Hosts(MACHINES, ("root",)) as hosts, tempfile.TemporaryDirectory(prefix="l4scale-") as here:
+        config = hosts.state / "ssh_config"
+        names = [f"n{i:03d}" for i in range(count)]
+        aliases = [
+            f"Host {name}\n  HostName {hosts.address(1 + i % MACHINES)}\n  User root\n" for i, name in enumerate(names)
+        ]
+        config.write_text("".join(aliases) + config.read_text())
+        lines = [f"{name} slots=1 workdir=~/train_dir python={sys.executable}\n" for name in names]
+        (Path(here) / "hosts").write_text("".join(lines))
+        env = os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+        return subprocess.run(
+            [sys.executable, "-m", "llama405b_tools.cli", *argv], cwd=here, env=env, check=False
+        ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

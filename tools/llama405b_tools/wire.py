@@ -1,0 +1,133 @@
+"""What a chain of hosts speaks: how two of its links connect, and what goes over the connection. Standard library.
+
+From the source down the chain: a one-time token; the list of files; then, coming back, how many bytes of each everybody
+below has already; then of each file the bytes from there on, and the SHA-256 of the whole.
+
+Bytes travel as they are: the training network is trusted with them, the token only keeps strangers out.
+"""
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+CHUNK = 4 << 20
+CONNECT_S, STALL_S = 3.0, 120.0
+FileList = list[tuple[str, int]]  # path below the root, bytes
+
+
+class Link(Protocol):
+    """A socket, or a channel through SSH."""
+
+    def sendall(self, data: bytes, /) -> object:
+        """Send everything."""
+
+    def recv(self, size: int, /) -> bytes:
+        """Receive at most ``size`` bytes."""
+
+    def close(self) -> object:
+        """End it."""
+
+
+class BrokenLinkError(Exception):
+    """The host before or after this one is gone."""
+
+
+def list_files(root: Path) -> FileList:
+    """Regular files below a directory (or the file itself), by name, without hidden ones."""
+    if root.is_file():
+        return [(root.name, root.stat().st_size)]
+    found = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    names = [path.relative_to(root) for path in found]
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    return [(str(name), (root / name).stat().st_size) for name in visible]
+
+
+def source(root: Path, files: FileList, token: str, link: Link, progress: Callable[[int], None]) -> None:
+    """Send files down the chain.
+
+    Raises:
+        BrokenLinkError: The first host is gone.
+        OSError: A file cannot be read.
+    """
+    base = root if root.is_dir() else root.parent
+    send(link, f"{token}\n{json.dumps(files)}\n".encode())
+    have = json.loads(line(link))
+    done = 0
+    for (name, size), begin in zip(files, have, strict=True):
+        digest = hashlib.sha256()
+        with (base / name).open("rb") as file:
+            position = 0
+            while position < size:
+                chunk = file.read(min(CHUNK, size - position, begin - position if position < begin else CHUNK))
+                if not chunk:
+                    raise OSError(f"{base / name} became shorter while it was sent")
+                digest.update(chunk)
+                if position >= begin:
+                    send(link, chunk)
+                position += len(chunk)
+                done += len(chunk)
+                progress(done)
+        send(link, digest.hexdigest().encode())
+
+
+def connect(below: dict[str, Any]) -> socket.socket:
+    """A connection to the first address of a host that answers.
+
+    Raises:
+        BrokenLinkError: None does.
+    """
+    why = "it has no address"
+    for address in below["addresses"]:
+        try:
+            link = socket.create_connection((address, below["port"]), CONNECT_S)
+        except OSError as error:
+            why = f"{address}:{below['port']}: {error.strerror or error}"
+        else:
+            link.settimeout(STALL_S)
+            return link
+    raise BrokenLinkError(why)
+
+
+def send(link: Link, data: bytes) -> None:
+    """Send everything.
+
+    Raises:
+        BrokenLinkError: The other end is gone.
+    """
+    try:
+        link.sendall(data)
+    except OSError as error:
+        raise BrokenLinkError(error.strerror or str(error)) from None
+
+
+def line(link: Link, limit: int = 1 << 24) -> str:
+    """Receive a line of at most ``limit`` bytes, with its end.
+
+    Raises:
+        BrokenLinkError: The other end is gone, or the line is longer.
+    """
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        piece = link.recv(1)
+        if not piece or len(data) > limit:
+            raise BrokenLinkError("the other end went away")
+        data += piece
+    return data.decode()
+
+
+def exactly(link: Link, size: int) -> bytes:
+    """Receive so many bytes.
+
+    Raises:
+        BrokenLinkError: The other end is gone.
+    """
+    data = b""
+    while len(data) < size:
+        piece = link.recv(size - len(data))
+        if not piece:
+            raise BrokenLinkError("the host before went away")
+        data += piece
+    return data
