@@ -1,11 +1,14 @@
 """``llama405b download`` with the real huggingface_hub client, against a server on loopback that speaks the Hub's protocol."""
 
+import concurrent.futures
 import hashlib
 import http.server
 import json
 import threading
 
 import pytest
+
+from llama405b import download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

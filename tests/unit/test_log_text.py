@@ -177,3 +177,14 @@ def test_names_are_folded_as_they_are_written():
 )
 def test_nothing_a_terminal_would_obey_and_no_token(raw, shown):
     assert clean(raw) == shown
+
+
+def test_a_flood_of_one_kind_folds_line_by_line():
+    folding = Fold(60.0)
+    for step in range(5000):
+        for rank in range(4):
+            assert list(folding.push(Entry(0.0, "a", "f", f"step {step}", rank=rank))) == []
+    groups = list(folding.flush())
+    assert [text_of(group) for group in groups] == [f"step {step}" for step in range(5000)]
+    assert {len(group) for group in groups} == {4}
+    assert folding.kinds == {}

@@ -1,5 +1,7 @@
 """The same line of many ranks as one: where it was said in front, its numbers as ranges. Errors are never folded. Pure."""
 
+import collections
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,12 +17,24 @@ def is_error(entry: Entry) -> bool:
     return bool(ERROR.search(entry.text)) or "\n" in entry.text
 
 
+@dataclasses.dataclass(slots=True)
+class _Kind:
+    """The groups of one kind of line that are still open."""
+
+    groups: collections.deque[list[Entry]] = dataclasses.field(default_factory=collections.deque)
+    n_out: int = 0  # groups of this kind that are complete
+    next_of: dict[tuple[str, int], int] = dataclasses.field(
+        default_factory=dict
+    )  # host and rank -> group, counted from the first
+
+
 class Fold:
     """Collects entries for ``window_s``. A rank's second line of one kind goes to the next group of that kind."""
 
     def __init__(self, window_s: float = 2.0) -> None:
         self.window_s = window_s
-        self.groups: list[tuple[tuple[str, str], list[Entry]]] = []  # oldest first
+        self.groups: collections.deque[tuple[tuple[str, str], list[Entry]]] = collections.deque()  # oldest first
+        self.kinds: dict[tuple[str, str], _Kind] = {}
 
     def push(self, entry: Entry) -> Iterator[Sequence[Entry]]:
         """Take an entry; yields the groups that are complete with it, oldest first."""
@@ -29,18 +43,25 @@ class Fold:
             yield from self.flush()
             yield [entry]
             return
-        kind = (entry.stream, NUMBER.sub("\0", entry.text))
-        who = (entry.host, entry.rank)
-        for key, group in self.groups:
-            if key == kind and all((other.host, other.rank) != who for other in group):
-                group.append(entry)
-                return
-        self.groups.append((kind, [entry]))
+        key = (entry.stream, NUMBER.sub("\0", entry.text))
+        kind, who = self.kinds.setdefault(key, _Kind()), (entry.host, entry.rank)
+        place = max(kind.next_of.get(who, 0), kind.n_out)
+        kind.next_of[who] = place + 1
+        if place - kind.n_out == len(kind.groups):
+            kind.groups.append([])
+            self.groups.append((key, kind.groups[-1]))
+        kind.groups[place - kind.n_out].append(entry)
 
     def older_than(self, time: float) -> Iterator[Sequence[Entry]]:
         """Yield the groups that began before ``time``."""
         while self.groups and self.groups[0][1][0].time < time:
-            yield self.groups.pop(0)[1]
+            key, group = self.groups.popleft()
+            kind = self.kinds[key]
+            kind.groups.popleft()
+            kind.n_out += 1
+            if not kind.groups:
+                del self.kinds[key]
+            yield group
 
     def flush(self) -> Iterator[Sequence[Entry]]:
         """Yield all groups."""
