@@ -73,6 +73,27 @@ def test_again_does_nothing_and_says_so(hosts, type_in):
     assert time.monotonic() - began < 90
 
 
+def test_a_package_is_built_on_the_first_host_alone(hosts, type_in):
+    source = hosts.shared / "tiny"
+    source.mkdir(mode=0o755)
+    (source / "setup.py").write_text(
+        "import pathlib, socket, setuptools\n"
+        "pathlib.Path('tiny_built.py').write_text(f'WHERE = {socket.gethostname()!r}')\n"
+        "setuptools.setup(name='tiny-built', version='1', py_modules=['tiny_built'])\n"
+    )
+    done = type_in("setup", "--offline", "--build", source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"building {source}") == 1
+    for i in range(1, 5):
+        home = "/root" if hosts.user(i) == "root" else f"/home/{hosts.user(i)}"
+        python = f"cd {home}/llama405b && .venv/bin/python -c 'import tiny_built; print(tiny_built.WHERE)'"
+        assert hosts.exec(i, "sh", "-c", python).stdout == "node-1\n"
+    missing = type_in("setup", "--offline", "--build", "/no/such/package")
+    assert missing.returncode == 1
+    assert "node-1  FAILED: building /no/such/package failed" in missing.stdout
+    assert missing.stdout.count("/no/such/package could not be built on node-1") == 3
+
+
 def test_what_cannot_be_set_up_is_named_and_the_others_go_on(hosts, place, type_in):
     hosts.exec(2, "sh", "-c", "for p in tmux; do mv /usr/bin/$p /usr/bin/$p.away; done")
     hosts.exec(3, "sh", "-c", "chmod 755 /home/bob; chown -R root /home/bob")

@@ -91,3 +91,14 @@ def test_other_ways():
 def test_what_cannot_be_had(facts, wishes, words):
     with pytest.raises(UserError, match=words):
         lines(facts, **wishes)
+
+
+def test_a_package_is_compiled_once_and_its_wheel_installed():
+    folder, make, install = provision.build("flash-attn>=2.7")
+    assert make.line.startswith(f"ls {folder}/*.whl")  # a wheel that is there is not built again
+    assert (
+        f"pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new 'flash-attn>=2.7'"
+        in make.line
+    )
+    assert install.line.endswith(f"--no-deps --no-index {folder}/*.whl")
+    assert provision.build("other")[0] != folder

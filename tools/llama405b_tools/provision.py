@@ -1,6 +1,7 @@
 """What setup does on a host, as shell lines. Pure: facts in, steps out. The host has sh, and nothing of ours."""
 
 import dataclasses
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping
@@ -96,6 +97,24 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
     check = f"{before}PYTHONPATH=tools {python} -c 'import llama405b_tools.agent, importlib.metadata as m; print(m.version(\"torch\"))'"
     steps.append(Step("checking", check, "delete .venv there, and run setup again", always=True))
     return steps
+
+
+def build(requirement: str) -> tuple[str, Step, Step]:
+    """A package that has to be compiled: the wheel's directory, the step that makes it once, and the one that installs it.
+
+    It is compiled against the torch of the environment, so without pip's isolation.
+    """
+    folder = f".built-{hashlib.sha256(requirement.encode()).hexdigest()[:12]}"
+    pip = '"$(cat .llama405b-python)" -m pip'
+    wheel = f"{pip} wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
+    fresh = f"rm -rf {folder}.new && {wheel}{shlex.quote(requirement)} && mv {folder}.new {folder}"
+    make = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
+    install = f"{pip} install -q --disable-pip-version-check --no-deps --no-index {folder}/*.whl"
+    return (
+        folder,
+        Step(f"building {requirement}", make, "look at what it said: a compiler and CUDA's nvcc are needed there"),
+        Step(f"installing {requirement}", install, "its wheel is for the Python and torch of the first host"),
+    )
 
 
 def up_to_date(wishes: Wishes) -> str:

@@ -7,7 +7,6 @@ at once, and one that fails does not keep the others back.
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -22,7 +21,7 @@ from llama405b.errors import FAILED, GOOD, UserError
 from llama405b.rundir import read_json, write_json
 from llama405b_tools import provision, push, sourcetree
 from llama405b_tools.commands import shell_path
-from llama405b_tools.fleet import Fleet, Reply, front_door, hosts_argument, read_hosts, setup_path
+from llama405b_tools.fleet import Fleet, Outcome, Reply, front_door, hosts_argument, read_hosts, setup_path
 from llama405b_tools.provision import FACTS, Wishes
 from llama405b_tools.status import VerbParser, print_table
 from llama405b_tools.transport import Connection, HostError
@@ -43,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     how.add_argument("--container", default="", metavar="IMAGE", help="run in this image, by apptainer")
     add("--module", default="", metavar="LINE", help="a shell line before everything, like 'module load python/3.12'")
     add("--offline", action="store_true", help="install from wheels that are fetched here and pushed")
+    add("--build", default="", metavar="REQ", help="compiled on the first host, its wheel pushed to all: flash-attn")
     add(
         "--torch-index",
         default="auto",
@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         if wheels:
             work.bring_wheels(wheels, [name for name, found in outcomes.items() if isinstance(found, dict)])
         outcomes |= fleet.each(work.install, [name for name, found in outcomes.items() if isinstance(found, dict)])
+        if args.build:
+            outcomes |= work.build(args.build, [name for name, found in outcomes.items() if isinstance(found, dict)])
     found = {name: reply for name, reply in outcomes.items() if isinstance(reply, dict)}
     faults = {name: str(reply) for name, reply in outcomes.items() if isinstance(reply, HostError)}
     known = read_json(setup_path(args.hosts)) or {}
@@ -129,7 +131,7 @@ class Work:
             HostError: It has no plain shell, or the directory cannot be written.
         """
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
-        workdir = host.workdir or (os.getcwd() if self.fleet.is_local(name) else "~/llama405b")  # noqa: PTH109
+        workdir = host.workdir or (str(self.root) if self.fleet.is_local(name) else "~/llama405b")
         asked = f"set -- {shlex.quote(self.wishes.python)}\n" if self.wishes.python else ""
         before = f"{self.wishes.module} && " if self.wishes.module else ""
         said = connection.run(f"{before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
@@ -180,6 +182,28 @@ class Work:
         python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
         said = f"{'was set up already' if fresh else 'set up'}: torch {version or 'as in the image'}, {python}"
         return {"use": {"python": python, "workdir": workdir, "prefix": self.wishes.module}, "said": said}
+
+    def build(self, requirement: str, names: Sequence[str]) -> dict[str, Outcome]:
+        """Compile a package on the first of these hosts, push its wheel down a chain, and install it everywhere."""
+        if not names:
+            return {}
+        first, *others = names
+        folder, make, install = provision.build(requirement)
+
+        def on(name: str, step: provision.Step) -> Reply:
+            self.say(name, step.name)
+            _run(self.fleet.connection(name), shell_path(self.fleet.workdir(name)), step, locked=False)
+            return {}
+
+        outcomes = self.fleet.each(lambda name: on(name, make), [first])
+        if isinstance(outcomes[first], HostError):
+            why = HostError(f"{requirement} could not be built on {first}")
+            return outcomes | dict.fromkeys(others, why)
+        if others:
+            targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
+            push.push_files(self.fleet, push.Source(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
+        outcomes = self.fleet.each(lambda name: on(name, install), names)
+        return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
 
 
 def _run(connection: Connection, directory: str, step: provision.Step, *, locked: bool) -> str:
