@@ -70,8 +70,8 @@ def run(*args, **more):
 
 def processes(hosts, i):
     """What runs on a host beside sshd and its keeper."""
-    lines = hosts.exec(i, "ps", "-eo", "args", "--no-headers").stdout.splitlines()
-    quiet = ("/bin/bash -c", "sshd:", "sleep 3600", "ps -eo", "[")
+    lines = hosts.exec(i, "ps", "-wweo", "args", "--no-headers").stdout.splitlines()
+    quiet = ("/bin/bash -c", "sshd:", "sleep 3600", "ps -wweo", "[")
     return [line for line in lines if not line.startswith(quiet)]
 
 

@@ -22,7 +22,8 @@ def test_four_good_hosts(hosts, operator):
     shown = doctor(operator, code=0)
     assert "4 hosts: fit;" in shown
     record = json.loads(doctor(operator, "--json", code=0))
-    assert record["findings"] == []
+    # this machine's own disks may be worth a note (a roomier one elsewhere), and nothing else is
+    assert [found for found in record["findings"] if " free, the working directory " not in found["what"]] == []
     for i in range(1, 5):
         facts = record["facts"][f"node-{i}"]
         assert facts["identity"]["user"] == hosts.user(i)

@@ -111,7 +111,7 @@ def put(*path):
         (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
         (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "/w has 0.01 GiB free", "make room"),
         (put("disks", "unmounted_nvme", [{"device": "/dev/nvme1n1", "size": 3_840_000_000_000}]), NOTE, "/dev/nvme1n1 (3.8 TB) is not mounted", "scratch="),
-        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7.7 TB free, the working directory 1.1 TB", "cache= and scratch= below /data"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7,697 GB free, the working directory 1,100 GB", "cache= and scratch= below /data"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/fs", "type": "lustre", "free": 9 << 40}]), NOTE, "/fs is a network filesystem (lustre)", "--checkpoint.dir /fs/"),
         (put("weights", "unhashed", 3), NOTE, "/m: of 3 of 191 files no SHA-256 is known", "download and push note one"),
         (put("leftovers", {"/w/runs/r:a": [1, 2]}), WARN, "2 processes of /w/runs/r are running", "stop --orphans"),

@@ -13,6 +13,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "push": ("llama405b_tools.push", "code or a checkpoint to every host, as a chain"),
     "launch": ("llama405b_tools.launch", "start a run on every host, all or nothing"),
     "status": ("llama405b_tools.status", "what runs where, and how it goes"),
+    "top": ("llama405b_tools.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
     "logs": ("llama405b_tools.logs", "the logs of every rank of every host"),
     "attach": ("llama405b_tools.attach", "one tmux session with a window on every host"),
     "stop": ("llama405b_tools.stop", "end a run on every host, and verify it"),
@@ -22,7 +23,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "bench": ("llama405b.bench", "measure against a named baseline"),
 }
 OPERATOR, HOSTS = (
-    ("setup", "doctor", "push", "launch", "status", "logs", "attach", "stop"),
+    ("setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),
     ("download", "train", "demo", "bench"),
 )
 

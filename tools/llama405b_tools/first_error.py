@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 
-from llama405b.errors import FAILED, GOOD
 from llama405b_tools import runs
 from llama405b_tools.clean import clean
 from llama405b_tools.fleet import Fleet
@@ -16,8 +15,10 @@ RANK = re.compile(r"\brank (\d+)\b")
 LAST = 20  # blocks shown where there is no traceback
 
 
-def show(fleet: Fleet, run: str, seen: Mapping[str, Described | HostError | None], attempt: int) -> int:
-    """Print it; returns 1 where there is one, 0 where nothing failed.
+def find(
+    fleet: Fleet, run: str, seen: Mapping[str, Described | HostError | None], attempt: int = 0
+) -> tuple[bool, list[str]]:
+    """Whether a run failed, and where that began, as lines.
 
     ``attempt``: 0 is the newest that failed, where the guard may have brought the run back since.
     """
@@ -29,20 +30,18 @@ def show(fleet: Fleet, run: str, seen: Mapping[str, Described | HostError | None
             if failures := _failures_in(known, which):
                 break
     if not failures:
-        print(f"run {run}: no failure on {len(seen)} hosts{f' in attempt {attempt}' if attempt else ''}")
-        return GOOD
+        return False, [f"run {run}: no failure on {len(seen)} hosts{f' in attempt {attempt}' if attempt else ''}"]
     worst = runs.first_failure(failures)
-    print(f"run {run}{f', attempt {which}' if which else ''}: {worst.host}: {worst.what}")
+    lines = [f"run {run}{f', attempt {which}' if which else ''}: {worst.host}: {worst.what}"]
     if worst.host in known:
         rank = RANK.search(worst.what)
         local_rank = int(rank[1]) - known[worst.host]["first_rank"] if rank else -1
         texts = _stderr(fleet, run, worst.host, local_rank, which)
         tracebacks = [text for text in texts if "Traceback" in text]
-        for text in tracebacks[-1:] or texts[-LAST:]:
-            print(clean(text))
+        lines += [line for text in tracebacks[-1:] or texts[-LAST:] for line in clean(text).split("\n")]
     if others := sorted({failure.host for failure in failures} - {worst.host}):
-        print(f"and after it: {', '.join(others)}")
-    return FAILED
+        lines.append(f"and after it: {', '.join(others)}")
+    return True, lines
 
 
 def _failures_in(known: Mapping[str, Described], attempt: int) -> list[runs.Failure]:

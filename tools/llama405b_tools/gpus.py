@@ -1,6 +1,7 @@
 """What ``nvidia-smi`` says, read. Pure. Unknown is unknown, never 0."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,6 +52,12 @@ class Gpu:
     pcie_gen_max: int | None = None
     temperature_c: int | None = None
     slowed: tuple[str, ...] = ()
+    uuid: str = ""
+    bus: str = ""  # PCI address
+    utilization: int | None = None  # percent of the last sample in which a kernel ran
+    power_w: float | None = None
+    clock_mhz: int | None = None  # of the SMs
+    clock_max_mhz: int | None = None
     fault: str = ""  # it answers, but not as a GPU that works
 
 
@@ -73,7 +80,7 @@ def read(probe: Mapping[str, Any]) -> tuple[list[Gpu], str]:
 
 def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
     values = dict(zip(fields, (value.strip() for value in line.split(",")), strict=False))
-    if len(values) != len(fields) or not values["index"].isdigit():
+    if len(values) != len(fields) or not values.get("index", "").isdigit():
         return None
     broken = [
         name
@@ -81,17 +88,15 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
         if "ERR!" in value or "Unknown Error" in value or "requires reset" in value
     ]
     pending = [_known(values.get(f"{kind}.pending", "")) for kind in ("retired_pages", "remapped_rows")]
-    reasons = (
-        int(values.get("clocks_event_reasons.active", "") or "0", 16)
-        if values.get("clocks_event_reasons.active", "").startswith("0x")
-        else 0
-    )
+    names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as newer and older drivers call it
+    said = next((values[name] for name in names if name in values), "")
+    reasons = int(said, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", said) else 0
     return Gpu(
         index=int(values["index"]),
-        name=values["name"],
-        memory_mib=_int(values["memory.total"]),
-        used_mib=_int(values["memory.used"]),
-        driver=values["driver_version"],
+        name=values.get("name", ""),
+        memory_mib=_int(values.get("memory.total", "")),
+        used_mib=_int(values.get("memory.used", "")),
+        driver=values.get("driver_version", ""),
         ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total", "")),
         pages_pending=None
         if not any(pending)
@@ -104,6 +109,12 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
         pcie_gen_max=_int(values.get("pcie.link.gen.max", "")),
         temperature_c=_int(values.get("temperature.gpu", "")),
         slowed=tuple(name for bit, name in SLOWED.items() if reasons & bit),
+        uuid=_known(values.get("uuid", "")),
+        bus=_known(values.get("pci.bus_id", "")),
+        utilization=_int(values.get("utilization.gpu", "")),
+        power_w=_float(values.get("power.draw", "")),
+        clock_mhz=_int(values.get("clocks.sm", "")),
+        clock_max_mhz=_int(values.get("clocks.max.sm", "")),
         fault=f"{', '.join(broken)} cannot be read" if broken else "",
     )
 
@@ -145,7 +156,7 @@ def _known(text: str) -> str:
 
 def _int(text: str) -> int | None:
     number = _float(text)
-    return None if number is None else int(number)
+    return None if number is None or not math.isfinite(number) else int(number)
 
 
 def _float(text: str) -> float | None:

@@ -257,8 +257,8 @@ def _disks(facts: Facts) -> Iterator[tuple[str, str, str]]:
     if work and roomy and roomy["free"] > ROOMIER * work["free"]:
         yield (
             NOTE,
-            f"{roomy['mount']} ({roomy['type']}) has {roomy['free'] / 1e12:.1f} TB free, the working directory "
-            f"{work['free'] / 1e12:.1f} TB",
+            f"{roomy['mount']} ({roomy['type']}) has {roomy['free'] / 1e9:,.0f} GB free, the working directory "
+            f"{work['free'] / 1e9:,.0f} GB",
             f"point cache= and scratch= below {roomy['mount']}",
         )
     for entry in mounts:

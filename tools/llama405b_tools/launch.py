@@ -146,7 +146,7 @@ def print_next(hosts_file: Path, run: str, *, attach: bool = True) -> None:
     """Print the commands to go on with."""
     hosts = hosts_argument(hosts_file)
     for verb, what in (
-        ("status", "how it goes"),
+        ("top", "how it goes, on one screen"),
         ("logs", "every rank's log (-f follows)"),
         ("attach", "tmux on every host"),
         ("stop", "save, then end it"),

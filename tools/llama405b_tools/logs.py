@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b_tools import first_error, guard, slurm
@@ -62,7 +62,9 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(hosts) as fleet:
         run, seen = ask(fleet, args.run or slurm.run_asked(args.run, args.hosts))
         if args.first_error:
-            return first_error.show(fleet, run, seen, max(0, show.attempt))
+            failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
+            print("\n".join(lines))
+            return FAILED if failed else GOOD
         lost = {name: found for name, found in seen.items() if isinstance(found, HostError)}
         for name, fault in lost.items():
             print(f"- {name}: {fault}", file=sys.stderr)
@@ -80,6 +82,19 @@ def main(argv: Sequence[str]) -> int:
     return FAILED if lost else GOOD
 
 
+class Sink(Protocol):
+    """Where the merged entries go: a terminal, or a pane of it."""
+
+    def entries(self, entries: Iterator[Entry]) -> None:
+        """Take entries in the order in which they come."""
+
+    def dropped(self, counts: Mapping[str, int]) -> None:
+        """Hear how many entries of each host were too many."""
+
+    def note(self, text: str) -> None:
+        """Hear something about the reading itself."""
+
+
 class Reader:
     """The logs of a run on these hosts, merged in time."""
 
@@ -93,13 +108,13 @@ class Reader:
         for host in first_ranks:
             self.merge.begin(host)
 
-    def show(self, show: Show) -> None:
+    def show(self, show: Sink) -> None:
         """Show everything, until every host is done (or the guard, where one may bring the run back)."""
         try:
             heard_at = time.monotonic()
             while self.going and (not self.forever or guarded(self.run) or time.monotonic() < heard_at + QUIET_S):
                 for host, item in _arrived(self.streams):
-                    self._take(host, item)
+                    self._take(host, item, show)
                     heard_at = time.monotonic()
                 show.entries(self.merge.pop(time.time() - HOLD_S if self.follow else float("-inf")))
                 show.dropped(self.merge.dropped)
@@ -111,10 +126,10 @@ class Reader:
         finally:
             self.streams.close()
 
-    def _take(self, host: str, item: Mapping[str, Any]) -> None:
+    def _take(self, host: str, item: Mapping[str, Any], show: Sink) -> None:
         if "unreachable" in item:
             if host not in self.away:
-                print(f"- {host}: {item['unreachable']}; trying again", file=sys.stderr)
+                show.note(f"{host}: {item['unreachable']}; trying again")
             self.away.add(host)
             self.merge.end(host)
             return
@@ -126,7 +141,9 @@ class Reader:
             self.skew[host] = max(self.skew.get(host, float("-inf")), item["now"] - item["heard"])
         if "entries" in item:
             skew, first_rank = self.skew.get(host, 0.0), self.first_ranks[host]
-            self.merge.push(host, [_entry(host, t, file, text, skew, first_rank) for t, file, text in item["entries"]])
+            self.merge.push(
+                host, [entry_of(host, t, file, text, skew, first_rank) for t, file, text in item["entries"]]
+            )
         elif self.follow:
             self.merge.end(host)  # it has nothing more for now: the others need not wait
         if "end" in item:
@@ -134,7 +151,8 @@ class Reader:
             self.merge.end(host)
 
 
-def _entry(host: str, moment: float, file: str, text: str, skew: float, first_rank: int) -> Entry:
+def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_rank: int) -> Entry:
+    """A block of a file of a host, in this machine's time; rank and stream are in the file's path."""
     parts = file.split("/")
     is_rank = len(parts) >= 3 and parts[-2].isdigit()
     rank, name = (first_rank + int(parts[-2]), parts[-1][3:6]) if is_rank else (-1, "")

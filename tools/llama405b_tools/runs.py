@@ -58,8 +58,8 @@ def state_of(described: Described | None) -> str:
     if status["state"] == "stopped":
         return "stopped"
     if status["state"] == "exited":
-        return f"exited {status['exit_code']}"
-    return f"killed by signal {status['signal']}"
+        return f"exited {status.get('exit_code')}"
+    return f"killed by signal {status.get('signal')}"
 
 
 def failure_of(host: str, described: Described | None) -> Failure | None:
@@ -92,25 +92,35 @@ SLOW_PHASES = ("start", "data", "load", "resume", "checkpoint")
 STATES = {"T": "it is stopped by a signal", "D": "it waits for a disk or driver that does not answer"}
 
 
-def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:
-    """The rank that the others most likely wait for, where ranks are silent for too long; else None.
+Beats = Mapping[str, Sequence[tuple[Described, float]]]  # by host: heartbeats, and how old each is, seconds
 
-    A host's clock is compared with itself alone, so skew between hosts does not matter.
+
+def silent_rank(beats: Beats, step_limit_s: float, slow_limit_s: float) -> tuple[str, Described, float] | None:
+    """The rank that the others most likely wait for, where ranks are silent for too long: host, heartbeat, age; else None.
+
+    First one that cannot run, then the one furthest behind. A stopped process has no excuse in any phase.
     """
     silent = []
-    for host, hears in heard.items():
-        if now_s - hears.at_s > HEARD_WITHIN_S:
-            continue
-        for beat in hears.beats:
-            age_s = hears.now - beat["time"] + now_s - hears.at_s
-            before_first_step = beat["time"] == beat["phase_since"]
+    for host, each in beats.items():
+        for beat, age_s in each:
+            before_first_step = beat["time"] == beat["phase_since"]  # which compiles and connects
             slow = (beat["phase"] in SLOW_PHASES or before_first_step) and beat["state"] != "T"
             if beat["phase"] not in ("done", "failed") and age_s > (slow_limit_s if slow else step_limit_s):
-                stuck = beat["state"] in STATES
-                silent.append(((not stuck, beat["step"], -age_s), host, beat, age_s))
-    if not silent:
+                silent.append(((beat["state"] not in STATES, beat["step"], -age_s), host, beat, age_s))
+    return min(silent, key=lambda entry: entry[0])[1:] if silent else None
+
+
+def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:
+    """``silent_rank`` as a failure; a host's clock is compared with itself alone, so skew between hosts does not matter."""
+    beats = {
+        host: [(beat, hears.now - beat["time"] + now_s - hears.at_s) for beat in hears.beats]
+        for host, hears in heard.items()
+        if now_s - hears.at_s <= HEARD_WITHIN_S
+    }
+    found = silent_rank(beats, step_limit_s, slow_limit_s)
+    if found is None:
         return None
-    _, host, beat, age_s = min(silent, key=lambda entry: entry[0])
+    host, beat, age_s = found
     why = f"; {STATES[beat['state']]}" if beat["state"] in STATES else ""
     words = (
         f"hung: rank {beat['rank']} is silent for {age_s:.0f} s, in phase {beat['phase']} at step {beat['step']}{why}"

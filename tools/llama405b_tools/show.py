@@ -80,8 +80,12 @@ class Show:
         for host, count in counts.items():
             if count > self.counted.get(host, 0):
                 more = count - self.counted.get(host, 0)
-                print(f"- {host}: {more} entries not shown: this terminal is too slow for them", file=sys.stderr)
+                self.note(f"{host}: {more} entries not shown: this terminal is too slow for them")
                 self.counted[host] = count
+
+    def note(self, text: str) -> None:
+        """Say something about the reading itself."""
+        print(f"- {text}", file=sys.stderr)
 
     def close(self) -> None:
         """Show what is left."""

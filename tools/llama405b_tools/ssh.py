@@ -187,20 +187,26 @@ def _login(
     except paramiko.BadHostKeyException as error:
         raise HostError(
             f"its host key has CHANGED: known_hosts does not have {error.key.fingerprint}; if the machine was "
-            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {hostname}` once; else someone may be listening"
+            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {hostname}` once; else someone may be listening",
+            kind="AUTH",
         ) from None
     except paramiko.PasswordRequiredException:
-        raise HostError("its private key needs a passphrase; run `ssh-add` first") from None
+        raise HostError("its private key needs a passphrase; run `ssh-add` first", kind="AUTH") from None
     except paramiko.AuthenticationException:
         raise HostError(
-            f"login as {user or os.environ.get('USER', 'this user')} was refused; install your public key there"
+            f"login as {user or os.environ.get('USER', 'this user')} was refused; install your public key there",
+            kind="AUTH",
         ) from None
     except paramiko.SSHException as error:
         if "known_hosts" in str(error):
-            raise HostError(f"its host key is not in known_hosts; run `ssh {hostname}` once, and compare it") from None
-        raise HostError(f"SSH failed ({error}); try `ssh -v {hostname}`") from None
+            raise HostError(
+                f"its host key is not in known_hosts; run `ssh {hostname}` once, and compare it", kind="AUTH"
+            ) from None
+        kind = "TIMEOUT" if "banner" in str(error) else "DOWN"  # it connects, and says nothing
+        raise HostError(f"SSH failed ({error}); try `ssh -v {hostname}`", kind) from None
     except (OSError, EOFError) as error:
-        raise HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {hostname}`") from None
+        kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
+        raise HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {hostname}`", kind) from None
     transport = client.get_transport()
     assert transport
     transport.set_keepalive(DEAD_AFTER_S // 3)
@@ -222,9 +228,14 @@ def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Any:
     except socket.gaierror:
         raise HostError(f"the name {hostname!r} does not resolve; correct it, or add it to ~/.ssh/config") from None
     except TimeoutError:
-        raise HostError(f"no answer from {hostname}:{port} within {CONNECT_TIMEOUT_S:.0f} s; is it up?") from None
+        raise HostError(
+            f"no answer from {hostname}:{port} within {CONNECT_TIMEOUT_S:.0f} s; is it up?", kind="TIMEOUT"
+        ) from None
     except (OSError, paramiko.SSHException) as error:
-        raise HostError(f"cannot connect to {hostname}:{port} ({getattr(error, 'strerror', None) or error})") from None
+        kind = "REFUSED" if isinstance(error, ConnectionRefusedError) else "DOWN"
+        raise HostError(
+            f"cannot connect to {hostname}:{port} ({getattr(error, 'strerror', None) or error})", kind
+        ) from None
     return sock
 
 

@@ -30,7 +30,14 @@ INHERITED = (
 
 
 class HostError(RunError):
-    """A host could not be reached, or did not do what was asked; the message has no host name in it."""
+    """A host could not be reached, or did not do what was asked; the message has no host name in it.
+
+    ``kind``: AUTH (login or host key), REFUSED, TIMEOUT, or DOWN for everything else.
+    """
+
+    def __init__(self, message: str, kind: str = "DOWN") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

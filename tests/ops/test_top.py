@@ -1,0 +1,241 @@
+"""cluster-top in a real terminal, against real hosts that train: every fault is named, and nothing stays behind."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import hosts_rig
+from conftest import ROOT
+from llama405b_tools import procs
+from ops_rig import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
+N_HOSTS = 4
+INTERVAL_S = 1.0
+DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--training.micro_batch_size", "2", "--data.seq_len", "64",
+        "--data.max_bytes", "400000", "--training.max_steps", "100000", "--checkpoint.every", "0"]  # fmt: skip
+
+
+class Terminal:
+    """A tmux pane in which a program runs."""
+
+    def __init__(self, argv, cwd, env, size=(160, 45)):
+        self.tmux = ("tmux", "-L", f"l4top-{os.getpid()}", "-f", "/dev/null")
+        line = f"{shlex.join(map(str, argv))}; echo rc=$?; exec sleep 600"
+        settings = [part for key, value in env.items() for part in ("-e", f"{key}={value}")]
+        size = ("-x", str(size[0]), "-y", str(size[1]))
+        self.run("new-session", "-d", "-s", "t", *size, "-c", str(cwd), *settings, "--", "sh", "-c", line)
+
+    def run(self, *args):
+        return subprocess.run([*self.tmux, *args], capture_output=True, text=True, timeout=20, check=True).stdout
+
+    def screen(self):
+        return self.run("capture-pane", "-p", "-t", "t")
+
+    def keys(self, *names):
+        self.run("send-keys", "-t", "t", *names)
+
+    def shows(self, pattern, seconds):
+        """Wait until the screen matches."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, screen := self.screen(), re.MULTILINE):
+            assert time.monotonic() < deadline, f"{pattern} is not on the screen:\n{screen}"
+            time.sleep(0.1)
+        return screen
+
+    def pid(self):
+        """Of the program."""
+        shell = self.run("display", "-p", "-t", "t", "#{pane_pid}").strip()
+        return int(subprocess.run(["pgrep", "-P", shell], capture_output=True, text=True, check=True).stdout.split()[0])
+
+    def close(self):
+        subprocess.run([*self.tmux, "kill-server"], capture_output=True, check=False)
+
+
+def samplers(hosts):
+    found = [line for i in range(1, N_HOSTS + 1) for line in hosts_rig.processes(hosts, i)]
+    return [line for line in found if "'sampler'" in line or "agent stream" in line or "nvidia-smi" in line]
+
+
+@pytest.fixture
+def terminal(hosts, operator):
+    opened = []
+
+    def open_terminal(*args, **more):
+        env = hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "TZ": "UTC", "PATH": os.environ["PATH"]}
+        program = [sys.executable, "-m", "llama405b_tools.cli", "top", *args]
+        opened.append(Terminal(program, operator.path, env, **more))
+        return opened[-1]
+
+    yield open_terminal
+    for each in opened:
+        each.close()
+    wait_for(lambda: samplers(hosts) == [], 10)
+
+
+@pytest.fixture
+def trains(request, hosts, operator):
+    """The name of a run that trains."""
+    name = request.function.__name__.removeprefix("test_")[:12]
+    done = operator("launch", "--run", name, *DEMO)
+    assert done.returncode == 0, done.stderr
+    wait_for(lambda: beat(hosts, 1, name).get("step", -1) >= 3)
+    return name
+
+
+def beat(hosts, i, run):
+    path = f"{hosts.workdir(i)}/runs/{run}/heartbeat/rank-{i - 1}.json"
+    return json.loads(hosts.exec(i, "sh", "-c", f"cat '{path}' || echo {{}}").stdout)
+
+
+def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
+    for i in range(1, N_HOSTS + 1):
+        hosts.exec(i, "install", "-m", "755", ROOT / "tests/data/shim/nvidia-smi", "/usr/local/bin/nvidia-smi")
+        hosts.exec(i, "sh", "-c", "echo ok >/tmp/smi-mode; chmod 644 /tmp/smi-mode")
+    try:
+        top = terminal("--interval", INTERVAL_S)
+        top.shows(r"no run │ hosts 4/4 │ GPU 32/32", 25)
+        top.shows(r"node-2 +OK( +96){8}", 5)
+        for mode, pattern in (
+            ("na", r"node-2 +OK +(—! +){8}— +— .* temperature.gpu cannot be read"),
+            (
+                "hot",
+                r"▲ DEGRADED +node-2: gpu 3: slowed by hardware thermal slowdown; power 55% where the median is 96%",
+            ),
+            ("lost", r"GPU 31/32(.|\n)*node-2 +OK.*1 of 8 GPUs are lost"),
+            ("old", r"node-2.*gpu 5: slowed by hardware slowdown"),
+            ("failed", r"node-2 +NO-DRIVER.*couldn't communicate with the NVIDIA driver"),
+            ("hang", r"node-2 +SMI-HUNG.*nvidia-smi does not answer for 1\d s"),
+        ):
+            hosts.exec(2, "sh", "-c", f"echo {mode} >/tmp/smi-mode")
+            shown = top.shows(pattern, 3 * INTERVAL_S + (14 if mode == "hang" else 3))
+            assert re.search(r"node-1 +OK( +96){8}", shown)
+        top.keys("j", "Enter")
+        top.shows(r"── PROCESSES", 5)
+        top.keys("Escape", "o")
+        top.shows(r"odd ones only", 5)
+        top.keys("q")
+        top.shows(r"^rc=1$", 10)
+        wait_for(lambda: samplers(hosts) == [], 5)
+    finally:
+        for i in range(1, N_HOSTS + 1):
+            hosts.exec(i, "rm", "-f", "/usr/local/bin/nvidia-smi", "/tmp/smi-mode")
+
+
+@pytest.mark.parametrize("end", ["TERM", "HUP", "INT", "the terminal is gone", "KILL"])
+def test_however_it_ends_nothing_stays(hosts, operator, terminal, end):
+    top = terminal("--interval", INTERVAL_S, size=(80, 24))
+    top.shows(r"hosts 4/4", 25)
+    pid = top.pid()
+    assert samplers(hosts)
+    if end == "the terminal is gone":
+        top.close()
+    else:
+        os.kill(pid, getattr(signal, f"SIG{end}"))
+    wait_for(lambda: samplers(hosts) == [], 5)
+    wait_for(lambda: procs.start_time(pid) is None, 5)
+    if end in ("TERM", "HUP", "INT"):
+        top.shows(r"^rc=(143|129|130|0)$", 5)
+        assert (
+            top.run("display", "-p", "-t", "t", "#{alternate_on} #{cursor_flag} #{mouse_any_flag}").strip() == "0 1 0"
+        )
+
+
+def test_for_scripts(hosts, operator, trains, tmp_path):
+    done = operator("top", "--once")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\x1b" not in done.stdout
+    assert re.search(r"node-4 +OK", done.stdout)
+    found = operator("top", "node-1", "node-2", "--json", "--run", trains)
+    record = json.loads(found.stdout)
+    assert found.returncode == record["exit_code"]
+    operator("top", "--once", "--record", tmp_path / "r.gz")
+    replayed = operator("top", "--replay", tmp_path / "r.gz", "--json")
+    record = json.loads(replayed.stdout)
+    assert (record["badge"], record["fresh"], record["training"]["run"]) == ("RECORDED", 4, trains)
+    assert record["hosts"][0]["cpu_pct"] is not None
+    watched = operator("top", "--json", "--replay", tmp_path / "r.gz", "--watch", "0.5", "--speed", "5")
+    assert [json.loads(line)["badge"] for line in watched.stdout.splitlines()]
+    (operator.path / "wrong").write_text("node-1\nnode-2:4444\nnobody@node-3\nnode-9\n")
+    bad = operator("top", "--once", "./wrong")
+    assert bad.returncode == 3
+    for host, state in (("node-2", "REFUSED"), ("node-3", "AUTH"), ("node-9", "DOWN")):
+        assert re.search(rf"{host} +{state} ", bad.stdout), bad.stdout
+    wait_for(lambda: samplers(hosts) == [], 5)
+
+
+def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
+    top = terminal("--interval", INTERVAL_S, "--hang-after", "8s")
+    within = 3 * INTERVAL_S + 3  # the screen is drawn once a second, on two cores that also train
+    first = top.shows(r"^● HEALTHY", 25)
+    assert re.search(rf"{trains} TRAIN \S+ │ hosts 4/4 │ no GPU │ net gloo", first)
+    assert re.search(r"step \d+/100000 .*loss \d", first)
+    for i in range(1, 5):
+        assert re.search(rf"node-{i} +OK +no GPU", first)
+    top.shows(r"node-1 r0 │ step \d+/100000", 20)
+
+    hosts.exec(2, "pkill", "-STOP", "sshd")
+    frozen = top.shows(r"node-2 +STALE", within)
+    assert "hosts 3/4" in frozen
+    assert re.search(r"node-1 +OK", frozen)  # nobody waits for it
+    hosts.exec(2, "pkill", "-CONT", "sshd")
+    top.shows(r"node-2 +OK", within)
+
+    link = f"l4v{hosts_rig.KEY}-3"
+    hosts_rig.run("ip", "link", "set", link, "down")
+    try:
+        top.shows(r"node-3 +STALE", within)
+    finally:
+        hosts_rig.run("ip", "link", "set", link, "up")
+    top.shows(r"node-3 +OK", 20)
+    top.shows(r"^● HEALTHY", 30)
+
+    stopped = beat(hosts, 4, trains)["pid"]
+    hosts.exec(4, "kill", "-STOP", str(stopped))
+    top.shows(r"node-4 +HUNG", 8 + 2 * within)
+    assert re.search(
+        r"HUNG +node-4: rank 3 is silent for \d+ s at step \d+ in phase train; it is stopped by a signal", top.screen()
+    )
+    hosts.exec(4, "kill", "-CONT", str(stopped))
+    top.shows(r"^● HEALTHY", 30)
+
+    hosts.exec(2, "kill", "-KILL", str(beat(hosts, 2, trains)["pid"]))
+    failed = top.shows(r"node-2 +FAILED", within + 10)  # torchrun itself takes a moment to see it
+    assert "rank 1 was killed by SIGKILL" in failed
+    top.shows(r"✖ DOWN +node-2: exited 1: rank 1 was killed by SIGKILL", within + 20)
+
+    top.keys("e")
+    top.shows(r"FIRST ERROR", 5)
+    top.shows(rf"run {trains}: node-2: exited 1: rank 1 was killed by SIGKILL", 20)
+    top.keys("Escape")
+    top.keys("q")
+    top.shows(r"^rc=3$", 10)
+    assert top.run("display", "-p", "-t", "t", "#{alternate_on} #{cursor_flag} #{mouse_any_flag}").strip() == "0 1 0"
+    wait_for(lambda: samplers(hosts) == [], 5)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--interval", "0"], "--interval: 0 s; it takes 0.2 to 60"),
+        (["--replay", "/no/such"], "--replay: /no/such cannot be read (No such file or directory)"),
+        (["--replay", "hosts"], "--replay: hosts is no recording of cluster-top"),
+        (["--replay", "demo", "--run", "x"], "--replay: a recording has hosts and a run of its own"),
+        (["--record", "hosts", "--once"], "--record: hosts exists; take another name"),
+        (["/no/hosts"], "/no/hosts: cannot be read"),
+        (["a;b", "c"], "HOSTS:1: 'a;b' is no host"),
+        (["--hang-after", "soon"], "--hang-after: 'soon'"),
+    ],
+)
+def test_bad_input_is_one_sentence(operator, args, words):
+    done = operator("top", *args)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,330 @@
+"""What cluster-top makes of frames: states, what stands out, hangs, freshness, rates; never a number that is not known."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+
+from conftest import ROOT
+from llama405b_tools import picture, sampler, simulate
+from llama405b_tools.cluster import Cluster
+
+T0 = simulate.BEGIN
+
+
+def play(n_hosts=4, seconds=100.0, change=None, **more):
+    """Play the incident so far; ``change``: edits or drops (None) an event before it is taken."""
+    cluster = Cluster(simulate.names(n_hosts), 2.0, **more)
+    last = T0
+    for event in simulate.incident(n_hosts, seconds=seconds):
+        event = change(copy.deepcopy(event)) if change else event
+        if event and "frame" in event:
+            cluster.take(event["host"], event["frame"], event["t"])
+            last = event["t"]
+            if event["host"] == simulate.names(n_hosts)[-1]:
+                cluster.picture(last)
+    return cluster, cluster.picture(last)
+
+
+def row(pic, name):
+    return next(row for row in pic.hosts if row.name == name)
+
+
+def test_the_simulation_speaks_as_the_sampler_does():
+    fields = [*sampler.FIELDS.split(","), sampler.REASONS[0]]
+    assert list(simulate.FIELDS) == fields
+
+
+def test_a_healthy_run():
+    _, pic = play(seconds=50)
+    assert (pic.verdict, pic.exit_code, pic.why) == ("HEALTHY", 0, "")
+    assert (pic.fresh, pic.gpus_seen, pic.gpus_expected) == (4, 32, 32)
+    run = pic.training
+    assert (run.phase, run.step, run.steps, run.step_s, run.world, run.network) == (
+        "TRAIN",
+        1184,
+        5000,
+        6.0,
+        32,
+        "IB 8x400",
+    )
+    assert (run.checkpoint_step, run.lost_steps) == (1180, 4)
+    assert run.lost_rank_hours == pytest.approx(4 * 6.0 * 32 / 3600)
+    assert run.eta_s == pytest.approx((5000 - 1184) * 6.0)
+    assert row(pic, "gpu-2").gpus[3].rank == 11
+    assert row(pic, "gpu-2").cpu_pct == pytest.approx(9, abs=1)
+    assert row(pic, "gpu-2").processes[3].gpu == 3
+    json.dumps(dataclasses.asdict(pic))
+
+
+def test_loading_tells_bytes_and_time():
+    _, pic = play(seconds=14)
+    assert pic.training.phase == "LOADING"
+    assert pic.training.done_bytes == pytest.approx(812e9 * 12 / 24, rel=0.01)
+    assert pic.training.eta_s == pytest.approx(12, rel=0.05)
+
+
+def test_the_odd_gpu_is_named_with_its_reason():
+    _, pic = play(seconds=80)
+    assert (pic.verdict, pic.exit_code) == ("DEGRADED", 1)
+    assert [gpu.index for gpu in row(pic, "gpu-3").gpus if gpu.odd] == [3]
+    assert "slowed by hardware thermal slowdown; power 5" in row(pic, "gpu-3").notes[0]
+    assert all(not host.notes for host in pic.hosts if host.name != "gpu-3")
+
+
+def test_the_hung_rank_is_named_and_the_others_are_not():
+    _, pic = play(seconds=simulate.HUNG + 75)
+    assert (pic.verdict, pic.exit_code, pic.training.phase) == ("HUNG", 3, "HUNG")
+    assert [host.name for host in pic.hosts if host.state == "HUNG"] == ["gpu-3"]
+    assert "rank 21 is silent for" in pic.why
+    assert "draw 19% of their power; no log line for" in pic.why
+    texts = [event.text for event in pic.events if event.level == "bad"]
+    assert len([text for text in texts if text.startswith("HUNG")]) == 1  # said once, not with every second
+
+
+def test_no_hang_while_logs_go_on_or_gpus_work_or_a_checkpoint_is_written():
+    def logs_go_on(event):
+        if "frame" in event:
+            event["frame"]["run"]["log_age_s"] = 0.5
+        return event
+
+    def saves(event):
+        for beat in event["frame"]["run"]["beats"] if "frame" in event else ():
+            if beat["time"] > T0 + simulate.HUNG - 3:
+                beat["phase"] = "checkpoint"
+        return event
+
+    def gpus_work(event):
+        if "frame" in event:
+            lines = event["frame"]["smi"]["text"].splitlines()
+            values = [line.split(", ") for line in lines]
+            event["frame"]["smi"]["text"] = "\n".join(", ".join([*v[:8], "650.00", *v[9:]]) for v in values)
+        return event
+
+    for change in (logs_go_on, saves, gpus_work):
+        assert play(seconds=simulate.HUNG + 75, change=change)[1].verdict != "HUNG"
+
+
+def test_a_stopped_process_is_a_hang_in_every_phase():
+    def stopped(event):
+        for beat in event["frame"]["run"]["beats"] if "frame" in event else ():
+            beat["phase"] = "checkpoint"
+            if beat["rank"] == 9 and beat["time"] > T0 + simulate.HUNG - 3:
+                beat["state"] = "T"
+        return event
+
+    _, pic = play(seconds=simulate.HUNG + 75, change=stopped)
+    assert pic.verdict == "HUNG"
+    assert "gpu-2: rank 9 is silent" in pic.why
+    assert "it is stopped by a signal" in pic.why
+
+
+def test_a_host_is_stale_by_its_frames_and_an_average_says_so():
+    cluster, pic = play(seconds=50, change=lambda e: None if e["host"] == "gpu-2" and e["t"] > T0 + 40 else e)
+    assert row(pic, "gpu-2").state == picture.STALE
+    assert "no frame for" in row(pic, "gpu-2").why
+    assert (pic.fresh, pic.gpus_seen, pic.gpus_expected, pic.exit_code) == (3, 24, 32, 1)
+    late = cluster.picture(T0 + 400)
+    assert {host.state for host in late.hosts} == {picture.STALE}
+
+
+def test_links_that_are_not_made_say_why():
+    cluster, _ = play(seconds=20)
+    for host, state in zip(simulate.names(4), ("AUTH", "REFUSED", "TIMEOUT", "DOWN"), strict=True):
+        cluster.link(host, state, f"why {state}", T0 + 21)
+    pic = cluster.picture(T0 + 21)
+    assert [host.state for host in pic.hosts] == ["AUTH", "REFUSED", "TIMEOUT", "DOWN"]
+    assert (pic.verdict, pic.exit_code) == ("DOWN", 3)
+    assert pic.why == "gpu-1: AUTH why AUTH, and 3 more"
+    assert [event.text for event in pic.events][-4:] == [
+        "AUTH: why AUTH",
+        "REFUSED: why REFUSED",
+        "TIMEOUT: why TIMEOUT",
+        "DOWN: why DOWN",
+    ]
+
+
+def edit_smi(host, edit):
+    def change(event):
+        if "frame" in event and event["host"] == host and event["t"] > T0 + 30:
+            edit(event["frame"])
+        return event
+
+    return change
+
+
+def test_what_nvidia_smi_does_not_tell_is_unknown():
+    def not_available(frame):
+        frame["smi"]["text"] = "".join(
+            f"{i}, GPU-{i}, NVIDIA H100 80GB HBM3, 0:1:0.0, [N/A], [N/A], 81559, ERR!, [Not Supported], 700.00, [N/A], 1980, "
+            "[N/A], 570, [N/A]\n"
+            for i in range(8)
+        )
+
+    gpu = row(play(seconds=50, change=edit_smi("gpu-1", not_available))[1], "gpu-1").gpus[0]
+    assert (gpu.utilization, gpu.used_mib, gpu.temperature_c, gpu.power_w, gpu.clock_mhz, gpu.power_pct) == (None,) * 6
+    assert "temperature.gpu cannot be read" in gpu.odd
+
+
+def test_faults_of_the_driver():
+    def hung(frame):
+        frame["smi"] = {"text": None, "hung_s": 45.0}
+
+    def failed(frame):
+        frame["smi"]["text"] = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n"
+
+    def lost(frame):
+        frame["smi"]["text"] = "".join(frame["smi"]["text"].splitlines(keepends=True)[:7])
+
+    def none(frame):
+        frame["smi"], frame["pci_gpus"] = {"text": None, "hung_s": 0.0}, 0
+
+    found = row(play(seconds=50, change=edit_smi("gpu-1", hung))[1], "gpu-1")
+    assert (found.state, found.why) == ("SMI-HUNG", "nvidia-smi does not answer for 45 s; a GPU or the driver hangs")
+    assert found.cpu_pct is not None  # the rest goes on
+    found = row(play(seconds=50, change=edit_smi("gpu-1", failed))[1], "gpu-1")
+    assert found.state == "NO-DRIVER"
+    assert "couldn't communicate with the NVIDIA driver" in found.why
+    _, pic = play(seconds=50, change=edit_smi("gpu-1", lost))
+    assert row(pic, "gpu-1").notes[0] == "1 of 8 GPUs are lost"
+    assert (pic.gpus_seen, pic.gpus_expected, pic.verdict) == (31, 32, "DEGRADED")
+    cluster = Cluster(["gpu-1"], 2.0)
+    frame = next(simulate.incident(1))["frame"]
+    none(frame)
+    cluster.take("gpu-1", frame, T0)
+    assert (cluster.picture(T0).hosts[0].has_gpu, cluster.picture(T0).hosts[0].state) == (False, "OK")
+
+
+def test_older_field_names_of_nvidia_smi():
+    def older(frame):
+        frame["smi"]["fields"][-1] = "clocks_throttle_reasons.active"
+
+    _, pic = play(seconds=80, change=edit_smi("gpu-3", older))
+    assert "slowed by hardware thermal slowdown" in row(pic, "gpu-3").notes[0]
+
+
+def test_what_stands_out_beside_gpus():
+    def sick(frame):
+        frame["memory"] |= {"available": 1 << 30, "oom_kills": 2}
+        frame["disks"] = [["/w", 1 << 30, 7 << 40]]
+        frame["ib"][0] |= {"state": "1: DOWN"}
+        frame["ib"][1]["counters"]["symbol_error"] = 17
+        frame["kernel"] = ["NVRM: Xid (PCI:0000:43:00): 79, pid=1234, GPU has fallen off the bus."]
+
+    notes = row(play(seconds=50, change=edit_smi("gpu-4", sick))[1], "gpu-4").notes
+    words = " | ".join(notes)
+    for part in (
+        "Xid 79",
+        "fallen off the bus",
+        "2 processes killed",
+        "RAM is full: 1.0 GiB",
+        "disk is nearly full: 1.0 GiB left at /w",
+    ):
+        assert part in words
+    assert "mlx5_0/1 is down" in words
+    assert "mlx5_1/1: 17 symbol errors" in words
+
+
+def test_a_failed_host_and_a_restart():
+    def killed(event):
+        if "frame" in event and event["t"] > T0 + 60:
+            mine = event["host"] == "gpu-2"
+            status = {
+                "state": "exited",
+                "exit_code": 1,
+                "reason": "rank 9 was killed by SIGKILL"
+                if mine
+                else "rank 0 exited with 1: lost contact with another rank",
+            }
+            event["frame"]["run"] |= {"alive": False, "status": status}
+        return event
+
+    _, pic = play(seconds=70, change=killed)
+    assert (pic.verdict, pic.exit_code, pic.training.phase) == ("DOWN", 3, "FAILED")
+    assert pic.why == "gpu-2: exited 1: rank 9 was killed by SIGKILL"
+    _, whole = play(seconds=simulate.LENGTH_S)
+    assert (whole.training.attempt, whole.training.phase, whole.verdict) == (2, "TRAIN", "HEALTHY")
+    assert whole.training.step == 1209
+    assert "llama-405b: attempt 2 began" in [event.text for event in whole.events]
+
+
+def test_sockets_are_said():
+    def socket(event):
+        if "frame" in event:
+            event["frame"]["run"]["net"] = "SOCKET"
+        return event
+
+    _, pic = play(seconds=50, change=socket)
+    assert (pic.training.network, pic.verdict, pic.why) == ("SOCKET", "DEGRADED", "training runs over TCP sockets")
+
+
+def test_two_names_of_one_machine_count_its_gpus_once():
+    def one(event):
+        event["frame"]["machine"] = "m"
+        return event
+
+    _, pic = play(2, seconds=3, change=one)
+    assert (pic.gpus_seen, pic.gpus_expected) == (8, 8)
+
+
+def test_the_schema_is_documented():
+    text = (ROOT / "docs/cluster-top.md").read_text()
+    for kind in (
+        picture.Picture,
+        picture.HostRow,
+        picture.GpuCell,
+        picture.RankRow,
+        picture.ProcessRow,
+        picture.Training,
+        picture.Event,
+    ):
+        for field in dataclasses.fields(kind):
+            assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
+
+
+def leaves(value, path=()):
+    """The path of everything inside a frame; of a list its first item."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, item in inside:
+        yield from leaves(item, (*path, key))
+
+
+def broken(frame, path, value):
+    """A copy with another value at a path; DROP: without it."""
+    frame = at = copy.deepcopy(frame)
+    if not path:
+        return value
+    for key in path[:-1]:
+        at = at[key]
+    if value == "DROP":
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return frame
+
+
+def test_no_frame_however_broken_ends_it():
+    events = [event for event in simulate.incident(2, seconds=60) if "frame" in event]
+    full, after = events[-4]["frame"], events[-2]["frame"]
+    full["run"] |= {"nccl": {"NCCL_IB_HCA": "mlx5"}, "nodes": [["gpu-1", 0, 8], ["gpu-2", 8, 8]]}
+    paths = list(leaves(full))
+    assert len(paths) > 60
+    refused = 0
+    for path in paths:
+        for value in (None, "x", -1, 0, 1e300, True, [], {}, [[]], "DROP"):
+            cluster = Cluster(["gpu-1"], 2.0)
+            cluster.take("gpu-1", broken(full, path, value), T0)
+            first = cluster.picture(T0)
+            cluster.take("gpu-1", after, T0 + 2)
+            assert cluster.picture(T0 + 2).hosts[0].state == picture.OK
+            refused += first.hosts[0].state == picture.DOWN
+            assert first.hosts[0].state in picture.SEVERITY, path
+    assert refused > len(paths)
+
+
+def test_a_frame_that_cannot_be_read_is_named():
+    cluster = Cluster(["a"], 2.0)
+    cluster.take("a", {"now": "soon"}, T0)
+    assert cluster.picture(T0).why == "a: DOWN its sampler sends what cannot be read (frame.now)"

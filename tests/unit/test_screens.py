@@ -1,0 +1,139 @@
+"""What cluster-top looks like: text snapshots of several sizes and fleets, and the README's screenshot.
+
+``LLAMA405B_UPDATE_SCREENS=1`` writes them anew: look at the difference before you commit it.
+"""
+
+import functools
+import io
+import os
+
+import pytest
+from rich.console import Console, Group
+
+from conftest import ROOT
+from llama405b_tools import panels, simulate
+from llama405b_tools.cluster import Cluster
+from llama405b_tools.logpane import LogPane
+
+SCREENS = ROOT / "tests/data/screens"
+UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))
+HOT, HUNG = 84.0, simulate.HUNG + 80
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch):
+    import time
+
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@functools.cache
+def played(n_hosts, seconds):
+    names = simulate.names(n_hosts)
+    cluster, logs = Cluster(names, 2.0, badge="SIMULATED"), LogPane()
+    judged = 0.0
+    for event in simulate.incident(n_hosts, seconds=seconds):
+        if "frame" in event:
+            cluster.take(event["host"], event["frame"], event["t"])
+        else:
+            logs.take(event["host"], event["entries"], cluster.first_rank(event["host"]))
+        if event["host"] == names[-1] and event["t"] - judged > 9:
+            judged = event["t"]
+            cluster.picture(judged)
+    logs.settle(event["t"])
+    return cluster.picture(event["t"]), list(logs.lines)
+
+
+def text_of(lines, width):
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, legacy_windows=False)
+    for line in lines:
+        console.print(line, no_wrap=True, crop=True)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def same(path, found):
+    if UPDATE:
+        path.write_text(found)
+    assert path.read_text() == found, f"{path.name} looks different; see this module's docstring"
+
+
+@pytest.mark.parametrize(("n_hosts", "seconds"), [(8, HOT), (64, HUNG), (256, HUNG)])
+@pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24), (200, 60)])
+def test_a_screen(n_hosts, seconds, width, height):
+    pic, logs = played(n_hosts, seconds)
+    lines = panels.screen(pic, panels.Ui(), logs, width, height)
+    assert len(lines) == height
+    assert all(line.cell_len == width for line in lines)
+    text = text_of(lines, width)
+    same(SCREENS / f"{n_hosts}-{width}x{height}.txt", text)
+    if n_hosts <= 64 and width >= 120:  # the promise: all of them on one screen
+        assert all(name in text for name in simulate.names(n_hosts))
+
+
+@pytest.mark.parametrize("mode", ["host", "logs", "text"])
+@pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24)])
+def test_other_views(mode, width, height):
+    pic, logs = played(8, HUNG)
+    ui = panels.Ui(mode=mode, selected="gpu-3", title="HELP", lines=panels.HELP.split("\n"))
+    lines = panels.screen(pic, ui, logs, width, height)
+    assert [line.cell_len for line in lines] == [width] * height
+    same(SCREENS / f"{mode}-{width}x{height}.txt", text_of(lines, width))
+
+
+@pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 8), (300, 100)])
+@pytest.mark.parametrize("mode", ["cluster", "host", "logs", "text"])
+def test_any_size_is_drawn(size, mode):
+    pic, logs = played(8, 70.0)
+    lines = panels.screen(pic, panels.Ui(mode=mode), logs, *size)
+    assert len(lines) == size[1]
+    assert all(line.cell_len == size[0] for line in lines)
+
+
+def test_sorting_filtering_and_pages():
+    pic, _ = played(8, HOT)
+    names = lambda **more: [row.name for row in panels.ordered(pic, panels.Ui(**more))]  # noqa: E731
+    assert names()[0] == names(sort="power")[0] == names(sort="temperature")[0] == "gpu-3"
+    assert names(sort="name") == simulate.names(8)
+    assert names(odd_only=True) == ["gpu-3"]
+    assert names(filter="THERMAL") == ["gpu-3"]
+    assert names(filter="gpu-5") == ["gpu-5"]
+    assert names(filter="nobody") == []
+    many, logs = played(256, 4.0)
+    ui = panels.Ui(sort="name")
+    pages = panels.n_pages(many, ui, 120, 40)
+    shown = []
+    for ui.page in range(pages):
+        text = text_of(panels.screen(many, ui, logs, 120, 40), 120)
+        shown += [name for name in simulate.names(256) if name in text]
+    assert shown == simulate.names(256)  # each once
+
+
+def test_colour_is_never_the_only_sign():
+    pic, logs = played(8, HOT)
+    text = text_of(panels.screen(pic, panels.Ui(), logs, 120, 40), 120)
+    assert "▲ DEGRADED" in text
+    assert "! slowed by" in text
+    assert "!" in text.split("▶ gpu-3")[1].split("\n")[0]
+
+
+def test_the_screenshot_of_the_readme():
+    pic, logs = played(8, HUNG)
+    console = Console(
+        file=io.StringIO(), width=120, record=True, force_terminal=True, color_system="truecolor", legacy_windows=False
+    )
+    console.print(Group(*panels.screen(pic, panels.Ui(), logs, 120, 34)), no_wrap=True)
+    same(ROOT / "docs/cluster-top.svg", console.export_svg(title="cluster-top --replay demo", unique_id="cluster-top"))
+    assert "docs/cluster-top.svg" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(None, "—"), (0.84, "0.8s"), (9.96, "10s"), (119, "119s"), (120, "2m"), (18_120, "5h02m"), (111_600, "1d7h")],
+)
+def test_spans(value, words):
+    assert panels.span(value) == words

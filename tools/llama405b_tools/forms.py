@@ -1,0 +1,72 @@
+"""How cluster-top writes values: short, and a dash for what is not known. Pure."""
+
+from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
+DASH = "—"
+
+
+def number(value: float | None, form: str) -> str:
+    """A number, or a dash where it is not known."""
+    return DASH if value is None else format(value, form)
+
+
+def bar(percent: float) -> str:
+    """One of eight heights."""
+    return BARS[min(7, max(0, int(percent / 12.5)))]
+
+
+def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
+    """The values over time in so many columns, from their least (or 0) to their most (or ``top``)."""
+    if not values or width < 1:
+        return ""
+    columns = min(width, len(values))
+    means = []
+    for i in range(columns):
+        part = values[i * len(values) // columns : (i + 1) * len(values) // columns]
+        means.append(sum(part) / len(part))
+    low, high = (0.0, top) if top is not None else (min(means), max(means))
+    return "".join(bar(100 * (value - low) / (high - low) if high > low else 0) for value in means)
+
+
+def span(seconds: float | None) -> str:
+    """``0.8s``, ``12s``, ``3m``, ``5h02m``, ``1d7h``."""
+    if seconds is None:
+        return DASH
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f}s"
+    if seconds < 120:
+        return f"{seconds:.0f}s"
+    minutes = int(seconds / 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    hours = minutes // 60
+    return f"{hours}h{minutes % 60:02d}m" if hours < 24 else f"{hours // 24}d{hours % 24}h"
+
+
+def amount(value: float | None) -> str:
+    """``8.7k``."""
+    if value is None:
+        return DASH
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= limit:
+            return f"{value / (1e3 if unit == 'k' else limit):.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def gbit(bytes_per_s: float | None) -> str:
+    """Gigabits a second."""
+    if bytes_per_s is None:
+        return DASH
+    value = bytes_per_s * 8 / 1e9
+    return f"{value:.0f}" if value >= 10 else f"{value:.2f}"
+
+
+def gib(n_bytes: int | None) -> str:
+    """Whole GiB."""
+    return DASH if n_bytes is None else f"{n_bytes / (1 << 30):,.0f}"
+
+
+def middle(name: str, width: int) -> str:
+    """A name that is too long, without its middle: the end tells hosts apart."""
+    return name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"

@@ -1,0 +1,155 @@
+"""What cluster-top knows at one moment, as values: what the screen draws, and what ``--json`` prints. Pure.
+
+``None`` is unknown (a dash on screen), never 0. Times are seconds; ages count from the moment of the picture.
+"""
+
+import dataclasses
+
+OK, STALE, AUTH, REFUSED, TIMEOUT, DOWN = "OK", "STALE", "AUTH", "REFUSED", "TIMEOUT", "DOWN"
+NO_DRIVER, SMI_HUNG, HUNG, FAILED, CONNECTING = "NO-DRIVER", "SMI-HUNG", "HUNG", "FAILED", "CONNECTING"
+SEVERITY = {  # of a host's state; 2: the run cannot go on, or nobody knows whether it does
+    **dict.fromkeys((HUNG, FAILED, DOWN, AUTH, REFUSED, TIMEOUT), 2),
+    **dict.fromkeys((STALE, SMI_HUNG, NO_DRIVER), 1),
+    **dict.fromkeys((OK, CONNECTING), 0),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuCell:
+    """One GPU of a host."""
+
+    index: int
+    name: str
+    utilization: int | None  # percent of time in which a kernel ran
+    power_w: float | None
+    power_limit_w: float | None
+    temperature_c: int | None
+    clock_mhz: int | None
+    used_mib: int | None
+    memory_mib: int | None
+    rank: int | None  # that computes on it
+    odd: str = ""  # why it stands out; "": it does not
+
+    @property
+    def power_pct(self) -> float | None:
+        """Power in percent of its limit."""
+        return 100 * self.power_w / self.power_limit_w if self.power_w is not None and self.power_limit_w else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank, as its heartbeat says."""
+
+    rank: int
+    pid: int
+    phase: str
+    step: int
+    age_s: float  # of the heartbeat
+    state: str  # of the process, as the kernel writes it: R, S, D, T, Z; "": gone
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessRow:
+    """A process of the run on a host."""
+
+    pid: int
+    state: str
+    cpu_pct: float | None  # of one core
+    rss_bytes: int
+    rank: int | None
+    gpu: int | None
+    gpu_mib: int | None
+    command: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRow:
+    """One host."""
+
+    name: str
+    state: str  # OK | STALE | AUTH | REFUSED | TIMEOUT | NO-DRIVER | SMI-HUNG | HUNG | FAILED | DOWN | CONNECTING
+    why: str  # of a state that is not OK
+    age_s: float | None  # since the last frame
+    gpus: tuple[GpuCell, ...] = ()
+    has_gpu: bool | None = None
+    ranks: tuple[RankRow, ...] = ()
+    processes: tuple[ProcessRow, ...] = ()
+    cpu_pct: float | None = None
+    cores: int | None = None
+    ram_bytes: int | None = None
+    ram_used_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    net_bytes_per_s: float | None = None  # both ways, the busiest interface
+    ib_bytes_per_s: float | None = None  # both ways, all ports
+    notes: tuple[str, ...] = ()  # what stands out here, worst first
+    history: tuple[float, ...] = ()  # mean power or utilization in percent, oldest first; of CPU where there is no GPU
+
+    @property
+    def step(self) -> int | None:
+        """Of its slowest rank."""
+        return min((rank.step for rank in self.ranks), default=None)
+
+    @property
+    def step_age_s(self) -> float | None:
+        """Of its most silent rank."""
+        return max((rank.age_s for rank in self.ranks), default=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Training:
+    """The run as a whole."""
+
+    run: str
+    phase: str  # LOADING | TRAIN | EVAL | CKPT | HUNG | FAILED | STOPPED | DONE | STARTING
+    phase_s: float | None
+    world: int
+    attempt: int  # restarts + 1
+    step: int | None = None
+    steps: int | None = None  # in all
+    loss: float | None = None
+    losses: tuple[float, ...] = ()
+    step_s: float | None = None  # median of the last steps
+    data_s: float | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    optimizer_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu_pct: float | None = None
+    eta_s: float | None = None
+    done_bytes: int | None = None  # while loading
+    total_bytes: int | None = None
+    checkpoint_step: int | None = None
+    lost_steps: int | None = None  # if it died now
+    lost_rank_hours: float | None = None  # the same, in hours of one GPU (or rank, without GPUs)
+    network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "": not known
+    guard: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that changed."""
+
+    time: float  # operator's clock, seconds since the epoch
+    host: str
+    level: str  # bad | warning | note
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """Everything at one moment."""
+
+    time: float  # operator's clock, seconds since the epoch
+    interval_s: float
+    badge: str  # "" live | RECORDED | SIMULATED
+    verdict: str  # HEALTHY | DEGRADED | HUNG | DOWN
+    why: str
+    exit_code: int  # 0 healthy, 1 degraded, 3 hung or down
+    hosts: tuple[HostRow, ...]  # in the order of the hosts file
+    training: Training | None
+    events: tuple[Event, ...]  # oldest first
+    fresh: int  # hosts with a frame that is not stale
+    gpus_seen: int
+    gpus_expected: int  # as far as the hosts have told

@@ -1,0 +1,464 @@
+"""What cluster-top runs on a host: a frame of facts every few seconds, as a line of JSON. Leaves nothing behind.
+
+Sent over SSH and run by whatever python3 the host has (3.6 or newer), so it is one file that imports nothing of ours and
+installs nothing. It ends when its standard input closes, or when it has heard nothing for a minute.
+
+Counters are sent as they are, and nvidia-smi's text as it comes: what they mean is decided at the operator's terminal.
+nvidia-smi runs beside it, so that a driver that hangs delays no frame.
+"""
+
+import fcntl
+import glob
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "")  # newest name first; "": without
+FIELDS = (
+    "index,uuid,name,pci.bus_id,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,power.limit,clocks.sm,"
+    "clocks.max.sm,ecc.errors.uncorrected.volatile.total,driver_version"
+)
+SMI_WAIT_S = 1.0  # of a frame for nvidia-smi
+SLOW_EVERY_S = 10.0  # processes, and what else costs more
+DEAF_S = 60.0
+FIRST_METRICS_BYTES = 256 << 10
+NCCL_SEARCH_BYTES = 1 << 20
+MARKER = b"LLAMA405B_NODE="
+STEP_DIR = re.compile(r"step-\d{8}$")
+
+
+def read(path, default=""):
+    """A small file's text."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except (OSError, ValueError):
+        return default
+
+
+def read_object(path):
+    """A JSON object in a file, or None."""
+    try:
+        found = json.loads(read(path, "null"))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+class Smi:
+    """nvidia-smi, asked again and again in a thread of its own."""
+
+    def __init__(self):
+        self.reasons = list(REASONS)
+        self.answer, self.apps, self.child = None, None, None
+        self.began = self.answered = 0.0
+        self.took = 0.0
+        self.ended = False
+        self.idle = threading.Event()
+        self.idle.set()
+
+    def ask(self, with_apps):
+        """Begin to ask, unless the last question has no answer yet."""
+        if self.idle.is_set() and shutil.which("nvidia-smi"):
+            self.idle.clear()
+            self.began = time.monotonic()
+            threading.Thread(target=self._ask, args=(with_apps,), daemon=True).start()
+
+    def _ask(self, with_apps):
+        try:
+            while True:
+                fields = ",".join(filter(None, [FIELDS, self.reasons[0]]))
+                text = self._run(["--query-gpu=" + fields, "--format=csv,noheader,nounits"])
+                if "not a valid field" not in text or len(self.reasons) == 1:
+                    break
+                self.reasons.pop(0)
+            self.answer = {"text": text, "fields": fields.split(",")}
+            if with_apps:
+                self.apps = self._run(
+                    ["--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
+                )
+            self.answered, self.took = time.monotonic(), time.monotonic() - self.began
+        except OSError as error:
+            self.answer = {"text": "nvidia-smi: %s" % error.strerror, "fields": []}
+            self.answered = time.monotonic()
+        finally:
+            self.idle.set()
+
+    def _run(self, args):
+        if self.ended:
+            raise OSError
+        self.child = subprocess.Popen(
+            ["nvidia-smi"] + args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        return self.child.communicate()[0].decode("utf-8", "replace")
+
+    def state(self):
+        """The newest answer, its age, and for how long there has been none to the last question."""
+        self.idle.wait(SMI_WAIT_S)
+        now = time.monotonic()
+        hung_s = 0.0 if self.idle.is_set() else now - self.began
+        if self.answer is None:
+            return {"text": None, "hung_s": round(hung_s, 1)}
+        age_s, took_s = round(now - self.answered, 1), round(self.took, 3)
+        return dict(self.answer, apps=self.apps, age_s=age_s, took_s=took_s, hung_s=round(hung_s, 1))
+
+    def end(self):
+        """Leave no child behind, as far as the driver lets go of it."""
+        self.ended = True
+        if self.child is not None and self.child.poll() is None:
+            self.child.kill()
+
+
+class Kernel:
+    """New lines of the kernel's log about GPUs and memory, where this user may read it."""
+
+    WORDS = re.compile(r"NVRM: Xid|Out of memory: Killed process|oom-kill")
+
+    def __init__(self):
+        try:
+            self.file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self.file, 0, os.SEEK_END)
+        except OSError:
+            self.file = None
+
+    def new(self):
+        """Lines since the last call; None where they may not be read."""
+        if self.file is None:
+            return None
+        found = []
+        for _ in range(1000):
+            try:
+                line = os.read(self.file, 8192).decode("utf-8", "replace")
+            except BlockingIOError:
+                break
+            except OSError:  # overwritten before it was read
+                continue
+            if self.WORDS.search(line):
+                found.append(line.partition(";")[2].strip()[:300])
+        return found
+
+
+class Run:
+    """The run that is meant: what its files on this host say."""
+
+    def __init__(self, request):
+        self.request = request
+        self.path = self.plan = self.node = None
+        self.plan_mark, self.sent_mark = None, None
+        self.metrics_at = None  # inode and offset
+        self.logs, self.net = [], ""
+
+    def frame(self, slow):
+        """Everything that changed, and the ranks as they are."""
+        self._find()
+        if self.plan is None:
+            return None
+        head = self.node["first_rank"] == 0
+        if slow:
+            self._look_at_logs()
+        ranks = range(self.node["first_rank"], self.node["first_rank"] + self.node["slots"])
+        found = {
+            "name": os.path.basename(self.path),
+            "created": self.plan["created"],
+            "attempt": self.plan["attempt"],
+            "alive": self._is_alive(),
+            "status": read_object("%s/status/%s.json" % (self.path, self.request["host"])),
+            "stopped_by": (read_object("%s/status/%s.stop" % (self.path, self.request["host"])) or {}).get("by", ""),
+            "beats": [beat for beat in (self._beat(rank) for rank in ranks) if beat],
+            "log_age_s": self._log_age_s(),
+            "net": self.net,
+        }
+        if self.sent_mark != self.plan_mark:
+            self.sent_mark = self.plan_mark
+            found["nodes"] = [[node["name"], node["first_rank"], node["slots"]] for node in self.plan["nodes"]]
+            found["nccl"] = {k: v for k, v in self.node["env"].items() if k.startswith("NCCL_")}
+        if head:
+            found["metrics"] = self._metrics()
+            found["checkpoint_step"] = self._checkpoint_step()
+            match = re.search(r"^max_steps = (\d+)", read(self.path + "/config.toml"), re.M)
+            found["max_steps"] = int(match.group(1)) if match else None
+        return found
+
+    def _find(self):
+        """The named run; else the newest that lives, else the newest."""
+        name = self.request.get("run")
+        names = [name] if name else (os.listdir("runs") if os.path.isdir("runs") else [])
+        plans = []
+        for each in names:
+            path = os.path.abspath("runs/" + each)
+            try:
+                info = os.stat(path + "/plan.json")
+            except OSError:
+                continue
+            mark = (path, info.st_mtime_ns, info.st_ino)
+            plan = self.plan if mark == self.plan_mark else read_object(path + "/plan.json")
+            try:
+                nodes = [node for node in plan["nodes"] if node["name"] == self.request["host"]]
+                if nodes:
+                    alive = self._held(path)
+                    plans.append((alive, float(plan["created"]), path, mark, plan, nodes[0]))
+            except (TypeError, KeyError, ValueError):
+                continue
+        if not plans:
+            self.plan = None
+            return
+        _, _, path, mark, plan, node = max(plans, key=lambda entry: entry[:2])
+        if mark != self.plan_mark:
+            if path != self.path:
+                self.metrics_at = None
+            self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
+            self.logs, self.net = [], ""
+            self._look_at_logs()
+
+    def _held(self, path):
+        """Whether the node runner (or its guardian) holds the run's lock here."""
+        try:
+            handle = os.open("%s/status/%s.lock" % (path, self.request["host"]), os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+    def _is_alive(self):
+        if self.plan.get("slurm_job"):  # the lock is held on the node, not here
+            status = read_object("%s/status/%s.json" % (self.path, self.request["host"])) or {}
+            return status.get("state") in ("starting", "running")
+        return self._held(self.path)
+
+    def _beat(self, rank):
+        beat = read_object("%s/heartbeat/rank-%d.json" % (self.path, rank))
+        if beat is not None:
+            beat["state"] = read("/proc/%s/stat" % beat.get("pid")).rpartition(") ")[2][:1]
+        return beat
+
+    def _look_at_logs(self):
+        """This attempt's log files, and which network NCCL said that it takes."""
+        folder = "%s/logs/%s" % (self.path, self.request["host"])
+        self.logs = glob.glob("%s/%s*/attempt_*/*/*.log" % (folder, glob.escape(self.plan["rdzv_id"])))
+        for path in self.logs if not self.net else []:
+            try:
+                with open(path, "rb") as file:
+                    text = file.read(NCCL_SEARCH_BYTES)
+            except OSError:
+                continue
+            for words, name in (
+                (b"NET/IB : Using [", "IB"),
+                (b"NET/OFI Selected", "EFA"),
+                (b"NET/Socket : Using [", "SOCKET"),
+            ):
+                if words in text and not self.net:
+                    self.net = name
+
+    def _log_age_s(self):
+        ages = []
+        for path in self.logs:
+            try:
+                info = os.stat(path)
+            except OSError:
+                continue
+            if info.st_size:
+                ages.append(time.time() - info.st_mtime)
+        return round(min(ages), 1) if ages else None
+
+    def _metrics(self):
+        """Lines that were added."""
+        try:
+            with open(self.path + "/metrics.jsonl", "rb") as file:
+                info = os.fstat(file.fileno())
+                inode, offset = self.metrics_at or (info.st_ino, max(0, info.st_size - FIRST_METRICS_BYTES))
+                if inode != info.st_ino or offset > info.st_size:
+                    offset = 0
+                file.seek(offset)
+                data = file.read(FIRST_METRICS_BYTES)
+        except OSError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self.metrics_at = (info.st_ino, offset + end)
+        found = []
+        for line in data[:end].splitlines():
+            try:
+                found.append(json.loads(line.decode()))
+            except ValueError:  # the first may be cut
+                continue
+        return [metrics for metrics in found if isinstance(metrics, dict)]
+
+    def _checkpoint_step(self):
+        """The newest step whose checkpoint is complete; None: there is none."""
+        root = self.plan.get("checkpoint_dir") or self.path + "/checkpoints"
+        try:
+            names = sorted(filter(STEP_DIR.match, os.listdir(root)), reverse=True)
+        except OSError:
+            return None
+        return next((int(name[5:]) for name in names if os.path.exists("%s/%s/manifest.json" % (root, name))), None)
+
+
+def cpu():
+    """Ticks busy and in all, since boot."""
+    ticks = [int(word) for word in read("/proc/stat").partition("\n")[0].split()[1:9]]
+    return {
+        "total": sum(ticks),
+        "idle": sum(ticks[3:5]),
+        "cores": os.cpu_count(),
+        "load": read("/proc/loadavg").split()[:1],
+    }
+
+
+def memory():
+    """Bytes, and how many processes were killed for want of them."""
+    found = {}
+    for line in read("/proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            found[name] = int(rest.split()[0]) * 1024
+    match = re.search(r"^oom_kill (\d+)", read("/proc/vmstat"), re.M)
+    return {
+        "total": found.get("MemTotal"),
+        "available": found.get("MemAvailable"),
+        "oom_kills": int(match.group(1)) if match else None,
+    }
+
+
+def disks(paths):
+    """Bytes free and in all, where the run writes."""
+    found = []
+    for path in paths:
+        try:
+            stat = os.statvfs(path)
+        except OSError:
+            continue
+        found.append([path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize])
+    return found
+
+
+def network():
+    """Bytes received and sent of each interface that is no loopback, bridge or container's."""
+    found = {}
+    for line in read("/proc/net/dev").splitlines()[2:]:
+        name, _, rest = line.partition(":")
+        words, name = rest.split(), name.strip()
+        if name != "lo" and not name.startswith(("veth", "docker", "br-", "virbr")):
+            found[name] = [int(words[0]), int(words[8])]
+    return found
+
+
+def infiniband():
+    """Each port's rate, state, bytes and error counters."""
+    found = []
+    for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
+        counters = {}
+        for folder, names in (
+            ("counters", ("port_rcv_data", "port_xmit_data", "symbol_error", "link_downed", "port_rcv_errors")),
+            ("hw_counters", ("out_of_sequence", "packet_seq_err", "roce_adp_retrans")),
+        ):
+            for name in names:
+                text = read("%s/%s/%s" % (path, folder, name)).strip()
+                if text.isdigit():
+                    counters[name] = int(text)
+        device = path.split("/")[4]
+        state, rate = read(path + "/state").strip(), read(path + "/rate").strip()
+        found.append(
+            {"device": device, "port": path.split("/")[-1], "state": state, "rate": rate, "counters": counters}
+        )
+    return found
+
+
+def processes(marker):
+    """Those that belong to the run on this host: pid, state, ticks of CPU, resident bytes, local rank, command."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/environ" % pid, "rb") as file:
+                environ = file.read().split(b"\0")
+            if MARKER + marker not in environ:
+                continue
+            with open("/proc/%s/cmdline" % pid, "rb") as file:
+                command = file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        except OSError:
+            continue
+        words = read("/proc/%s/stat" % pid).rpartition(") ")[2].split()
+        if len(words) > 21:
+            ranks = [item[5:].decode() for item in environ if item.startswith(b"RANK=")]
+            ticks, pages = int(words[11]) + int(words[12]), int(words[21])
+            found.append(
+                [int(pid), words[0], ticks, pages * os.sysconf("SC_PAGE_SIZE"), "".join(ranks[:1]), command[:200]]
+            )
+    return found
+
+
+def main():
+    """Write frames until nobody listens, or a signal says so."""
+    request, smi = json.loads(sys.stdin.readline()), Smi()
+
+    def leave(*_):
+        raise BrokenPipeError
+
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+    try:
+        write_frames(request, smi)
+    except BrokenPipeError:
+        pass
+    finally:
+        smi.end()
+
+
+def write_frames(request, smi):
+    """Write frames until nobody has been there for a while."""
+    os.chdir(os.path.expanduser(request["workdir"]) if os.path.isdir(os.path.expanduser(request["workdir"])) else "/")
+    every_s, kernel, run = request["interval_s"], Kernel(), Run(request)
+    nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
+    pci = sum(read(path + "/class").startswith("0x03") for path in nvidia)
+    machine = read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
+    heard, slow_at, procs = time.monotonic(), 0.0, None
+    tick = time.monotonic()
+    while True:
+        slow = time.monotonic() >= slow_at
+        smi.ask(slow)
+        state = run.frame(slow)
+        if slow:
+            slow_at = time.monotonic() + SLOW_EVERY_S
+            procs = processes(("%s:%s" % (run.path, request["host"])).encode()) if state else []
+        frame = {
+            "machine": machine,
+            "pci_gpus": pci,
+            "cpu": cpu(),
+            "memory": memory(),
+            "disks": disks(dict.fromkeys(filter(None, [".", (run.plan or {}).get("checkpoint_dir")]))),
+            "net": network(),
+            "ib": infiniband(),
+            "kernel": kernel.new(),
+            "run": state,
+            "smi": smi.state(),
+            "now": time.time(),
+        }
+        if slow:
+            frame["procs"] = procs
+        sys.stdout.write(json.dumps(frame) + "\n")
+        sys.stdout.flush()
+        tick = max(tick + every_s, time.monotonic())
+        while True:
+            ready = select.select([sys.stdin], [], [], max(0.0, tick - time.monotonic()))[0]
+            if not ready:
+                break
+            if not os.read(0, 4096):
+                return
+            heard = time.monotonic()
+        if time.monotonic() - heard > DEAF_S:
+            return
+
+
+if __name__ == "__main__":
+    main()

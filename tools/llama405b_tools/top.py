@@ -1,0 +1,261 @@
+"""``cluster-top``: every host, GPU and rank, the training itself and its logs on one screen.
+
+HOSTS is a hosts file, or host names; with --replay none are needed. Nothing is installed on a host: a small sampler goes
+over SSH and ends with it. Exit code (with --once, --json, --watch and on leaving): 0 healthy, 1 degraded, 3 hung or down.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from llama405b.errors import STOPPED_FOLLOWING, UserError
+from llama405b_tools import guard, panels, picture, sources
+from llama405b_tools.asked import seconds
+from llama405b_tools.cluster import Cluster
+from llama405b_tools.fleet import Fleet, read_hosts
+from llama405b_tools.hosts import Host, parse
+from llama405b_tools.logpane import LogPane, LogStream
+from llama405b_tools.picture import Picture
+from llama405b_tools.sources import Event, Live, Recorder, Replay, Source
+from llama405b_tools.status import VerbParser
+
+FIRST_S = 14.0  # for every host to answer or fail, before --once prints what there is
+PLAIN_WIDTH = 120
+GUARD_EVERY_S = 3.0
+LOGS_WAIT_S = 4.0  # for all hosts to tell of the run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    args = _parser().parse_args(argv)
+    if not sources.MIN_INTERVAL_S <= args.interval <= sources.MAX_INTERVAL_S:
+        raise UserError(
+            f"--interval: {args.interval:g} s; it takes {sources.MIN_INTERVAL_S:g} to {sources.MAX_INTERVAL_S:g}"
+        )
+    if args.speed <= 0 or not args.speed < 1e6:
+        raise UserError(f"--speed: {args.speed:g}; it takes a positive number")
+    if args.watch is not None and not args.watch > 0:
+        raise UserError(f"--watch: {args.watch:g} s; it takes a positive number")
+    if args.replay and (args.hosts or args.run or args.record):
+        raise UserError("--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out")
+    hang_after_s = seconds(args.hang_after, "--hang-after")
+    if args.replay:
+        return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
+    with Fleet(hosts_of(args.hosts)) as fleet:
+        return _show(args, Live(fleet, args.run, args.interval), fleet, hang_after_s)
+
+
+def _parser() -> VerbParser:
+    parser = VerbParser(
+        prog="cluster-top",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("hosts", nargs="*", metavar="HOSTS", help="a hosts file, or host names [hosts]")
+    add("--run", help="the run's name [the newest that lives, else the newest]")
+    add("--interval", type=float, default=2.0, metavar="S", help="between samples [2]")
+    add(
+        "--hang-after",
+        default="60s",
+        metavar="TIME",
+        help="silence of a rank that counts as a hang; at least 5 steps [60s]",
+    )
+    add("--sort", choices=panels.SORTS, default=panels.SORTS[0], help="order of the hosts [worst]")
+    add("--filter", default="", metavar="TEXT", help="only hosts whose name, state or notes contain it")
+    add("--odd", action="store_true", help="only hosts that stand out")
+    add("--once", action="store_true", help="print it once, and exit")
+    add("--json", action="store_true", help="the same as JSON (docs/cluster-top.md has the schema)")
+    add("--watch", type=float, metavar="S", help="print it every S seconds")
+    add("--plain", action="store_true", help="text without escapes; once, unless --watch")
+    add("--record", type=Path, metavar="FILE", help="write everything that arrives to FILE (.gz compresses)")
+    add("--replay", metavar="FILE", help="play a recording; demo: a simulated incident of 64 GPUs")
+    add("--speed", type=float, default=1.0, metavar="X", help="of the replay [1]")
+    return parser
+
+
+def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
+    """The hosts of a hosts file, or those that are named.
+
+    Raises:
+        UserError: The file cannot be read, or a name is none.
+    """
+    if not words:
+        return read_hosts(Path("hosts"))
+    if len(words) == 1 and (Path(words[0]).exists() or "/" in words[0]):
+        return read_hosts(Path(words[0]))
+    return parse("\n".join(words), "HOSTS")
+
+
+def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_after_s: float) -> int:
+    recorder = None
+    try:
+        recorder = Recorder(args.record, source) if args.record else None
+        session = Session(source, fleet, hang_after_s, recorder)
+        session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
+        if args.json or args.once or args.plain or args.watch or not (sys.stdout.isatty() and sys.stdin.isatty()):
+            return _print(args, session)
+        from llama405b_tools.top_app import run
+
+        return run(session)
+    finally:
+        source.close()
+        if recorder:
+            recorder.close()
+
+
+class Session:
+    """A source and what is made of it."""
+
+    def __init__(
+        self, source: Source, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
+    ) -> None:
+        self.source, self.fleet, self.recorder = source, fleet, recorder
+        self.cluster = Cluster(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
+        self.logs = LogPane()
+        self.ui = panels.Ui()
+        self.log_of: tuple[str, int] | None = None  # run and attempt
+        self.log_since = 0.0
+        self.log_streams: list[LogStream] = []
+        self.log_hosts: set[str] = set()  # that they read
+        self.guard_at = 0.0
+
+    def advance(self, until: float) -> None:
+        """Take what arrives until a moment of the source's clock."""
+        for event in self.source.events(until):
+            self.take(event)
+        self.logs.settle(self.source.now())
+
+    def take(self, event: Event) -> None:
+        """Take one event."""
+        if self.recorder:
+            self.recorder.write(event)
+        host, moment = event["host"], event["t"]
+        if "frame" in event:
+            self.cluster.take(host, event["frame"], moment)
+        elif "link" in event:
+            state, why = event["link"]
+            self.cluster.link(host, state, why, moment)
+        elif "entries" in event:
+            self.logs.take(host, event["entries"], self.cluster.first_rank(host))
+
+    def look(self, event: Event) -> None:
+        """Judge the moment of an event, so that what began and ended meanwhile is among the events."""
+        if event["host"] == self.source.hosts[-1]:
+            self.cluster.picture(event["t"])
+
+    def picture(self, *, logs: bool) -> Picture:
+        """What it is now; with ``logs``, those of the run are followed from now on."""
+        if self.fleet and time.monotonic() > self.guard_at:
+            self.guard_at = time.monotonic() + GUARD_EVERY_S
+            self.cluster.guard = guard_words(self.cluster.run)
+        if self.fleet and logs:
+            self._follow_logs(self.fleet)
+        return self.cluster.picture(self.source.now())
+
+    def _follow_logs(self, fleet: Fleet) -> None:
+        """Read the logs of every host that tells of the run: of those that are there at first in order of time."""
+        of, ranks = self.cluster.log_source()
+        if of != self.log_of:
+            self._end_logs()
+            self.log_of, self.log_since = of, time.monotonic()
+        new = {host: rank for host, rank in ranks.items() if host not in self.log_hosts}
+        waits = len(ranks) < len(self.source.hosts) and time.monotonic() < self.log_since + LOGS_WAIT_S
+        if of and new and not waits and isinstance(self.source, Live):
+            self.log_hosts |= set(new)
+            self.log_streams.append(LogStream(self.source, fleet, of[0], new))
+
+    def _end_logs(self) -> None:
+        for stream in self.log_streams:
+            stream.close()
+        self.log_streams, self.log_hosts = [], set()
+
+    def close(self) -> None:
+        """Nothing stays on the hosts."""
+        self._end_logs()
+        self.source.close()
+
+
+def guard_words(run: str) -> str:
+    """``guard watching``, ``guard GONE``; "" where there is none on this machine."""
+    found = guard.of_run(run) if re.fullmatch(r"[\w.-]+", run) else None
+    if found is None:
+        return ""
+    record, lives = found
+    gone = record["state"] in ("watching", "recovering") and lives is False
+    return "guard GONE" if gone else f"guard {record['state']}"
+
+
+def _print(args: argparse.Namespace, session: Session) -> int:
+    """Print once, or every so often."""
+    began, first = session.source.now(), True
+    code = 0
+    try:
+        while True:
+            moment = began if first else session.source.now() + (args.watch or 0.0)
+            if first:
+                _await_all(session, watches=bool(args.watch))
+            else:
+                while session.source.now() < moment and not session.source.done():
+                    session.advance(min(moment, session.source.now() + 0.5))
+            pic = session.picture(logs=False)
+            _put(args, session, pic)
+            code, first = pic.exit_code, False
+            if not args.watch or session.source.done():
+                return code
+    except KeyboardInterrupt:
+        return STOPPED_FOLLOWING
+
+
+def _await_all(session: Session, *, watches: bool) -> None:
+    """Until every host has sent two frames (rates need them) or cannot be reached; a recording to its end."""
+    if isinstance(session.source, Replay) and not watches:
+        for event in session.source.to_the_end():
+            session.take(event)
+            session.look(event)
+        return
+    source, counts = session.source, dict.fromkeys(session.source.hosts, 0)
+    deadline = source.now() + FIRST_S + 2 * source.interval_s
+
+    def settled(host: str) -> bool:
+        return counts[host] >= 2 or session.cluster.hosts[host].link not in (picture.OK, picture.CONNECTING)
+
+    while source.now() < deadline and not source.done() and not all(map(settled, counts)):
+        for event in source.events(source.now() + 0.2):
+            session.take(event)
+            counts[event["host"]] += "frame" in event
+
+
+def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
+    if args.json:
+        print(json.dumps(dataclasses.asdict(pic)), flush=True)
+        return
+    tty = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if tty else int(os.environ.get("COLUMNS") or PLAIN_WIDTH)
+    color: Literal["auto"] | None = "auto" if tty and not args.plain else None
+    console = Console(
+        width=width, color_system=color, force_terminal=bool(color), highlight=False, legacy_windows=False
+    )
+    for line in panels.report(pic, session.ui, width):
+        console.print(line, no_wrap=True, crop=True, overflow="ellipsis")
+    if args.watch:
+        print()
+    sys.stdout.flush()
+
+
+def entry() -> int:
+    """Entry point of ``cluster-top``."""
+    from llama405b_tools.cli import main as front_door
+
+    return front_door(["top", *sys.argv[1:]])
