@@ -1,9 +1,11 @@
 """Each import rule is shown once to fail when it is broken; and the wheel installs nothing it should not."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -71,7 +73,15 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"llama405b", "llama405b_tools"}
     assert {"llama405b/presets/demo.toml", "llama405b/presets/architectures.json", "llama405b/py.typed"} <= set(names)
     [metadata] = [name for name in names if name.endswith("METADATA")]
-    needs = [
-        line for line in zipfile.ZipFile(wheel).read(metadata).decode().splitlines() if line.startswith("Requires-Dist")
-    ]
-    assert {line.split()[1].split(">")[0] for line in needs if "extra" not in line} == {"libtmux", "paramiko", "rich"}
+    needs = re.findall(
+        r"^Requires-Dist: ([\w-]+)(?!.*extra)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE
+    )
+    assert set(needs) == {"libtmux", "paramiko", "rich", "textual"}
+    venv.create(tmp_path / "venv", with_pip=True)
+    run = [tmp_path / "venv/bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel]
+    subprocess.run(run, check=True, timeout=300)
+    assert not list(tmp_path.glob("venv/lib/*/site-packages/torch"))
+    demo = [tmp_path / "venv/bin/cluster-top", "--replay", "demo", "--once"]
+    shown = subprocess.run(demo, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.search(r"SIMULATED +llama-405b .*GPU 64/64", shown.stdout)

@@ -107,10 +107,10 @@ def header(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]
     parts = [(0, Text(f"hosts {pic.fresh}/{len(pic.hosts)}", "bold red" if pic.fresh < len(pic.hosts) else ""))]
     parts.append((0, Text(gpus, "bold red" if pic.gpus_seen < pic.gpus_expected else "")))
     if run:
-        parts.append((3, Text(f"net {run.network or DASH}", "bold red" if run.network == "SOCKET" else "")))
+        parts.append((2, Text(f"net {run.network or DASH}", "bold red" if run.network == "SOCKET" else "")))
         parts.append((1, Text(_risk(run, pic, short=width < WIDE))))
         if run.attempt > 1:
-            parts.append((2, Text(f"restarts {run.attempt - 1}", "yellow")))
+            parts.append((3, Text(f"restarts {run.attempt - 1}", "yellow")))
         if run.guard:
             parts.append((2, Text(run.guard, "bold red" if "GONE" in run.guard else "")))
     parts.append((4, Text(f"sampled {span(max(ages)) if ages else DASH}")))
@@ -129,7 +129,7 @@ def _risk(run: Training, pic: Picture, *, short: bool) -> str:
         return "ckpt " + (f"step {run.checkpoint_step}" if run.checkpoint_step is not None else "none yet")
     unit = "GPU-h" if pic.gpus_expected else "rank-h"
     hours = f", {run.lost_rank_hours:.1f} {unit}" if run.lost_rank_hours is not None else ""
-    where = f"step {run.checkpoint_step}" if run.checkpoint_step is not None else "none"
+    where = f"{run.checkpoint_step}" if run.checkpoint_step is not None else "none"
     return f"ckpt {where}: {steps}{hours} at risk"
 
 
