@@ -1,6 +1,6 @@
 """``llama405b bench``: measure against a named baseline, in one run, and print ratios.
 
-``bench fleet`` and ``bench logs`` measure the operator's side; see their --help.
+``bench fleet``, ``bench logs`` and ``bench top`` measure the operator's side; see their --help.
 """
 
 import argparse

@@ -107,7 +107,9 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, sto
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{accumulate} micro-batches on each of {me.world} ranks"
     _log(me, f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
-    run_steps(config, range(done + 1, steps + 1), module, optimizer, batches, store, run, me, pulse, stop)
+    flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
+    writer = MetricsWriter(run.metrics, done, flops) if me.leads else None
+    run_steps(config, range(done + 1, steps + 1), module, optimizer, batches, store, writer, me, pulse, stop)
 
 
 def run_steps(
@@ -117,7 +119,7 @@ def run_steps(
     optimizer: torch.optim.Optimizer,
     batches: data.Batches,
     store: checkpoint.Store,
-    run: RunDir,
+    writer: "MetricsWriter | None",
     me: Ranks,
     pulse: Pulse,
     stop: StopAsked,
@@ -130,7 +132,6 @@ def run_steps(
     """
     pulse.phase("train")
     last = steps.stop - 1
-    writer = MetricsWriter(run.metrics, steps.start - 1) if me.leads else None
     for step in steps:
         metrics = one_step(config, step, last, module, optimizer, batches, me)
         ranks.set_timeout(config.timeouts.step)
@@ -279,8 +280,9 @@ def one_step(
 class MetricsWriter:
     """Rank 0's ``metrics.jsonl`` and its lines on stdout."""
 
-    def __init__(self, path: Path, done: int) -> None:
+    def __init__(self, path: Path, done: int, flops_per_token: int) -> None:
         """Keep the lines up to step ``done``, which a resumed run goes on from."""
+        self.flops_per_token = flops_per_token
         kept = [line for line in _lines(path) if line["step"] <= done]
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.tokens = int(kept[-1]["tokens"]) if kept else 0
@@ -290,6 +292,7 @@ class MetricsWriter:
         """Append one step."""
         self.tokens += metrics.tokens
         record = {name: getattr(metrics, name) for name in Metrics.__slots__} | {"tokens": self.tokens}
+        record["flops_per_token"] = self.flops_per_token
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
         print(

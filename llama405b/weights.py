@@ -110,6 +110,16 @@ class Llama:
         """Number of parameters; a tied head counts once."""
         return sum(math.prod(shape) for shape in self.tensors().values())
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """Model FLOPs of training on one token: six for each weight of a matrix product, and causal attention.
+
+        As PaLM, appendix B, counts them (arXiv:2204.02311), but with half of the attention matrix, which a causal mask
+        leaves; recomputed activations do not count.
+        """
+        matrices = sum(math.prod(shape) for name, shape in self.tensors().items() if name.endswith("_proj.weight"))
+        attention = self.layers * self.heads * self.head_dim * seq_len
+        return 6 * (matrices + self.vocab * self.hidden + attention)
+
 
 def read_llama(directory: Path, layers: int = 0) -> Llama:
     """Read the model's shape from ``config.json``; ``layers``: of a model cut down to that many (0: all).

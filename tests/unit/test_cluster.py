@@ -51,6 +51,7 @@ def test_a_healthy_run():
     )
     assert (run.checkpoint_step, run.lost_steps) == (1180, 4)
     assert run.lost_rank_hours == pytest.approx(4 * 6.0 * 32 / 3600)
+    assert run.mfu_pct == pytest.approx(100 * 141 * 2.473e12 / 989e12, rel=1e-3)
     assert run.eta_s == pytest.approx((5000 - 1184) * 6.0)
     assert row(pic, "gpu-2").gpus[3].rank == 11
     assert row(pic, "gpu-2").cpu_pct == pytest.approx(9, abs=1)

@@ -3,6 +3,8 @@ import os
 import shutil
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b import config, weights
@@ -39,6 +41,20 @@ def test_headers_tell_what_transformers_wrote(demo, tiny_tied):
         llama = weights.read_llama(directory)
         assert llama.tensors() == {name: info.shape for name, info in tensors.items()}
         assert llama.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_model_flops_are_those_that_torch_counts(demo, tiny_tied):
+    for directory in (demo, tiny_tied):
+        model = LlamaForCausalLM.from_pretrained(directory, attn_implementation="eager")
+        llama = weights.read_llama(directory)
+        ids = torch.randint(0, llama.vocab, (2, 48))
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+        masked = (
+            6 * llama.layers * llama.heads * llama.head_dim * 48
+        )  # half of the attention matrix, which torch computes
+        rotary = 2 * llama.head_dim // 2  # an outer product of positions and frequencies, once
+        assert counter.get_total_flops() / 96 == pytest.approx(llama.flops_per_token(48) + masked, abs=rotary)
 
 
 def test_a_good_checkpoint_passes(demo):

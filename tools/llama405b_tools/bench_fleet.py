@@ -1,8 +1,9 @@
-"""``llama405b bench fleet [HOSTS]`` and ``bench logs [HOSTS]``: the operator's side, beside what people use otherwise.
+"""``llama405b bench fleet|logs|top [HOSTS]``: the operator's side, beside what people use otherwise.
 
 fleet: ``true`` on every host by bare paramiko, pdsh and clush, where they are installed, and our ``status``; then a whole
 launch, with all its checks, of a program that a stub runs in torchrun's place, beside a bare fan-out of as many
-processes of the same kind. logs: one host's lines through ``logs -f``'s reader beside ``ssh … tail -F``.
+processes of the same kind. logs: the hosts' lines through ``logs`` beside ``ssh … tail``. top: what cluster-top costs here
+and on a host, beside a fresh ``ssh host nvidia-smi`` per host and refresh.
 
 Seconds of wall time and of this machine's CPU, by getrusage; hosts may be aliases of a few machines.
 """
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from llama405b.errors import UserError
@@ -62,17 +63,22 @@ def main(argv: Sequence[str]) -> int:
     parser = VerbParser(
         prog="llama405b bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("fleet", "logs"))
+    parser.add_argument("what", choices=("fleet", "logs", "top"))
     parser.add_argument(
         "hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]"
     )
     parser.add_argument("--lines", type=int, default=200_000, help="of log, for logs [200000]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="to watch, for top [60]")
     parser.add_argument("--no-launch", action="store_true", help="for fleet: only the fan-outs and status")
     parser.add_argument("--repeat", type=int, default=3, help="the least of so many tries [3]")
     args = parser.parse_args(argv)
     hosts = read_hosts(args.hosts)
     if args.what == "logs":
         return logs(hosts, args.hosts, args.lines, args.repeat)
+    if args.what == "top":
+        from llama405b_tools.bench_top import top
+
+        return top(hosts, args.hosts, args.seconds, args.repeat)
     return fleet(hosts, args.hosts, args.repeat, launches=not args.no_launch)
 
 
@@ -80,12 +86,12 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
     """Measure the fan-out."""
     rows: list[tuple[str, Cost]] = []
     for name, do in _fan_outs(hosts).items():
-        rows.append((name, _least(do, repeat)))
-    rows.append(("llama405b status", _least(lambda: _status(hosts), repeat)))
+        rows.append((name, least(do, repeat)))
+    rows.append(("llama405b status", least(lambda: _status(hosts), repeat)))
     if launches:
-        agents = _least(lambda: _bare(hosts, _agent_line, '{"host": "x", "run": null}\n', 3), repeat)
+        agents = least(lambda: _bare(hosts, _agent_line, '{"host": "x", "run": null}\n', 3), repeat)
         rows.append(("bare paramiko, 3 agents on each host", agents))
-        rows.append(("llama405b launch, all checks", _least(lambda: _launch(hosts, path), repeat)))
+        rows.append(("llama405b launch, all checks", least(lambda: _launch(hosts, path), repeat)))
     bare = rows[0][1]
     table = [
         (name, f"{cost.wall_s:.2f}", f"{cost.cpu_s / len(hosts) * 1000:.1f}", f"{cost.wall_s / bare.wall_s:.2f}")
@@ -146,17 +152,27 @@ def _status(hosts: Sequence[Host]) -> None:
 
 def _launch(hosts: Sequence[Host], path: Path, program: str = "stub") -> Cost:
     """A whole launch with a stub in torchrun's place; ending it is not counted."""
+    with stub_run(hosts, path, program) as cost:
+        return cost
+
+
+@contextlib.contextmanager
+def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub") -> Iterator[Cost]:
+    """A run of the stub, and what its launch took; ended at the end."""
     request = asked.parse([str(path), "--run", RUN, "--resume", "auto", "--", program], time.time())
     stubbed = [dataclasses.replace(host, python=f"{host.workdir or Path.cwd()}/.bench-python") for host in hosts]
     with Fleet(hosts) as found:
         found.each(lambda name: _write_stub(found, name))
-    with Fleet(stubbed) as found, contextlib.redirect_stdout(io.StringIO()):
+    with Fleet(stubbed) as found:
         begin = _now()
-        plan = launch(request, stubbed, found)
+        with contextlib.redirect_stdout(io.StringIO()):
+            plan = launch(request, stubbed, found)
         cost = _now() - begin
-        if program == "stub":
-            stop_this(plan, found)
-    return cost
+        try:
+            yield cost
+        finally:
+            if program == "stub":
+                stop_this(plan, found)
 
 
 def _write_stub(found: Fleet, name: str) -> dict[str, object]:
@@ -168,7 +184,7 @@ def _write_stub(found: Fleet, name: str) -> dict[str, object]:
     return {}
 
 
-def _least(do: Callable[[], Cost | None], repeat: int) -> Cost:
+def least(do: Callable[[], Cost | None], repeat: int) -> Cost:
     """The try with the least wall time; ``do`` may count for itself."""
     costs = []
     for _ in range(repeat):
@@ -193,10 +209,10 @@ def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
     total = lines * len(hosts)
     env = [sys.executable, "-m", "llama405b_tools.cli", "logs", str(path), "--run", RUN]
     rows = [
-        ("ssh … tail, a child each", _least(lambda: _tails(hosts), repeat)),
-        ("llama405b logs -o raw", _least(lambda: _checked([*env, "-o", "raw"], None), repeat)),
-        ("llama405b logs", _least(lambda: _checked(env, None), repeat)),
-        ("llama405b logs --fold", _least(lambda: _checked([*env, "--fold"], None), repeat)),
+        ("ssh … tail, a child each", least(lambda: _tails(hosts), repeat)),
+        ("llama405b logs -o raw", least(lambda: _checked([*env, "-o", "raw"], None), repeat)),
+        ("llama405b logs", least(lambda: _checked(env, None), repeat)),
+        ("llama405b logs --fold", least(lambda: _checked([*env, "--fold"], None), repeat)),
     ]
     table = [(n, f"{c.wall_s:.2f}", f"{total / c.wall_s:,.0f}", f"{c.cpu_s:.2f}") for n, c in rows]
     print_table((f"{len(hosts)} hosts, {total:,} lines", "wall s", "lines/s", "CPU s here"), table)

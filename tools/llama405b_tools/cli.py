@@ -70,7 +70,11 @@ def _verb(verb: str, args: list[str]) -> int:
         from llama405b.command import parse
 
         parse(args)
-    name = "llama405b_tools.bench_fleet" if verb == "bench" and args[:1] in (["fleet"], ["logs"]) else VERBS[verb][0]
+    name = (
+        "llama405b_tools.bench_fleet"
+        if verb == "bench" and args[:1] in (["fleet"], ["logs"], ["top"])
+        else VERBS[verb][0]
+    )
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as missing:

@@ -350,6 +350,7 @@ class Cluster:
             checkpoint_step=saved,
             lost_steps=lost,
             lost_rank_hours=lost * step_s * world / 3600 if lost is not None and step_s else None,
+            mfu_pct=_mfu_pct(recent["tokens_per_s"], last.get("flops_per_token"), ours, world),
             network=_network(ours),
             guard=self.guard,
             **recent,
@@ -491,6 +492,17 @@ def _process(row: Sequence[Any], known: _Host) -> ProcessRow:
 def _recent(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [float(entry[key]) for entry in list(metrics)[-RECENT_STEPS:] if entry.get(key) is not None]
     return statistics.median(values) if values else None
+
+
+def _mfu_pct(
+    tokens_per_s: float | None, flops_per_token: float | None, ours: Mapping[str, _Host], world: int
+) -> float | None:
+    """Model FLOPs utilization: those of the model over the most that the GPUs could do, all of one kind."""
+    peaks = {gpus.bf16_flops(gpu.name) for known in ours.values() for gpu in known.gpus}
+    peak = peaks.pop() if len(peaks) == 1 else None
+    if not (tokens_per_s and flops_per_token and peak and world):
+        return None
+    return 100 * tokens_per_s * flops_per_token / (peak * world)
 
 
 def _network(ours: Mapping[str, _Host]) -> str:

@@ -23,7 +23,9 @@ METRICS = {
     "step": int,
     "loss": NUMBER,
     "step_s": NUMBER,
-    **dict.fromkeys(("data_s?", "forward_s?", "backward_s?", "optimizer_s?", "tokens_per_s?"), (*NUMBER, NONE)),
+    **dict.fromkeys(
+        ("data_s?", "forward_s?", "backward_s?", "optimizer_s?", "tokens_per_s?", "flops_per_token?"), (*NUMBER, NONE)
+    ),
 }
 RUN = {
     "name": str,
@@ -51,6 +53,7 @@ FRAME = {
     "ib": [{"device": str, "port": str, "state": str, "rate": str, "counters": {"*": int}}],
     "kernel": ([str], NONE),
     "smi": {"text": (str, NONE), "hung_s": NUMBER, "fields?": [str], "apps?": (str, NONE)},
+    "own?": [NUMBER, int],  # the sampler's own CPU seconds (without nvidia-smi's) and most resident bytes
     "procs?": ([[int, str, int, int, str, str]], NONE),
     "run": (RUN, NONE),
 }

@@ -32,6 +32,22 @@ XIDS = {  # from NVIDIA's list of Xid errors: what is wrong, for those that end 
 }
 FATAL_XIDS = (48, 64, 74, 79, 95, 119, 120)
 
+BF16_TFLOPS = (  # dense, from NVIDIA's data sheets; the first name that is part of the GPU's counts
+    ("GB200", 2500),
+    ("B200", 2250),
+    ("H200 NVL", 835),
+    ("H100 NVL", 835),
+    ("H100 PCIe", 756),
+    ("GH200", 989),
+    ("H200", 989),
+    ("H100", 989),
+    ("H800", 989),
+    ("H20", 148),
+    ("A100", 312),
+    ("A800", 312),
+    ("L40S", 362),
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
@@ -117,6 +133,11 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
         clock_max_mhz=_int(values.get("clocks.max.sm", "")),
         fault=f"{', '.join(broken)} cannot be read" if broken else "",
     )
+
+
+def bf16_flops(name: str) -> float | None:
+    """Most dense BF16 operations a second of a GPU; None where its data sheet is not among ours."""
+    return next((1e12 * tera for known, tera in BF16_TFLOPS if known in name), None)
 
 
 def xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:

@@ -12,6 +12,7 @@ import glob
 import json
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -442,6 +443,7 @@ def write_frames(request, smi):
             "kernel": kernel.new(),
             "run": state,
             "smi": smi.state(),
+            "own": [round(time.process_time(), 3), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
             "now": time.time(),
         }
         if slow:

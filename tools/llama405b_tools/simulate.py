@@ -15,6 +15,8 @@ FIELDS = (  # of the sampler's question, in its order
     "clocks_event_reasons.active",
 )  # fmt: skip
 GPUS, STEP_S, STEPS, SAVE_EVERY = 8, 6.0, 5000, 10
+TOKENS_PER_GPU_S = 141  # what FSDP alone reaches with Llama 405B on H100s
+FLOPS_PER_TOKEN = 2_473_221_685_248  # of Llama 3.1 405B at 4,096 tokens
 BEGIN = 1_795_000_000.0  # seconds since the epoch
 LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = (
     24.0,
@@ -197,7 +199,7 @@ class _Host:
                 "state": "stopped" if gone else "running",
                 "exit_code": None,
                 "signal": None,
-                "reason": "stopped by the guard",
+                "reason": "stopped by the guard" if gone else "",
             },
             "stopped_by": "",
             "beats": [] if gone else beats,
@@ -232,7 +234,8 @@ class _Host:
             "forward_s": 1.51,
             "backward_s": 3.86,
             "optimizer_s": 0.6,
-            "tokens_per_s": 8192 * GPUS * len(self.hosts) / STEP_S,
+            "tokens_per_s": TOKENS_PER_GPU_S * GPUS * len(self.hosts),
+            "flops_per_token": FLOPS_PER_TOKEN,
         }
 
     def log_lines(self, step: int, t: float) -> list[list[Any]]:
@@ -240,7 +243,7 @@ class _Host:
         if self.i:
             return []
         loss = self._metrics(step)["loss"]
-        rate = 8192 * GPUS * len(self.hosts) / STEP_S
+        rate = TOKENS_PER_GPU_S * GPUS * len(self.hosts)
         text = f"step {step}/{STEPS}  loss {loss:.4f}  grad 0.412  lr 1.20e-05  {rate:,.0f} tokens/s  {STEP_S:.2f} s"
         lines = [[BEGIN + t, "r-1-0_x/attempt_0/0/stdout.log", text]]
         if step % SAVE_EVERY == 0:
