@@ -29,13 +29,11 @@ def test_fresh_clone_trains_the_demo(tmp_path):
     assert re.search(r"steps 1-200, loss 7\.\d+ -> [34]\.\d+ .* tokens/s on 2 ranks of 2 hosts", summary)
     assert "checkpoint: runs/" in summary
     assert "next: " in summary
-    commands = re.findall(r"^  (\S+) status --run (\S+) ", done.stdout, re.MULTILINE)
-    assert (
-        subprocess.run(
-            [clone / commands[0][0], "status", "--run", commands[0][1]], cwd=clone, timeout=60, check=False
-        ).returncode
-        == 0
-    )
+    [(program, name)] = re.findall(r"^  (\S+) top --run (\S+) ", done.stdout, re.MULTILINE)
+    top = [clone / program, "top", "--run", name, "--once"]
+    shown = subprocess.run(top, cwd=clone, capture_output=True, text=True, timeout=60, check=False)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert re.search(rf"^{name} DONE .*\nstep 200/200 100%", shown.stdout)
 
     again = subprocess.run(
         ["bash", str(clone / "launch.sh"), "my-hosts", "--preset", "demo", "--dry-run"],

@@ -76,7 +76,7 @@ def type_in(cluster):
 
     def call(line, timeout=150):
         runs.extend(re.findall(r"launch .*--run (\S+)", line))
-        shell = f"cd {place} && PYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} -m llama405b_tools.cli {line}"
+        shell = f"cd {place} && COLUMNS=120 PYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} -m llama405b_tools.cli {line}"
         return cluster.exec(1, "sh", "-c", shell, check=False, timeout=timeout)
 
     call.place = place
@@ -113,6 +113,11 @@ def test_status_logs_and_a_stop_that_saves(type_in):
     state = type_in("status")  # no hosts file here: the newest job
     assert state.returncode == 0, state.stdout
     assert state.stdout.count("running") == 2
+    top = type_in("top --once")
+    assert top.returncode == 0, top.stdout + top.stderr
+    assert re.search(r"^s TRAIN .* hosts 2/2 ", top.stdout)
+    assert re.search(r"^step \d+/100000 .* loss \d", top.stdout, re.MULTILINE)
+    assert len(re.findall(r"^  node-\d +OK +— GPU +(— +){5}\d+ +\d", top.stdout, re.MULTILINE)) == 2, top.stdout
     stopped = type_in("stop --run s")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert stopped.stdout.count("no process left") == 2

@@ -236,7 +236,7 @@ class Cluster:
             why=why,
             age_s=age_s,
             gpus=cells,
-            has_gpu=bool(cells or frame["pci_gpus"] or known.expected_gpus),
+            has_gpu=None if frame["pci_gpus"] is None else bool(cells or frame["pci_gpus"] or known.expected_gpus),
             ranks=ranks,
             processes=tuple(_process(row, known) for row in known.procs),
             cpu_pct=_cpu_pct(known),
@@ -522,7 +522,8 @@ def _network(ours: Mapping[str, _Host]) -> str:
     if said or named:
         rate = used[0]["rate"].split()[0] if used and used[0]["rate"] else ""
         return f"{next(iter(sorted(said)), 'IB')} {len(used)}x{rate}" if rate else next(iter(sorted(said)), "IB")
-    return "" if any(known.gpus for known in ours.values()) or not ours else "gloo"
+    without = [not known.gpus and known.frame and known.frame["pci_gpus"] is not None for known in ours.values()]
+    return "gloo" if without and all(without) else ""
 
 
 def _distinct(hosts: Any, count: Any) -> int:
@@ -535,7 +536,7 @@ def _distinct(hosts: Any, count: Any) -> int:
 
 
 def _pci(known: _Host) -> int:
-    return int(known.frame["pci_gpus"]) if known.frame else 0
+    return int(known.frame["pci_gpus"] or 0) if known.frame else 0
 
 
 def _verdict(

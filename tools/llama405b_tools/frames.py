@@ -45,7 +45,7 @@ RUN = {
 FRAME = {
     "now": NUMBER,
     "machine": str,
-    "pci_gpus": int,
+    "pci_gpus": (int, NONE),  # None: its files are here, but it is another machine
     "cpu": {"total": int, "idle": int, "cores": (int, NONE)},
     "memory": {"total": (int, NONE), "available": (int, NONE), "oom_kills": (int, NONE)},
     "disks": [[str, int, int]],

@@ -34,6 +34,7 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   ? h          this page              q Ctrl-C  quit; nothing is left on any host
 
 Cells are power in percent of the limit (u: utilization, where power is not told). — is unknown, never 0.
+Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interface. STEP and AGE: of the slowest rank.
   !  the GPU deviates from the median of all GPUs, or has an error or a throttle reason
 States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no connection, and why),
   NO-DRIVER, SMI-HUNG (nvidia-smi does not answer), HUNG (its rank is the one the others wait for), FAILED.
@@ -103,7 +104,8 @@ def header(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]
         first.append(f" {span(run.phase_s)}")
     else:
         first.append("no run", "bold")
-    gpus = f"GPU {pic.gpus_seen}/{pic.gpus_expected}" if pic.gpus_expected else "no GPU"
+    without = "no GPU" if any(row.has_gpu is False for row in pic.hosts) else f"GPU {DASH}"
+    gpus = f"GPU {pic.gpus_seen}/{pic.gpus_expected}" if pic.gpus_expected else without
     parts = [(0, Text(f"hosts {pic.fresh}/{len(pic.hosts)}", "bold red" if pic.fresh < len(pic.hosts) else ""))]
     parts.append((0, Text(gpus, "bold red" if pic.gpus_seen < pic.gpus_expected else "")))
     if run:
@@ -237,7 +239,7 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
     name_width = min(max([4, *(len(row.name) for row in rows)]), 22)
     numbers = "".join(f"{i:>3} " for i in range(n_cells)) if 0 < n_cells <= MAX_CELLS else ("GPU" if n_cells else "CPU")
     what = "power %" if told else "util %" if n_cells else ""
-    columns = f"{'MEM%':>4} {'TEMP':>4} {'NET':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
+    columns = f"{'MEM%':>4} {'TEMP':>4} {'Gb/s':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
     head = f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}"
     lines = [Text(head, "bold")]
     for row in rows:
@@ -274,9 +276,7 @@ def _cells(row: HostRow, area: int) -> Text:
         return Text(DASH, "dim")
     style = "dim" if row.state == picture.STALE else ""
     if not row.gpus:
-        return Text(
-            f"no GPU  {sparkline(row.history, max(0, area - 8), 100.0)}" if not row.has_gpu else "GPUs unknown", style
-        )
+        return Text(f"{_without(row):7} {sparkline(row.history, max(0, area - 8), 100.0)}", style)
     if 4 * len(row.gpus) > area:
         return _bars(row)
     line = Text()
@@ -290,6 +290,11 @@ def _cells(row: HostRow, area: int) -> Text:
         )
         line.append(f"{value}{'!' if gpu.odd else ' '}", "bold yellow" if gpu.odd else style)
     return line
+
+
+def _without(row: HostRow) -> str:
+    """In place of its GPUs."""
+    return {False: "no GPU", True: "unknown", None: "— GPU"}[row.has_gpu]
 
 
 def _bars(row: HostRow) -> Text:
@@ -358,7 +363,7 @@ def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Tex
         heat = max((gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None), default=None)
         line.append(f" {number(least, '3.0f'):>3}% {number(heat, 'd'):>2}C")
     else:
-        line.append(f"{'no GPU':{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
+        line.append(f"{_without(row)[:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
     sign = row.state[0] if row.state != picture.OK else "!" if row.notes else " "
     line.append(f" {sign}", STYLES[SEVERITY[row.state]] or "bold yellow")
     line.append(f" {number(row.step, 'd'):>6}")
@@ -396,7 +401,7 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
         )
     )
     lines += [Text(f"  ! {note}", "yellow") for note in row.notes]
-    lines += _gpu_lines(row, width) or [Text("  no GPU" if not row.has_gpu else "  its GPUs are not known", "dim")]
+    lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are not known", "dim")]
     lines.append(_rule("RANKS", width))
     for rank in row.ranks:
         load = (

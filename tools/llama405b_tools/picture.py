@@ -73,7 +73,7 @@ class HostRow:
     why: str  # of a state that is not OK
     age_s: float | None  # since the last frame
     gpus: tuple[GpuCell, ...] = ()
-    has_gpu: bool | None = None
+    has_gpu: bool | None = None  # None: nobody asked the machine
     ranks: tuple[RankRow, ...] = ()
     processes: tuple[ProcessRow, ...] = ()
     cpu_pct: float | None = None

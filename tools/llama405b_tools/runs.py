@@ -10,6 +10,7 @@ from llama405b_tools.clean import clean
 # What a rank says that lost its peer. gloo may also abort the process then, in a thread of its own.
 EFFECTS = ("lost contact with another rank", "torchrun failed; see", "stopped with rank ")
 UNSURE = ("killed by SIGABRT", "stopped by SIGTERM")  # its own fault, or how another's end reached it
+VANISHED = "its processes are gone without a word; was the machine restarted?"
 Described = dict[str, Any]  # one run as one host's agent describes it
 
 
@@ -68,7 +69,7 @@ def failure_of(host: str, described: Described | None) -> Failure | None:
     if state in ("running", "starting", "exited 0", "stopped"):
         return None
     status = (described or {}).get("status") or {}
-    reason = clean(status.get("reason", ""))
+    reason = VANISHED if state == "vanished" else clean(status.get("reason", ""))
     origin = 0 if any(sign in reason for sign in EFFECTS) else 1 if any(sign in reason for sign in UNSURE) else 2
     return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin)
 

@@ -241,7 +241,9 @@ class Run:
 
     def _beat(self, rank):
         beat = read_object("%s/heartbeat/rank-%d.json" % (self.path, rank))
-        if beat is not None:
+        if beat is not None and self.request.get("elsewhere"):
+            beat["state"] = "?"
+        elif beat is not None:
             beat["state"] = read("/proc/%s/stat" % beat.get("pid")).rpartition(") ")[2][:1]
         return beat
 
@@ -399,6 +401,40 @@ def processes(marker):
     return found
 
 
+class Machine:
+    """This machine beside its runs."""
+
+    def __init__(self, smi):
+        self.smi, self.kernel = smi, Kernel()
+        self.name = read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
+        nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
+        self.pci_gpus = sum(read(path + "/class").startswith("0x03") for path in nvidia)
+
+    def frame(self):
+        """Its part of a frame."""
+        return {
+            "machine": self.name,
+            "pci_gpus": self.pci_gpus,
+            "cpu": cpu(),
+            "memory": memory(),
+            "net": network(),
+            "ib": infiniband(),
+            "kernel": self.kernel.new(),
+            "smi": self.smi.state(),
+        }
+
+
+ELSEWHERE = {  # of a host whose files are here, but which is another machine
+    "pci_gpus": None,
+    "cpu": {"total": 0, "idle": 0, "cores": None},
+    "memory": {"total": None, "available": None, "oom_kills": None},
+    "net": {},
+    "ib": [],
+    "kernel": None,
+    "smi": {"text": None, "hung_s": 0.0},
+}
+
+
 def main():
     """Write frames until nobody listens, or a signal says so."""
     request, smi = json.loads(sys.stdin.readline()), Smi()
@@ -419,30 +455,24 @@ def main():
 def write_frames(request, smi):
     """Write frames until nobody has been there for a while."""
     os.chdir(os.path.expanduser(request["workdir"]) if os.path.isdir(os.path.expanduser(request["workdir"])) else "/")
-    every_s, kernel, run = request["interval_s"], Kernel(), Run(request)
-    nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
-    pci = sum(read(path + "/class").startswith("0x03") for path in nvidia)
-    machine = read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
+    every_s, run, elsewhere = request["interval_s"], Run(request), request.get("elsewhere")
+    machine = None if elsewhere else Machine(smi)
     heard, slow_at, procs = time.monotonic(), 0.0, None
     tick = time.monotonic()
     while True:
         slow = time.monotonic() >= slow_at
-        smi.ask(slow)
+        if machine:
+            smi.ask(slow)
         state = run.frame(slow)
         if slow:
             slow_at = time.monotonic() + SLOW_EVERY_S
-            procs = processes(("%s:%s" % (run.path, request["host"])).encode()) if state else []
+            marker = ("%s:%s" % (run.path, request["host"])).encode()
+            procs = processes(marker) if state and machine else []
+        facts = machine.frame() if machine else dict(ELSEWHERE, machine=request["host"])
         frame = {
-            "machine": machine,
-            "pci_gpus": pci,
-            "cpu": cpu(),
-            "memory": memory(),
+            **facts,
             "disks": disks(dict.fromkeys(filter(None, [".", (run.plan or {}).get("checkpoint_dir")]))),
-            "net": network(),
-            "ib": infiniband(),
-            "kernel": kernel.new(),
             "run": state,
-            "smi": smi.state(),
             "own": [round(time.process_time(), 3), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
             "now": time.time(),
         }

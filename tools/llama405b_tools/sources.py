@@ -57,7 +57,9 @@ class Source(Protocol):
 class Live:
     """A sampler on every host, over a kept connection; one that breaks is made again."""
 
-    def __init__(self, fleet: Fleet, run: str | None, interval_s: float) -> None:
+    def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
+        """``elsewhere``: the hosts' files are on this machine, but the hosts are others."""
+        self.elsewhere = elsewhere
         self.fleet, self.run, self.interval_s, self.badge = fleet, run, interval_s, ""
         self.hosts: Sequence[str] = list(fleet.hosts)
         self.arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -101,7 +103,8 @@ class Live:
 
     def _listen(self, name: str) -> str:
         """Take frames until they end; the last line that was none says why."""
-        request = {"workdir": self.fleet.workdir(name), "host": name, "run": self.run, "interval_s": self.interval_s}
+        asked = {"run": self.run, "interval_s": self.interval_s, "elsewhere": self.elsewhere}
+        request = {"workdir": self.fleet.workdir(name), "host": name} | asked
         stdin = f"{len(SCRIPT)}\n{SCRIPT}{json.dumps(request)}\n"
         stream = self.open[name] = self.fleet.connection(name).stream(
             f"exec python3 -c {shlex.quote(LOADER)} 2>&1", stdin

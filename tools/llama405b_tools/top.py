@@ -19,7 +19,7 @@ from typing import Literal
 from rich.console import Console
 
 from llama405b.errors import STOPPED_FOLLOWING, UserError
-from llama405b_tools import guard, panels, picture, sources
+from llama405b_tools import guard, panels, picture, slurm, sources
 from llama405b_tools.asked import seconds
 from llama405b_tools.cluster import Cluster
 from llama405b_tools.fleet import Fleet, read_hosts
@@ -51,8 +51,12 @@ def main(argv: Sequence[str]) -> int:
     hang_after_s = seconds(args.hang_after, "--hang-after")
     if args.replay:
         return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
-    with Fleet(hosts_of(args.hosts)) as fleet:
-        return _show(args, Live(fleet, args.run, args.interval), fleet, hang_after_s)
+    job = None if args.hosts else slurm.run_asked(args.run, Path("hosts"))
+    if job and not slurm.hosts_of(job):
+        raise UserError(f"{slurm.words_of(job)}; it has no nodes to look at yet")
+    with Fleet(slurm.hosts_of(job) if job else hosts_of(args.hosts)) as fleet:
+        live = Live(fleet, job or args.run, args.interval, elsewhere=bool(job))
+        return _show(args, live, fleet, hang_after_s)
 
 
 def _parser() -> VerbParser:
