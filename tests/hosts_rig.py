@@ -42,7 +42,7 @@ for p in "$@"; do while [ "$p" != / ]; do chmod o+rx "$r$p" 2>/dev/null || :; p=
 [ "$user" = root ] || chroot "$r" useradd -m -s /bin/bash -p '*' "$user"
 home=$(chroot "$r" sh -c "echo ~$user")
 mkdir -p "$r$home/.ssh"; cp "$dir/authorized_keys" "$r$home/.ssh/authorized_keys"
-rm -f "$r$home/.ssh/config" "$r$home/.ssh/known_hosts"
+rm -f "$r$home/.ssh/config" "$r$home/.ssh/known_hosts" "$r$home/.bashrc"
 mkdir -p "$r$home/train_dir"; chroot "$r" chown -R "$user" "$home/.ssh" "$home/train_dir"
 cp "$dir/host_key" "$r/etc/ssh/rig_key"; chmod 600 "$r/etc/ssh/rig_key"
 printf '%s\n' 'HostKey /etc/ssh/rig_key' 'PidFile /run/sshd.pid' 'PasswordAuthentication no' 'StrictModes no' \

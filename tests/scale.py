@@ -1,7 +1,8 @@
 """Many hosts for a benchmark: ``python tests/scale.py N VERB …`` runs ``llama405b VERB …`` with N host names.
 
 The names are aliases of four real hosts (network namespaces with an sshd each), written to ``hosts`` in a new directory
-in which the command runs. Needs root. ``docs/measurements/`` says what was measured this way.
+in which the command runs. ``--gpus`` before VERB: nvidia-smi on them tells of eight H100s. Needs root.
+``docs/measurements/`` says what was measured this way.
 """
 
 import os
@@ -18,7 +19,10 @@ MACHINES = 4
 
 def main():
     count, argv = int(sys.argv[1]), sys.argv[2:]
+    gpus = argv[0] == "--gpus"
     with hosts_rig.Hosts(MACHINES, ("root",)) as hosts, tempfile.TemporaryDirectory(prefix="l4scale-") as here:
+        for i in range(1, MACHINES + 1 if gpus else 1):
+            hosts.exec(i, "install", "-m", "755", ROOT / "tests/data/shim/nvidia-smi", "/usr/local/bin/nvidia-smi")
         config = hosts.state / "ssh_config"
         names = [f"n{i:03d}" for i in range(count)]
         aliases = [
@@ -29,7 +33,7 @@ def main():
         (Path(here) / "hosts").write_text("".join(lines))
         env = os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
         return subprocess.run(
-            [sys.executable, "-m", "llama405b_tools.cli", *argv], cwd=here, env=env, check=False
+            [sys.executable, "-m", "llama405b_tools.cli", *argv[gpus:]], cwd=here, env=env, check=False
         ).returncode
 
 

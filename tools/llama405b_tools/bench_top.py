@@ -25,6 +25,7 @@ from llama405b_tools.status import print_table
 
 INTERVAL_S = 2.0
 COLUMNS, LINES = 120, 40
+RUN_HOSTS = 64  # whose launch a machine that plays all hosts can take
 WARM_S, PER_HOST_S = 12.0, 0.15  # until every host has sent frames for a while
 CHANGES, FIRST_STEP, DELAY_MOST_S = 9, 400_001, 30.0
 QUERY = "nvidia-smi --query-gpu=index,utilization.gpu,memory.used,power.draw --format=csv,noheader || true"
@@ -77,7 +78,10 @@ class Top:
     def close(self) -> None:
         """End it."""
         self.child.send_signal(signal.SIGTERM)
-        self.child.wait(10)
+        try:
+            self.child.wait(10)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
 
 
 def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
@@ -86,7 +90,7 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
     rows: list[tuple[str, float, float | None]] = [
         ("ssh host nvidia-smi, a child a host", fresh.cpu_s / INTERVAL_S, None)
     ]
-    with stub_run(hosts, path), Fleet(hosts[:1]) as fleet:
+    with stub_run(hosts[:RUN_HOSTS], path), Fleet(hosts[:1]) as fleet:
         shown = Top(path)
         try:
             time.sleep(WARM_S + PER_HOST_S * len(hosts))
@@ -113,7 +117,9 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
     ]
     heads = (f"{len(hosts)} hosts", "% of a core", "CPU ms a refresh", "RSS MB", "times less")
     print_table(heads, table)
-    print(f"a refresh every {INTERVAL_S:g} s; the screen is {COLUMNS}x{LINES}")
+    print(
+        f"a refresh every {INTERVAL_S:g} s; screen {COLUMNS}x{LINES}; a run, with its logs, on {len(hosts[:RUN_HOSTS])} of the hosts"
+    )
     print(f"the sampler on a host: {100 * sampler_share:.2f}% of a core, {sampler_mb:.0f} MB")
     print(
         f"from a change on a host to the screen: median {statistics.median(delays):.1f} s, at most {max(delays):.1f} s "
@@ -139,6 +145,7 @@ def _fresh(hosts: Sequence[Host]) -> None:
 def _delay(fleet: Fleet, shown: Top, step: int) -> float:
     """Seconds from a heartbeat that is written on the host to its step on the screen."""
     [name] = fleet.hosts
+    time.sleep(INTERVAL_S * (step - FIRST_STEP) / CHANGES)  # or each would come right after a sample
     beat = dict.fromkeys(("rank", "pid", "done_bytes", "total_bytes"), 0) | {"step": step, "phase": "train"}
     begin = time.monotonic()
     beat |= {"time": time.time(), "phase_since": time.time() - 1}

@@ -1,64 +1,38 @@
-"""The state of a cluster, folded from the hosts' frames and links. Pure: every moment is given, none is read.
-
-A host's freshness is judged by the frames that arrive, never by its connection: a frozen peer keeps a connection for long.
-"""
+"""The state of a cluster, folded from the hosts' frames and links. Pure: every moment is given, none is read."""
 
 import collections
-import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from llama405b_tools import frames, gpus, picture, runs, verdicts
 from llama405b_tools.clean import clean
-from llama405b_tools.fold import fold_numbers
-from llama405b_tools.gpus import Gpu
-from llama405b_tools.picture import Event, GpuCell, HostRow, Picture, ProcessRow, RankRow, Training
+from llama405b_tools.hostview import HostView
+from llama405b_tools.picture import Event, HostRow, Picture, Training
 
-STALE_FRAMES = 3
-SMI_HUNG_S = 10.0
-HISTORY, KEPT_METRICS, KEPT_EVENTS = 120, 5000, 500
+KEPT_METRICS, KEPT_EVENTS = 5000, 500
 RECENT_STEPS = 20  # of which the median is taken
-COUNTERS_S = 600.0  # errors are counted over this time
-LINK_WORDS = {"CONNECTING": picture.CONNECTING}
-Frame = Mapping[str, Any]
-Hang = tuple[str, float, str]  # the host, for how long its rank is silent, and what is said of it
 
 
-@dataclasses.dataclass(slots=True)
-class _Host:
-    """What is known of a host."""
+class Hang(NamedTuple):
+    """A rank that is silent."""
 
-    link: str = picture.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
-    why: str = ""
-    heard_at: float | None = None
-    frame: Frame | None = None
-    before: Frame | None = None  # the frame before
-    baseline: Frame | None = None  # minutes ago: for counters of errors
-    baseline_at: float = 0.0
-    gpus: list[Gpu] = dataclasses.field(default_factory=list)
-    smi_fault: str = ""
-    expected_gpus: int = 0  # the most it ever had
-    xids: list[str] = dataclasses.field(default_factory=list)
-    procs: Sequence[Sequence[Any]] = ()
-    procs_before: tuple[float, Mapping[int, int]] | None = None  # host's clock and ticks by pid
-    cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)
-    nodes: Sequence[Sequence[Any]] = ()
-    nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
+    host: str
+    age_s: float
+    words: str
 
 
 class Cluster:
     """Takes what arrives; ``picture`` says what it means."""
 
     def __init__(self, hosts: Sequence[str], interval_s: float, *, hang_after_s: float = 60.0, badge: str = "") -> None:
-        self.hosts = {name: _Host() for name in hosts}
+        self.hosts = {name: HostView(name) for name in hosts}
         self.interval_s, self.hang_after_s, self.badge = interval_s, hang_after_s, badge
         self.run = ""
         self.created = 0.0
         self.metrics: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=KEPT_METRICS)
-        self.phase, self.phase_at = "", 0.0
         self.load: tuple[float, int] | None = None  # when it was first seen, and how far it was then
         self.standing: dict[tuple[str, str], tuple[str, str]] = {}  # (host, kind) -> level, text: what is wrong now
         self.events: collections.deque[Event] = collections.deque(maxlen=KEPT_EVENTS)
@@ -77,38 +51,16 @@ class Cluster:
         if frame is None:
             self.link(host, picture.DOWN, f"its sampler sends what cannot be read ({wrong})", now)
             return
-        known = self.hosts[host]
-        known.before, known.frame, known.heard_at = known.frame, frame, now
-        known.link, known.why = picture.OK, ""
         self._say(host, "link", "note", "", now)
-        if known.baseline is None or now - known.baseline_at > COUNTERS_S:
-            known.baseline, known.baseline_at = frame, now
-        found, fault = gpus.read({"smi": frame["smi"]["text"], "fields": frame["smi"].get("fields", ())})
-        known.gpus, known.smi_fault = found, clean(fault)[:200]
-        known.expected_gpus = max(known.expected_gpus, len(found))
-        for bus, number, words in gpus.xids(frame["kernel"] or ()):
-            known.xids = [*known.xids, f"Xid {number} at {bus}: {words}"][-3:]
-            self._event(now, host, "bad", known.xids[-1])
-        if "procs" in frame:
-            self._take_processes(known, frame)
-        if (level := _level(known)) is not None:
-            known.history.append(level)
+        for words in self.hosts[host].take(frame, now):
+            self._event(now, host, "bad", words)
         if frame["run"]:
-            self._take_run(known, frame["run"], now)
+            self._take_run(self.hosts[host], frame["run"], now)
 
-    def _take_processes(self, known: _Host, frame: Frame) -> None:
-        known.procs = frame["procs"] or ()
-        ticks = {row[0]: row[2] for row in known.procs}
-        if known.procs_before:
-            at, old = known.procs_before
-            seconds = max(0.1, frame["now"] - at)
-            known.cpu_of = {pid: (ticks[pid] - old[pid]) / seconds for pid in ticks if pid in old}  # 100 ticks a second
-        known.procs_before = frame["now"], ticks
-
-    def _take_run(self, known: _Host, run: Mapping[str, Any], now: float) -> None:
+    def _take_run(self, known: HostView, run: Mapping[str, Any], now: float) -> None:
         if run["name"] != self.run and run["created"] >= self.created:
             self.metrics.clear()
-            self.run, self.phase, self.load = run["name"], "", None
+            self.run = run["name"]
         if run["name"] != self.run:
             return
         if run["created"] > self.created:
@@ -123,20 +75,19 @@ class Cluster:
 
     def picture(self, now: float) -> Picture:
         """What all of it means at this moment; events are noted as a side effect."""
-        fresh = {name: known for name, known in self.hosts.items() if self._is_fresh(known, now)}
-        ours = {name: known for name, known in fresh.items() if self._run_of(known)}
-        odd = verdicts.odd_gpus({name: known.gpus for name, known in (ours or fresh).items()})
-        hang = self._hang(ours, now)
-        failures = self._failures(ours)
-        hosts = tuple(self._row(name, known, odd, hang, failures, now) for name, known in self.hosts.items())
-        for row in hosts:
-            bad = picture.SEVERITY[row.state]
-            self._say(
-                row.name, "state", "bad" if bad == 2 else "warning", f"{row.state}: {row.why}" if bad else "", now
-            )
-            self._say(row.name, "notes", "warning", "; ".join(row.notes), now, key=_numberless("; ".join(row.notes)))
+        fresh = [host for host in self.hosts.values() if host.is_fresh(now, self.interval_s)]
+        ours = [host for host in fresh if host.run(self.run)]
+        odd = verdicts.odd_gpus({host.name: host.gpus for host in ours or fresh})
+        hang, failures = self._hang(ours, now), self._failures(ours)
+        trouble = {failure.host: (picture.FAILED, failure.what) for failure in failures}
+        trouble |= {hang.host: (picture.HUNG, hang.words)} if hang else {}
+        rows = []
+        for host in self.hosts.values():
+            state, why = host.state(trouble.get(host.name), now, self.interval_s)
+            rows.append(host.row(self.run, state, why, odd, now))
+            self._tell(rows[-1], now)
         training = self._training(ours, hang, failures, now)
-        verdict, why, code = _verdict(hosts, training, failures)
+        verdict, why, code = _verdict(rows, training, failures)
         return Picture(
             time=now,
             interval_s=self.interval_s,
@@ -144,199 +95,90 @@ class Cluster:
             verdict=verdict,
             why=why,
             exit_code=code,
-            hosts=hosts,
+            hosts=tuple(rows),
             training=training,
             events=tuple(self.events),
             fresh=len(fresh),
-            gpus_seen=_distinct(fresh.values(), lambda known: len(known.gpus)),
-            gpus_expected=_distinct(self.hosts.values(), lambda known: max(known.expected_gpus, _pci(known))),
+            gpus_seen=_distinct(fresh, lambda host: len(host.gpus)),
+            gpus_expected=_distinct(self.hosts.values(), lambda host: host.expected_gpus),
         )
 
     def first_rank(self, host: str) -> int:
         """Of a host; 0 where it is not known."""
-        nodes = next((known.nodes for known in self.hosts.values() if known.nodes), ())
-        return next((int(node[1]) for node in nodes if node[0] == host), 0)
+        return next((int(first) for name, first, _ in self._nodes() if name == host), 0)
 
     def log_source(self) -> tuple[tuple[str, int] | None, dict[str, int]]:
         """The run and attempt whose logs are to be read, and the first rank of each host that can be asked for them."""
-        found = {name: run for name, known in self.hosts.items() if (run := self._run_of(known))}
-        if not found or not any(known.nodes for known in self.hosts.values()):
+        found = self._runs()
+        if not found or not self._nodes():
             return None, {}
         attempt = max(int(run["attempt"]) for run in found.values())
         return (self.run, attempt), {name: self.first_rank(name) for name in found}
 
-    def _is_fresh(self, known: _Host, now: float) -> bool:
-        return known.heard_at is not None and now - known.heard_at <= STALE_FRAMES * self.interval_s
+    def _runs(self) -> dict[str, Mapping[str, Any]]:
+        """What each host that knows the run said of it last."""
+        return {name: run for name, host in self.hosts.items() if (run := host.run(self.run))}
 
-    def _run_of(self, known: _Host) -> Mapping[str, Any] | None:
-        run = known.frame["run"] if known.frame else None
-        return run if run and run["name"] == self.run else None
+    def _nodes(self) -> Sequence[Sequence[Any]]:
+        """The run's hosts: name, first rank, ranks; () where nobody told yet."""
+        return next((host.nodes for host in self.hosts.values() if host.nodes), ())
 
-    def _hang(self, ours: Mapping[str, _Host], now: float) -> Hang | None:
+    def _hang(self, ours: Sequence[HostView], now: float) -> Hang | None:
         """The rank that the others wait for, where that is a hang."""
-        beats = {}
-        for name, known in ours.items():
-            run = self._run_of(known)
-            if run and run["alive"] and known.frame and known.heard_at is not None:
-                host_now = known.frame["now"] + now - known.heard_at
-                beats[name] = [(beat, host_now - beat["time"]) for beat in run["beats"]]
-        limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self._median_step_s() or 0.0))
+        beats, log_ages = {}, []
+        for host in ours:
+            run = host.run(self.run)
+            assert run
+            if run["alive"]:
+                beats[host.name] = [(beat, host.clock(now) - beat["time"]) for beat in run["beats"]]
+            if run["log_age_s"] is not None and host.heard_at is not None:
+                log_ages.append(run["log_age_s"] + now - host.heard_at)
+        limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self._median("step_s") or 0.0))
         found = runs.silent_rank(beats, limit_s, math.inf)
         if found is None:
             return None
-        host, beat, age_s = found
-        log_ages = [self._log_age_s(known, now) for known in ours.values()]
-        words = verdicts.hang_words(beat, age_s, ours[host].gpus, log_ages)
-        return (host, age_s, words) if words else None
+        name, beat, age_s = found
+        words = verdicts.hang_words(beat, age_s, self.hosts[name].gpus, log_ages)
+        return Hang(name, age_s, words) if words else None
 
-    def _log_age_s(self, known: _Host, now: float) -> float | None:
-        run = self._run_of(known)
-        if not run or run["log_age_s"] is None or known.heard_at is None:
-            return None
-        return float(run["log_age_s"]) + now - known.heard_at
-
-    def _failures(self, ours: Mapping[str, _Host]) -> list[runs.Failure]:
+    def _failures(self, ours: Sequence[HostView]) -> list[runs.Failure]:
         found = []
-        for name, known in ours.items():
-            run = self._run_of(known)
+        for host in ours:
+            run = host.run(self.run)
             assert run
             described = {"alive": run["alive"], "leftovers": [], "status": run["status"]}
-            if run["status"] and (failure := runs.failure_of(name, described)):
+            if run["status"] and (failure := runs.failure_of(host.name, described)):
                 found.append(failure)
         return found
 
-    def _row(
-        self,
-        name: str,
-        known: _Host,
-        odd: Mapping[tuple[str, int], str],
-        hang: Hang | None,
-        failures: Sequence[runs.Failure],
-        now: float,
-    ) -> HostRow:
-        age_s = None if known.heard_at is None else now - known.heard_at
-        state, why = self._state(name, known, hang, failures, now)
-        frame = known.frame
-        if frame is None:
-            return HostRow(name, state, why, age_s)
-        run = self._run_of(known)
-        ranks = tuple(_rank(beat, frame["now"] + (age_s or 0.0)) for beat in (run["beats"] if run else ()))
-        cells = tuple(self._cell(known, gpu, name, ranks, odd) for gpu in known.gpus)
-        notes = _gpu_notes(cells)
-        notes += [*known.xids, *verdicts.host_notes(frame, known.baseline)]
-        if known.expected_gpus > len(cells):
-            notes.insert(0, f"{known.expected_gpus - len(cells)} of {known.expected_gpus} GPUs are lost")
-        if known.smi_fault and cells:
-            notes.insert(0, f"nvidia-smi: {known.smi_fault}")
-        memory = frame["memory"]
-        used = memory["total"] - memory["available"] if None not in (memory["total"], memory["available"]) else None
-        return HostRow(
-            name=name,
-            state=state,
-            why=why,
-            age_s=age_s,
-            gpus=cells,
-            has_gpu=None if frame["pci_gpus"] is None else bool(cells or frame["pci_gpus"] or known.expected_gpus),
-            ranks=ranks,
-            processes=tuple(_process(row, known) for row in known.procs),
-            cpu_pct=_cpu_pct(known),
-            cores=frame["cpu"]["cores"],
-            ram_bytes=memory["total"],
-            ram_used_bytes=used,
-            disk_free_bytes=min((free for _, free, _ in frame["disks"]), default=None),
-            net_bytes_per_s=_rate(known, _net),
-            ib_bytes_per_s=_rate(known, _ib),
-            notes=tuple(notes),
-            history=tuple(known.history),
-        )
-
-    def _state(
-        self,
-        name: str,
-        known: _Host,
-        hang: Hang | None,
-        failures: Sequence[runs.Failure],
-        now: float,
-    ) -> tuple[str, str]:
-        """A host's state, and why."""
-        if known.link not in (picture.OK, picture.CONNECTING):
-            return known.link, known.why
-        if known.frame is None or known.heard_at is None:
-            return picture.CONNECTING, "no frame yet"
-        if not self._is_fresh(known, now):
-            return picture.STALE, f"no frame for {now - known.heard_at:.0f} s"
-        if hang and hang[0] == name:
-            return picture.HUNG, hang[2]
-        if failure := next((failure for failure in failures if failure.host == name), None):
-            return picture.FAILED, failure.what
-        smi = known.frame["smi"]
-        if smi["hung_s"] > SMI_HUNG_S:
-            return picture.SMI_HUNG, f"nvidia-smi does not answer for {smi['hung_s']:.0f} s; a GPU or the driver hangs"
-        if not known.gpus and (known.smi_fault or known.frame["pci_gpus"]):
-            return picture.NO_DRIVER, known.smi_fault or f"{known.frame['pci_gpus']} NVIDIA devices, but no nvidia-smi"
-        return picture.OK, ""
-
-    def _cell(
-        self, known: _Host, gpu: Gpu, host: str, ranks: Sequence[RankRow], odd: Mapping[tuple[str, int], str]
-    ) -> GpuCell:
-        by_pid = {rank.pid: rank.rank for rank in ranks}
-        apps = _apps(known)
-        rank = next((by_pid[pid] for pid, uuid, _ in apps if uuid == gpu.uuid and pid in by_pid), None)
-        return GpuCell(
-            index=gpu.index,
-            name=gpu.name,
-            utilization=gpu.utilization,
-            power_w=gpu.power_w,
-            power_limit_w=gpu.power_limit_w,
-            temperature_c=gpu.temperature_c,
-            clock_mhz=gpu.clock_mhz,
-            used_mib=gpu.used_mib,
-            memory_mib=gpu.memory_mib,
-            rank=rank,
-            odd=odd.get((host, gpu.index), ""),
-        )
-
-    def _median_step_s(self) -> float | None:
-        recent = [float(metrics["step_s"]) for metrics in list(self.metrics)[-RECENT_STEPS:]]
-        return statistics.median(recent) if recent else None
+    def _median(self, key: str) -> float | None:
+        """Of the last steps."""
+        recent = itertools.islice(reversed(self.metrics), RECENT_STEPS)
+        values = [float(metrics[key]) for metrics in recent if metrics.get(key) is not None]
+        return statistics.median(values) if values else None
 
     def _training(
-        self,
-        ours: Mapping[str, _Host],
-        hang: Hang | None,
-        failures: Sequence[runs.Failure],
-        now: float,
+        self, ours: Sequence[HostView], hang: Hang | None, failures: Sequence[runs.Failure], now: float
     ) -> Training | None:
-        found = {name: run for name, known in self.hosts.items() if (run := self._run_of(known))}
+        found = self._runs()
         if not found:
             return None
-        phase, since = self._phase(found, hang, failures)
-        if phase != self.phase:
-            self.phase, self.phase_at = phase, now
-        head = next((run for run in found.values() if "max_steps" in run), {})
-        nodes: Sequence[Sequence[Any]] = next((known.nodes for known in self.hosts.values() if known.nodes), ())
-        world = sum(node[2] for node in nodes)
-        beats = [beat for run in found.values() for beat in run["beats"]]
+        phase, phase_s = self._phase(found, hang, failures)
+        head: Mapping[str, Any] = next((run for run in found.values() if "max_steps" in run), {})
+        world = sum(ranks for _, _, ranks in self._nodes())
         last = self.metrics[-1] if self.metrics else {}
-        step, step_s = last.get("step"), self._median_step_s()
-        steps, saved = head.get("max_steps") or None, head.get("checkpoint_step")
+        step, steps, saved = last.get("step"), head.get("max_steps") or None, head.get("checkpoint_step")
+        step_s, tokens_per_s = self._median("step_s"), self._median("tokens_per_s")
         lost = None if step is None else max(0, step - (saved or 0))
-        loading = phase == "LOADING" and any(beat["total_bytes"] for beat in beats)
-        done, total = (
-            (sum(beat[key] for beat in beats) for key in ("done_bytes", "total_bytes")) if loading else (None, None)
-        )
-        eta_s = (steps - step) * step_s if steps and step is not None and step_s else None
-        if loading and done is not None and total is not None:
-            began, had = self.load = self.load or (now, done)
-            eta_s = (total - done) * (now - began) / (done - had) if done > had else None
-        recent = {
-            key: _recent(self.metrics, key)
-            for key in ("data_s", "forward_s", "backward_s", "optimizer_s", "tokens_per_s")
-        }
+        done, total, eta_s = self._loading(found, now) if phase == "LOADING" else (None, None, None)
+        if phase != "LOADING":
+            self.load = None
+        if phase in ("TRAIN", "CKPT", "EVAL") and steps and step is not None and step_s:
+            eta_s = (steps - step) * step_s
         return Training(
             run=self.run,
             phase=phase,
-            phase_s=since,
+            phase_s=phase_s,
             world=world,
             attempt=max(run["attempt"] for run in found.values()),
             step=step,
@@ -344,199 +186,105 @@ class Cluster:
             loss=last.get("loss"),
             losses=tuple(float(metrics["loss"]) for metrics in self.metrics),
             step_s=step_s,
-            eta_s=eta_s if phase in ("TRAIN", "CKPT", "EVAL", "LOADING") else None,
+            data_s=self._median("data_s"),
+            forward_s=self._median("forward_s"),
+            backward_s=self._median("backward_s"),
+            optimizer_s=self._median("optimizer_s"),
+            tokens_per_s=tokens_per_s,
+            mfu_pct=_mfu_pct(tokens_per_s, last.get("flops_per_token"), ours, world),
+            eta_s=eta_s,
             done_bytes=done,
             total_bytes=total,
             checkpoint_step=saved,
             lost_steps=lost,
             lost_rank_hours=lost * step_s * world / 3600 if lost is not None and step_s else None,
-            mfu_pct=_mfu_pct(recent["tokens_per_s"], last.get("flops_per_token"), ours, world),
-            network=_network(ours),
+            network=_network(ours, self.run),
             guard=self.guard,
-            **recent,
         )
 
+    def _loading(
+        self, found: Mapping[str, Mapping[str, Any]], now: float
+    ) -> tuple[int | None, int | None, float | None]:
+        """Bytes that all ranks have, those that they will have, and seconds until then at the rate so far."""
+        beats = [beat for run in found.values() for beat in run["beats"]]
+        done, total = sum(beat["done_bytes"] for beat in beats), sum(beat["total_bytes"] for beat in beats)
+        if not total:
+            return None, None, None
+        began, had = self.load = self.load or (now, done)
+        return done, total, (total - done) * (now - began) / (done - had) if done > had else None
+
     def _phase(
-        self,
-        found: Mapping[str, Mapping[str, Any]],
-        hang: Hang | None,
-        failures: Sequence[runs.Failure],
+        self, found: Mapping[str, Mapping[str, Any]], hang: Hang | None, failures: Sequence[runs.Failure]
     ) -> tuple[str, float | None]:
         """The run's phase, and for how long it is in it."""
-        beats = [beat for run in found.values() for beat in run["beats"]]
-        ages = [self._age_of(name, beat["phase_since"]) for name, run in found.items() for beat in run["beats"]]
-        since = min((age for age in ages if age is not None), default=None)
         if hang:
-            return "HUNG", hang[1]
+            return "HUNG", hang.age_s
         if failures:
             return "FAILED", None
         if not any(run["alive"] for run in found.values()):
             stopped = any((run["status"] or {}).get("state") == "stopped" for run in found.values())
             return ("STOPPED" if stopped else "DONE"), None
-        return verdicts.phase_of([beat["phase"] for beat in beats]), since
+        heard = {name: self.hosts[name].frame for name in found}
+        beats = [(frame["now"], beat) for name, frame in heard.items() if frame for beat in found[name]["beats"]]
+        since = min((host_now - beat["phase_since"] for host_now, beat in beats), default=None)
+        return verdicts.phase_of([beat["phase"] for _, beat in beats]), since
 
-    def _age_of(self, host: str, moment: float) -> float | None:
-        frame = self.hosts[host].frame
-        return frame["now"] - moment if frame else None
+    def _tell(self, row: HostRow, now: float) -> None:
+        """Note what is new about a host."""
+        severity, notes = picture.SEVERITY[row.state], "; ".join(row.notes)
+        level = "bad" if severity == 2 else "warning"
+        self._say(row.name, "state", level, f"{row.state}: {row.why}" if severity else "", now)
+        self._say(row.name, "notes", "warning", notes, now)
 
-    def _say(self, host: str, kind: str, level: str, text: str, now: float, *, key: str = "") -> None:
-        """Something is wrong ("" not any more): an event where that is new."""
-        known = self.standing.get((host, kind))
+    def _say(self, host: str, kind: str, level: str, text: str, now: float) -> None:
+        """Something is wrong ("": not any more): an event where that is new, and not for numbers that change."""
+        before, key = self.standing.get((host, kind)), "".join(letter for letter in text if not letter.isdigit())
         if not text:
-            if known:
+            if before:
                 del self.standing[host, kind]
-                self._event(now, host, "note", f"no longer: {known[1]}")
+                self._event(now, host, "note", f"no longer: {before[1]}")
             return
-        if known is None or known[0] != (key or _numberless(text)):
+        if before is None or before[0] != key:
             self._event(now, host, level, text)
-        self.standing[host, kind] = (key or _numberless(text)), text
+        self.standing[host, kind] = key, text
 
     def _event(self, now: float, host: str, level: str, text: str) -> None:
         self.events.append(Event(now, host, level, clean(text).replace("\n", " ")))
 
 
-def _gpu_notes(cells: Sequence[GpuCell]) -> list[str]:
-    """What is said of GPUs; those of which the same is said together."""
-    said: dict[str, list[int]] = {}
-    for gpu in cells:
-        if gpu.odd:
-            said.setdefault(gpu.odd, []).append(gpu.index)
-    return [f"gpu {fold_numbers(indices)}: {words}" for words, indices in said.items()]
-
-
-def _numberless(text: str) -> str:
-    return "".join(letter for letter in text if not letter.isdigit())
-
-
-def _level(known: _Host) -> float | None:
-    """Mean power (else utilization) of a host's GPUs in percent; of its CPU where it has none."""
-    shares = [
-        100 * gpu.power_w / gpu.power_limit_w for gpu in known.gpus if gpu.power_w is not None and gpu.power_limit_w
-    ]
-    used = [float(gpu.utilization) for gpu in known.gpus if gpu.utilization is not None]
-    found = shares or used
-    return statistics.mean(found) if found else None if known.gpus else _cpu_pct(known)
-
-
-def _cpu_pct(known: _Host) -> float | None:
-    if not known.frame or not known.before:
-        return None
-    new, old = known.frame["cpu"], known.before["cpu"]
-    ticks = new["total"] - old["total"]
-    return 100 * (1 - (new["idle"] - old["idle"]) / ticks) if ticks > 0 else None
-
-
-def _rate(known: _Host, bytes_of: Any) -> float | None:
-    """Bytes a second between the last two frames."""
-    if not known.frame or not known.before:
-        return None
-    new, old, seconds = bytes_of(known.frame), bytes_of(known.before), known.frame["now"] - known.before["now"]
-    rates = [(new[key] - old[key]) / seconds for key in new if key in old] if seconds > 0 else []
-    return max(rates) if rates and min(rates) >= 0 else None
-
-
-def _net(frame: Frame) -> dict[str, int]:
-    return {name: sum(counts) for name, counts in frame["net"].items()}
-
-
-def _ib(frame: Frame) -> dict[str, int]:
-    """All ports together; InfiniBand counts words of four bytes (IBA, PortCounters)."""
-    counts = [port["counters"] for port in frame["ib"]]
-    known = [
-        count["port_rcv_data"] + count["port_xmit_data"]
-        for count in counts
-        if {"port_rcv_data", "port_xmit_data"} <= set(count)
-    ]
-    return {"all": 4 * sum(known)} if known else {}
-
-
-def _rank(beat: Mapping[str, Any], host_now: float) -> RankRow:
-    return RankRow(
-        beat["rank"],
-        beat["pid"],
-        beat["phase"],
-        beat["step"],
-        max(0.0, host_now - beat["time"]),
-        beat["state"],
-        beat["done_bytes"],
-        beat["total_bytes"],
-    )
-
-
-def _apps(known: _Host) -> list[tuple[int, str, int | None]]:
-    """Processes on GPUs: pid, the GPU's uuid, MiB."""
-    found = []
-    for line in ((known.frame or {}).get("smi", {}).get("apps") or "").splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 3 and words[0].isdigit():
-            found.append((int(words[0]), words[1], int(words[2]) if words[2].isdigit() else None))
-    return found
-
-
-def _process(row: Sequence[Any], known: _Host) -> ProcessRow:
-    pid, state, _, rss, rank, command = row
-    app = next((entry for entry in _apps(known) if entry[0] == pid), None)
-    index = next((gpu.index for gpu in known.gpus if app and gpu.uuid == app[1]), None)
-    return ProcessRow(
-        pid,
-        state,
-        known.cpu_of.get(pid),
-        rss,
-        int(rank) if rank.isdigit() else None,
-        index,
-        app[2] if app else None,
-        clean(command),
-    )
-
-
-def _recent(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [float(entry[key]) for entry in list(metrics)[-RECENT_STEPS:] if entry.get(key) is not None]
-    return statistics.median(values) if values else None
-
-
 def _mfu_pct(
-    tokens_per_s: float | None, flops_per_token: float | None, ours: Mapping[str, _Host], world: int
+    tokens_per_s: float | None, flops_per_token: float | None, ours: Sequence[HostView], world: int
 ) -> float | None:
     """Model FLOPs utilization: those of the model over the most that the GPUs could do, all of one kind."""
-    peaks = {gpus.bf16_flops(gpu.name) for known in ours.values() for gpu in known.gpus}
+    peaks = {gpus.bf16_flops(gpu.name) for host in ours for gpu in host.gpus}
     peak = peaks.pop() if len(peaks) == 1 else None
     if not (tokens_per_s and flops_per_token and peak and world):
         return None
     return 100 * tokens_per_s * flops_per_token / (peak * world)
 
 
-def _network(ours: Mapping[str, _Host]) -> str:
+def _network(ours: Sequence[HostView], run_name: str) -> str:
     """What the training's collectives use: "IB 8x400", "SOCKET"; "" where it is not known."""
-    said = {str(run["net"]) for known in ours.values() if known.frame and (run := known.frame["run"]) and run["net"]}
+    said = {str(run["net"]) for host in ours if (run := host.run(run_name)) and run["net"]}
     if "SOCKET" in said:
         return "SOCKET"
-    ports = [
-        port
-        for known in list(ours.values())[:1]
-        if known.frame
-        for port in known.frame["ib"]
-        if "ACTIVE" in port["state"]
-    ]
-    named = next((known.nccl.get("NCCL_IB_HCA", "") for known in ours.values()), "")
-    used = [port for port in ports if not named or port["device"] in named]
+    named = next((host.nccl.get("NCCL_IB_HCA", "") for host in ours), "")
     if said or named:
-        rate = used[0]["rate"].split()[0] if used and used[0]["rate"] else ""
-        return f"{next(iter(sorted(said)), 'IB')} {len(used)}x{rate}" if rate else next(iter(sorted(said)), "IB")
-    without = [not known.gpus and known.frame and known.frame["pci_gpus"] is not None for known in ours.values()]
+        kind, frame = min(said, default="IB"), ours[0].frame
+        ports = [port for port in (frame["ib"] if frame else ()) if "ACTIVE" in port["state"]]
+        rates = [port["rate"].split()[0] for port in ports if port["rate"] and (not named or port["device"] in named)]
+        return f"{kind} {len(rates)}x{rates[0]}" if rates else kind
+    without = [not host.gpus and host.frame and host.frame["pci_gpus"] is not None for host in ours]
     return "gloo" if without and all(without) else ""
 
 
-def _distinct(hosts: Any, count: Any) -> int:
+def _distinct(hosts: Iterable[HostView], count: Callable[[HostView], int]) -> int:
     """Summed over machines: two names of the hosts file may be one machine."""
     machines: dict[str, int] = {}
-    for known in hosts:
-        if known.frame:
-            machines[known.frame["machine"]] = max(machines.get(known.frame["machine"], 0), count(known))
+    for host in hosts:
+        if host.frame:
+            machines[host.frame["machine"]] = max(machines.get(host.frame["machine"], 0), count(host))
     return sum(machines.values())
-
-
-def _pci(known: _Host) -> int:
-    return int(known.frame["pci_gpus"] or 0) if known.frame else 0
 
 
 def _verdict(

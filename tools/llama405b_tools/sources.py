@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 from llama405b.errors import UserError
 from llama405b_tools import picture, simulate
 from llama405b_tools.clean import clean
-from llama405b_tools.fleet import Fleet
+from llama405b_tools.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.frames import EVENT, fault
 from llama405b_tools.transport import HostError, Stream
 
@@ -65,6 +65,7 @@ class Live:
         self.arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.open: dict[str, Stream] = {}
         self.closing = threading.Event()
+        self.connecting = threading.BoundedSemaphore(MAX_AT_ONCE)
         for name in self.hosts:
             threading.Thread(target=self._pump, args=(name,), daemon=True).start()
         threading.Thread(target=self._ping, daemon=True).start()
@@ -106,9 +107,9 @@ class Live:
         asked = {"run": self.run, "interval_s": self.interval_s, "elsewhere": self.elsewhere}
         request = {"workdir": self.fleet.workdir(name), "host": name} | asked
         stdin = f"{len(SCRIPT)}\n{SCRIPT}{json.dumps(request)}\n"
-        stream = self.open[name] = self.fleet.connection(name).stream(
-            f"exec python3 -c {shlex.quote(LOADER)} 2>&1", stdin
-        )
+        with self.connecting:  # not all at once: a handshake that waits for its turn too long fails
+            connection = self.fleet.connection(name)
+            stream = self.open[name] = connection.stream(f"exec python3 -c {shlex.quote(LOADER)} 2>&1", stdin)
         last = ""
         if self.closing.is_set():  # meanwhile
             stream.close()

@@ -5,6 +5,7 @@ and known_hosts, with every hop's host key checked. Never asks: what would need 
 """
 
 import contextlib
+import functools
 import getpass
 import os
 import re
@@ -124,7 +125,7 @@ class Ssh:
             raise SameMachine("is this machine")
         client = paramiko.SSHClient()
         self.clients.append(client)
-        load_known_hosts(client, options)
+        load_known_hosts(client, options, hostname, port)
         client.set_missing_host_key_policy(paramiko.RejectPolicy())
         return _login(client, hostname, port, user, options, sock)
 
@@ -139,31 +140,42 @@ def read_config() -> paramiko.SSHConfig:
     if not path.is_file():
         return paramiko.SSHConfig()
     try:
-        return paramiko.SSHConfig.from_path(str(path))
+        return _parsed(str(path), path.stat().st_mtime_ns)
     except Exception as error:  # noqa: BLE001
         raise HostError(f"{path} cannot be read ({error}); correct it") from None
 
 
-def load_known_hosts(client: paramiko.SSHClient, options: dict[str, Any]) -> None:
-    """Load the known host keys, line by line: paramiko gives up on a whole file at a ``@cert-authority``."""
+@functools.lru_cache(maxsize=4)
+def _parsed(path: str, _modified: int) -> paramiko.SSHConfig:
+    """A config file: read once for all hosts."""
+    return paramiko.SSHConfig.from_path(path)
+
+
+def load_known_hosts(client: paramiko.SSHClient, options: dict[str, Any], hostname: str, port: int) -> None:
+    """Load a host's known keys, line by line: paramiko gives up on a whole file at a ``@cert-authority``.
+
+    Only lines that name the host are parsed as keys: a file of thousands would cost more than the connection.
+    """
     files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
     files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split()
     paths = [path for name in files if (path := Path(name).expanduser()).is_file()]
     lines = [line for path in paths for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     revoked = {word for line in lines if line.startswith("@revoked") for word in line.split()[3:4]}
-    alias = options.get("hostkeyalias")
+    name = hostname if port == 22 else f"[{hostname}]:{port}"
+    names = [known for known in (name, options.get("hostkeyalias")) if known]
     for line in lines:
-        if line.strip() and not line.startswith(("#", "@")) and not revoked & set(line.split()):
-            with contextlib.suppress(Exception):
-                entry = paramiko.hostkeys.HostKeyEntry.from_line(line)
-                for pattern in entry.hostnames if entry and entry.key else []:
-                    known = (
-                        [pattern]
-                        if pattern != alias
-                        else [options["hostname"], f"[{options['hostname']}]:{options.get('port', 22)}"]
-                    )
-                    for hostname in known:
-                        client.get_host_keys().add(hostname, entry.key.get_name(), entry.key)  # type: ignore[union-attr]
+        words = line.split()
+        if len(words) < 3 or words[0].startswith(("#", "@")) or revoked & set(words):
+            continue
+        with contextlib.suppress(Exception):
+            if any(_names(entry, known) for entry in words[0].split(",") for known in names):
+                key = paramiko.hostkeys.HostKeyEntry.from_line(line).key  # type: ignore[union-attr]
+                client.get_host_keys().add(name, key.get_name(), key)
+
+
+def _names(entry: str, host: str) -> bool:
+    """Whether an entry of known_hosts, in the clear or hashed, is a host's."""
+    return entry == host or (entry.startswith("|1|") and paramiko.HostKeys.hash_host(host, entry) == entry)
 
 
 def _login(
