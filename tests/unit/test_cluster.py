@@ -3,14 +3,16 @@
 import copy
 import dataclasses
 import json
+import re
 
 import pytest
 
 from conftest import ROOT
-from llama405b_tools import picture, sampler, simulate
+from llama405b_tools import panels, picture, sampler, simulate
+from llama405b_tools.clean import CONTROLS
 from llama405b_tools.cluster import Cluster
 
-T0 = simulate.BEGIN
+T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
 
 
 def play(n_hosts=4, seconds=100.0, change=None, **more):
@@ -314,10 +316,31 @@ def test_no_frame_however_broken_ends_it():
     assert len(paths) > 60
     refused = 0
     for path in paths:
-        for value in (None, "x", -1, 0, 1e300, True, [], {}, [[]], "DROP"):
+        for value in (
+            None,
+            "x",
+            " ",
+            "²",
+            "9" * 5000,
+            "\x1b]2;x\x07\n",
+            -1,
+            0,
+            1e300,
+            NAN,
+            -INF,
+            True,
+            [],
+            {},
+            [[]],
+            "DROP",
+        ):
             cluster = Cluster(["gpu-1"], 2.0)
             cluster.take("gpu-1", broken(full, path, value), T0)
             first = cluster.picture(T0)
+            for mode in ("cluster", "host"):
+                lines = panels.screen(first, panels.Ui(mode=mode), [], 120, 40) + panels.report(first, panels.Ui(), 120)
+                assert not any(CONTROLS.search(line.plain) or "\n" in line.plain for line in lines)
+            json.dumps(dataclasses.asdict(first), allow_nan=False)
             cluster.take("gpu-1", after, T0 + 2)
             assert cluster.picture(T0 + 2).hosts[0].state == picture.OK
             refused += first.hosts[0].state == picture.DOWN
@@ -329,3 +352,101 @@ def test_a_frame_that_cannot_be_read_is_named():
     cluster = Cluster(["a"], 2.0)
     cluster.take("a", {"now": "soon"}, T0)
     assert cluster.picture(T0).why == "a: DOWN its sampler sends what cannot be read (frame.now)"
+
+
+def test_a_hang_is_seen_where_nvidia_smi_hangs_too():
+    def hangs(event):
+        if "frame" in event and event["host"] == "gpu-3" and event["t"] > T0 + simulate.HUNG:
+            event["frame"]["smi"] |= {
+                "text": event["frame"]["smi"]["text"].replace(" 13", " 67"),
+                "hung_s": event["t"] - T0 - simulate.HUNG,
+            }
+        return event
+
+    _, pic = play(seconds=simulate.HUNG + 75, change=hangs)
+    assert (pic.verdict, row(pic, "gpu-3").state) == ("HUNG", "HUNG")
+    assert row(pic, "gpu-3").gpus[0].power_w is None  # what it said before it hung is not what is
+
+
+def test_who_waits_for_a_frozen_host_is_not_the_one_that_hangs():
+    def frozen(event):
+        return None if event["host"] == "gpu-3" and event["t"] > T0 + simulate.HUNG - 2 else event
+
+    _, pic = play(seconds=simulate.HUNG + 80, change=frozen)
+    assert pic.verdict == "HUNG"
+    assert re.match(r"gpu-3: no frame for \d+ s; gpu-1 waits: rank 1 is silent", pic.why)
+    assert row(pic, "gpu-3").state == picture.STALE
+    assert row(pic, "gpu-1").state == picture.OK
+
+
+def test_a_log_line_now_and_then_does_not_end_a_hang():
+    def talks(event):
+        if "frame" in event and event["t"] > T0 + simulate.HUNG:
+            event["frame"]["run"]["log_age_s"] = (event["t"] - T0) % 60
+        return event
+
+    _, pic = play(seconds=simulate.HUNG + 99, change=talks)
+    assert pic.verdict == "HUNG"
+    told = [event.text for event in pic.events if "HUNG" in event.text]
+    assert len(told) == 1  # and it does not come and go
+
+
+def test_a_slow_nvidia_smi_is_not_a_missing_driver():
+    cluster = Cluster(["a"], 2.0)
+    frames = [event["frame"] for event in simulate.incident(1, seconds=50) if "frame" in event]
+    cluster.take("a", frames[0] | {"smi": {"text": None, "hung_s": 1.0}}, T0)
+    first = cluster.picture(T0)
+    assert (first.hosts[0].state, first.hosts[0].has_gpu, first.hosts[0].notes) == (picture.OK, True, ())
+    cluster.take("a", frames[1], T0 + 2)
+    assert cluster.picture(T0 + 2).gpus_seen == 8
+    cluster.take("a", frames[2] | {"smi": {"text": None, "hung_s": 3.0}}, T0 + 4)
+    assert cluster.picture(T0 + 4).gpus_seen == 8
+    cluster.take("a", frames[3] | {"smi": {"text": None, "hung_s": 0.0}}, T0 + 6)
+    assert cluster.picture(T0 + 6).hosts[0].state == picture.NO_DRIVER
+
+
+def test_a_port_that_went_down_stays_down():
+    cluster = Cluster(["a"], 2.0)
+    frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
+    down = copy.deepcopy(frame)
+    down["ib"][3]["state"] = "1: DOWN"
+    cluster.take("a", frame, T0)
+    for moment in range(2, 2000, 50):
+        cluster.take("a", down, T0 + moment)
+    assert cluster.picture(T0 + 1953).hosts[0].notes == ("mlx5_3/1 is down",)
+
+
+def test_the_run_that_lives_is_shown_and_with_its_own_ranks():
+    cluster = Cluster(["a", "b"], 2.0)
+    frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
+    lives = frame["run"] | {"name": "A", "created": 10.0, "nodes": [["a", 0, 8]]}
+    ended = {"alive": False, "status": {"state": "exited", "exit_code": 1, "reason": "x"}}
+    dead = frame["run"] | ended | {"name": "B", "created": 20.0, "nodes": [["b", 0, 24]], "beats": []}
+    cluster.take("a", frame | {"run": lives}, T0)
+    cluster.take("b", frame | {"run": dead}, T0)
+    shown = cluster.picture(T0).training
+    assert (shown.run, shown.world) == ("A", 8)
+    cluster.take("a", frame | {"run": lives | ended}, T0 + 2)
+    cluster.take("b", frame | {"run": dead}, T0 + 2)
+    shown = cluster.picture(T0 + 2).training
+    assert (shown.run, shown.world, shown.phase) == ("B", 24, "FAILED")
+
+
+def test_nobody_heard_is_nothing_known():
+    cluster, _ = play(seconds=50)
+    run = cluster.picture(T0 + 400).training
+    assert (run.phase, run.eta_s, run.tokens_per_s, run.mfu_pct) == ("UNKNOWN", None, None, None)
+    cluster = Cluster(["a"], 2.0)
+    cluster.link("a", "OK", "", T0)
+    assert cluster.picture(T0 + 5).hosts[0].state == picture.CONNECTING
+    assert cluster.picture(T0 + 60).hosts[0].why == "no frame since it was reached 60 s ago"
+    cluster.wanted = "nosuch"
+    cluster.link("a", "OK", "", T0)
+    cluster.take("a", next(simulate.incident(1))["frame"] | {"run": None}, T0 + 61)
+    assert cluster.picture(T0 + 61).why == "no host knows a run 'nosuch'"
+
+
+def test_the_time_that_loading_takes_again_is_counted_anew():
+    _, pic = play(seconds=simulate.AGAIN + 12)
+    assert pic.training.phase == "LOADING"
+    assert pic.training.eta_s == pytest.approx(10, abs=2)

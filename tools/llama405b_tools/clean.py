@@ -4,6 +4,7 @@ import re
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+LINE_CONTROLS = re.compile(f"[\t\n]|{CONTROLS.pattern}")
 TOKENS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abp]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
@@ -18,6 +19,11 @@ def clean(text: str) -> str:
     """One block of a log, as a terminal may show it: what a progress bar wrote last, no controls, no tokens."""
     lines = [_last_written(line) for line in text.split("\n")]
     return redact(CONTROLS.sub("�", ESCAPES.sub("", "\n".join(lines)).expandtabs()))
+
+
+def printable(line: str) -> str:
+    """One line of a screen, of the same length: nothing in it is a control."""
+    return LINE_CONTROLS.sub("�", line)
 
 
 def redact(text: str) -> str:

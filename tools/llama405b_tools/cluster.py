@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from llama405b_tools import frames, gpus, picture, runs, verdicts
 from llama405b_tools.clean import clean
-from llama405b_tools.hostview import HostView
+from llama405b_tools.hostview import HostView, Odd
 from llama405b_tools.picture import Event, HostRow, Picture, Training
 
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
 RECENT_STEPS = 20  # of which the median is taken
+LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
 
 
 class Hang(NamedTuple):
@@ -32,11 +33,24 @@ class Cluster:
         self.interval_s, self.hang_after_s, self.badge = interval_s, hang_after_s, badge
         self.run = ""
         self.created = 0.0
-        self.metrics: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=KEPT_METRICS)
+        self.metrics_of: dict[str, collections.deque[Mapping[str, Any]]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=KEPT_METRICS)
+        )
+        self.hung: tuple[str, int, float] | None = None  # the heartbeat that is a hang
         self.load: tuple[float, int] | None = None  # when it was first seen, and how far it was then
         self.standing: dict[tuple[str, str], tuple[str, str]] = {}  # (host, kind) -> level, text: what is wrong now
         self.events: collections.deque[Event] = collections.deque(maxlen=KEPT_EVENTS)
         self.guard = ""
+        self.wanted = ""  # the run that was asked for
+
+    @property
+    def metrics(self) -> collections.deque[Mapping[str, Any]]:
+        """Of the run that is shown, oldest first."""
+        return self.metrics_of[self.run]
+
+    def note(self, text: str, now: float) -> None:
+        """Something that happened here, at the operator's."""
+        self._event(now, "", "warning", text)
 
     def link(self, host: str, state: str, why: str, now: float) -> None:
         """A connection was made (OK), or was not: AUTH, REFUSED, TIMEOUT or DOWN, and why."""
@@ -44,6 +58,7 @@ class Cluster:
         if known.link not in (state, picture.CONNECTING) or state != picture.OK:
             self._say(host, "link", "note" if state == picture.OK else "bad", why if state != picture.OK else "", now)
         known.link, known.why = state if state in picture.SEVERITY else picture.DOWN, clean(why)
+        known.linked_at = now if state == picture.OK else None
 
     def take(self, host: str, arrived: object, now: float) -> None:
         """A frame arrived."""
@@ -52,32 +67,36 @@ class Cluster:
             self.link(host, picture.DOWN, f"its sampler sends what cannot be read ({wrong})", now)
             return
         self._say(host, "link", "note", "", now)
-        for words in self.hosts[host].take(frame, now):
+        known = self.hosts[host]
+        before = _identity(known.frame)
+        for words in known.take(frame, now):
             self._event(now, host, "bad", words)
-        if frame["run"]:
-            self._take_run(self.hosts[host], frame["run"], now)
+        if run := frame["run"]:
+            metrics = self.metrics_of[run["name"]]
+            for each in run.get("metrics", ()):
+                while metrics and metrics[-1]["step"] >= each["step"]:  # a resumed run goes back
+                    metrics.pop()
+                metrics.append(each)
+        if _identity(frame) != before:
+            self._choose(now)
 
-    def _take_run(self, known: HostView, run: Mapping[str, Any], now: float) -> None:
-        if run["name"] != self.run and run["created"] >= self.created:
-            self.metrics.clear()
-            self.run = run["name"]
-        if run["name"] != self.run:
+    def _choose(self, now: float) -> None:
+        """The run to show: the newest that lives on any host, else the newest."""
+        told = [run for host in self.hosts.values() if host.frame and (run := host.frame["run"])]
+        if not told:
             return
-        if run["created"] > self.created:
-            if self.created and run["attempt"] > 1:
-                self._event(now, "", "note", f"{run['name']}: attempt {run['attempt']} began")
-            self.created = run["created"]
-        known.nodes, known.nccl = run.get("nodes", known.nodes), run.get("nccl", known.nccl)
-        for metrics in run.get("metrics", ()):
-            while self.metrics and self.metrics[-1]["step"] >= metrics["step"]:  # a resumed run goes back
-                self.metrics.pop()
-            self.metrics.append(metrics)
+        best = max(told, key=lambda run: (run["alive"], run["created"]))
+        if best["name"] == self.run and best["created"] > self.created and best["attempt"] > 1:
+            self._event(now, "", "note", f"{best['name']}: attempt {best['attempt']} began")
+        if (best["name"], best["created"]) != (self.run, self.created):
+            self.load = None
+        self.run, self.created = best["name"], best["created"]
 
     def picture(self, now: float) -> Picture:
         """What all of it means at this moment; events are noted as a side effect."""
         fresh = [host for host in self.hosts.values() if host.is_fresh(now, self.interval_s)]
         ours = [host for host in fresh if host.run(self.run)]
-        odd = verdicts.odd_gpus({host.name: host.gpus for host in ours or fresh})
+        odd = _odd(ours or fresh)
         hang, failures = self._hang(ours, now), self._failures(ours)
         trouble = {failure.host: (picture.FAILED, failure.what) for failure in failures}
         trouble |= {hang.host: (picture.HUNG, hang.words)} if hang else {}
@@ -87,7 +106,9 @@ class Cluster:
             rows.append(host.row(self.run, state, why, odd, now))
             self._tell(rows[-1], now)
         training = self._training(ours, hang, failures, now)
-        verdict, why, code = _verdict(rows, training, failures)
+        verdict, why, code = _verdict(rows, training, hang, failures)
+        if self.wanted and not training and code < 3 and verdict != "CONNECTING":
+            verdict, why, code = "DOWN", f"no host knows a run {self.wanted!r}", 3
         return Picture(
             time=now,
             interval_s=self.interval_s,
@@ -121,7 +142,7 @@ class Cluster:
 
     def _nodes(self) -> Sequence[Sequence[Any]]:
         """The run's hosts: name, first rank, ranks; () where nobody told yet."""
-        return next((host.nodes for host in self.hosts.values() if host.nodes), ())
+        return next((plan.nodes for host in self.hosts.values() if (plan := host.plans.get(self.run))), ())
 
     def _hang(self, ours: Sequence[HostView], now: float) -> Hang | None:
         """The rank that the others wait for, where that is a hang."""
@@ -136,9 +157,19 @@ class Cluster:
         limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self._median("step_s") or 0.0))
         found = runs.silent_rank(beats, limit_s, math.inf)
         if found is None:
+            self.hung = None
             return None
         name, beat, age_s = found
-        words = verdicts.hang_words(beat, age_s, self.hosts[name].gpus, log_ages)
+        this = (name, int(beat["rank"]), float(beat["time"]))
+        sure = this == self.hung or age_s > LONG_SILENCE * limit_s
+        words = verdicts.hang_words(beat, age_s, self.hosts[name].gpus, log_ages, sure=sure)
+        self.hung = this if words else None
+        unheard = [
+            self.hosts[node] for node, _, _ in self._nodes() if node in self.hosts and self.hosts[node] not in ours
+        ]
+        if words and unheard:  # it may only wait for them
+            why = unheard[0].state(None, now, self.interval_s)[1]
+            return Hang(unheard[0].name, age_s, f"{why or 'it does not tell of the run'}; {name} waits: {words}")
         return Hang(name, age_s, words) if words else None
 
     def _failures(self, ours: Sequence[HostView]) -> list[runs.Failure]:
@@ -163,14 +194,15 @@ class Cluster:
         found = self._runs()
         if not found:
             return None
-        phase, phase_s = self._phase(found, hang, failures)
+        heard = {host.name: found[host.name] for host in ours}
+        phase, phase_s = self._phase(heard, hang, failures) if heard else ("UNKNOWN", None)
         head: Mapping[str, Any] = next((run for run in found.values() if "max_steps" in run), {})
         world = sum(ranks for _, _, ranks in self._nodes())
         last = self.metrics[-1] if self.metrics else {}
         step, steps, saved = last.get("step"), head.get("max_steps") or None, head.get("checkpoint_step")
-        step_s, tokens_per_s = self._median("step_s"), self._median("tokens_per_s")
+        step_s, tokens_per_s = self._median("step_s"), self._median("tokens_per_s") if heard else None
         lost = None if step is None else max(0, step - (saved or 0))
-        done, total, eta_s = self._loading(found, now) if phase == "LOADING" else (None, None, None)
+        done, total, eta_s = self._loading(heard, now) if phase == "LOADING" else (None, None, None)
         if phase != "LOADING":
             self.load = None
         if phase in ("TRAIN", "CKPT", "EVAL") and steps and step is not None and step_s:
@@ -222,6 +254,8 @@ class Cluster:
         if failures:
             return "FAILED", None
         if not any(run["alive"] for run in found.values()):
+            if not any(run["status"] for run in found.values()):
+                return "STARTING", None
             stopped = any((run["status"] or {}).get("state") == "stopped" for run in found.values())
             return ("STOPPED" if stopped else "DONE"), None
         heard = {name: self.hosts[name].frame for name in found}
@@ -252,6 +286,19 @@ class Cluster:
         self.events.append(Event(now, host, level, clean(text).replace("\n", " ")))
 
 
+def _identity(frame: Mapping[str, Any] | None) -> tuple[str, float, bool] | None:
+    """Which run a frame tells of, as far as the choice goes."""
+    run = frame["run"] if frame else None
+    return (run["name"], run["created"], run["alive"]) if run else None
+
+
+def _odd(hosts: Sequence[HostView]) -> Odd:
+    """The GPUs that stood out in the frame before too: frames of a moment are up to an interval apart."""
+    now = verdicts.odd_gpus({host.name: host.gpus for host in hosts})
+    before = verdicts.odd_gpus({host.name: host.gpus_before or host.gpus for host in hosts})
+    return {gpu: words for gpu, words in now.items() if gpu in before}
+
+
 def _mfu_pct(
     tokens_per_s: float | None, flops_per_token: float | None, ours: Sequence[HostView], world: int
 ) -> float | None:
@@ -268,11 +315,14 @@ def _network(ours: Sequence[HostView], run_name: str) -> str:
     said = {str(run["net"]) for host in ours if (run := host.run(run_name)) and run["net"]}
     if "SOCKET" in said:
         return "SOCKET"
-    named = next((host.nccl.get("NCCL_IB_HCA", "") for host in ours), "")
+    plans = (host.plans.get(run_name) for host in ours)
+    named = next((plan.nccl.get("NCCL_IB_HCA", "") for plan in plans if plan), "")
     if said or named:
         kind, frame = min(said, default="IB"), ours[0].frame
         ports = [port for port in (frame["ib"] if frame else ()) if "ACTIVE" in port["state"]]
-        rates = [port["rate"].split()[0] for port in ports if port["rate"] and (not named or port["device"] in named)]
+        rates = [
+            port["rate"].split()[0] for port in ports if port["rate"].strip() and (not named or port["device"] in named)
+        ]
         return f"{kind} {len(rates)}x{rates[0]}" if rates else kind
     without = [not host.gpus and host.frame and host.frame["pci_gpus"] is not None for host in ours]
     return "gloo" if without and all(without) else ""
@@ -288,11 +338,11 @@ def _distinct(hosts: Iterable[HostView], count: Callable[[HostView], int]) -> in
 
 
 def _verdict(
-    hosts: Sequence[HostRow], training: Training | None, failures: Sequence[runs.Failure]
+    hosts: Sequence[HostRow], training: Training | None, hang: Hang | None, failures: Sequence[runs.Failure]
 ) -> tuple[str, str, int]:
     """The one word, why, and the exit code."""
-    if hung := next((row for row in hosts if row.state == picture.HUNG), None):
-        return "HUNG", f"{hung.name}: {hung.why}", 3
+    if hang:
+        return "HUNG", f"{hang.host}: {hang.words}", 3
     if failures:
         worst = runs.first_failure(failures)
         return "DOWN", f"{worst.host}: {worst.what}", 3

@@ -115,7 +115,7 @@ class Fleet:
 
     def __exit__(self, *exc: object) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-        for connection in self.connections.values():
+        for connection in list(self.connections.values()):
             connection.close()
 
     def each(self, ask: Callable[[str], Reply], names: Iterable[str] | None = None) -> dict[str, Outcome]:
@@ -184,8 +184,10 @@ class Fleet:
                     self.connections[name] = Local()
         return self.connections[name]
 
-    def forget(self, name: str) -> None:
-        """Close a connection that broke; the next question makes a new one."""
+    def forget(self, name: str, *, unless_open: bool = False) -> None:
+        """Close a connection that broke; the next question makes a new one. It may be another's, who still hears."""
+        if unless_open and name in self.connections and self.connections[name].is_open():
+            return
         if connection := self.connections.pop(name, None):
             connection.close()
 

@@ -7,6 +7,7 @@ a dict of shapes by key: ``key?`` need not be there, ``*`` stands for every key.
 from collections.abc import Mapping
 from typing import Any
 
+MOST = 1e18
 NUMBER, NONE = (int, float), type(None)
 BEAT = {
     "rank": int,
@@ -65,6 +66,8 @@ def fault(value: Any, shape: Any, where: str) -> str:
     if isinstance(shape, tuple):
         faults = [fault(value, each, where) for each in shape]
         return "" if "" in faults else faults[0]
+    if isinstance(value, int | float) and not -MOST < value < MOST:  # nor is NaN
+        return where
     if not isinstance(shape, dict | list):
         return "" if isinstance(value, shape) and (shape is bool or not isinstance(value, bool)) else where
     if isinstance(shape, list):

@@ -15,7 +15,7 @@ SLOWED = {  # bits of clocks_event_reasons.active (nvml.h), and whether they say
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+),? ?(.*)")
+XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b,? ?(.*)", re.ASCII)
 XIDS = {  # from NVIDIA's list of Xid errors: what is wrong, for those that end a training run
     13: "a kernel went out of bounds",
     31: "a memory page fault",
@@ -96,7 +96,7 @@ def read(probe: Mapping[str, Any]) -> tuple[list[Gpu], str]:
 
 def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
     values = dict(zip(fields, (value.strip() for value in line.split(",")), strict=False))
-    if len(values) != len(fields) or not values.get("index", "").isdigit():
+    if len(values) != len(fields) or not re.fullmatch(r"\d{1,4}", values.get("index", ""), re.ASCII):
         return None
     broken = [
         name
@@ -155,7 +155,7 @@ def foreign(apps: str | None) -> list[tuple[int, str]]:
     found = []
     for line in (apps or "").splitlines():
         parts = [part.strip() for part in line.split(",")]
-        if len(parts) >= 3 and parts[0].isdigit():
+        if len(parts) >= 3 and re.fullmatch(r"\d{1,9}", parts[0], re.ASCII):
             found.append((int(parts[0]), parts[-1]))
     return found
 
@@ -177,11 +177,12 @@ def _known(text: str) -> str:
 
 def _int(text: str) -> int | None:
     number = _float(text)
-    return None if number is None or not math.isfinite(number) else int(number)
+    return None if number is None else int(number)
 
 
 def _float(text: str) -> float | None:
     try:
-        return float(_known(text))
+        number = float(_known(text))
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

@@ -5,9 +5,10 @@ Knows nothing of the other hosts: what deviates from them, and what the run as a
 
 import collections
 import dataclasses
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama405b_tools import gpus, picture, verdicts
 from llama405b_tools.clean import clean
@@ -16,12 +17,20 @@ from llama405b_tools.gpus import Gpu
 from llama405b_tools.picture import GpuCell, HostRow, ProcessRow, RankRow
 
 STALE_FRAMES = 3
-SMI_HUNG_S = 10.0
+SMI_HUNG_S, FIRST_FRAME_S = 10.0, 15.0
 HISTORY = 120
 COUNTERS_S = 600.0  # errors are counted over this time
 TICKS = 100  # a second, as Linux counts CPU time for user space
+UNKNOWN: dict[str, Any] = dict.fromkeys(("utilization", "power_w", "temperature_c", "clock_mhz", "used_mib"))
 Frame = Mapping[str, Any]
 Odd = Mapping[tuple[str, int], str]  # by host and index of a GPU, why it stands out
+
+
+class Plan(NamedTuple):
+    """What a host was told of a run."""
+
+    nodes: Sequence[Sequence[Any]]  # name, first rank, ranks
+    nccl: Mapping[str, str]
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,27 +43,32 @@ class HostView:
     heard_at: float | None = None
     frame: Frame | None = None
     before: Frame | None = None  # the frame before
-    baseline: Frame | None = None  # minutes ago: for counters of errors
-    baseline_at: float = 0.0
+    linked_at: float | None = None  # since when a connection stands without a frame
+    earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # of minutes
+    active_ports: set[tuple[str, str]] = dataclasses.field(default_factory=set)  # that ever were
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
+    gpus_before: list[Gpu] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
     expected_gpus: int = 0  # the most it ever had
     xids: list[str] = dataclasses.field(default_factory=list)
     procs: Sequence[Sequence[Any]] = ()
     procs_before: tuple[float, Mapping[int, int]] | None = None  # host's clock and ticks by pid
     cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
-    nodes: Sequence[Sequence[Any]] = ()  # of the run: name, first rank, ranks
-    nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    plans: dict[str, Plan] = dataclasses.field(default_factory=dict)  # by run
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
     def take(self, frame: Frame, now: float) -> list[str]:
         """A frame arrived; the GPU errors that are new in the kernel's log."""
         self.before, self.frame, self.heard_at = self.frame, frame, now
         self.link, self.why = picture.OK, ""
-        if self.baseline is None or now - self.baseline_at > COUNTERS_S:
-            self.baseline, self.baseline_at = frame, now
-        self.gpus, fault = gpus.read({"smi": frame["smi"]["text"], "fields": frame["smi"].get("fields", ())})
-        self.smi_fault = clean(fault)[:200]
+        if not self.earlier or now - self.earlier[-1][0] > COUNTERS_S / 10:
+            self.earlier.append((now, frame))
+        while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
+            self.earlier.popleft()
+        self.active_ports |= {(port["device"], port["port"]) for port in frame["ib"] if "ACTIVE" in port["state"]}
+        self._take_smi(frame["smi"])
+        if (run := frame["run"]) and "nodes" in run:
+            self.plans[run["name"]] = Plan(run["nodes"], run.get("nccl", {}))
         self.expected_gpus = max(self.expected_gpus, len(self.gpus), frame["pci_gpus"] or 0)
         new = [f"Xid {number} at {bus}: {words}" for bus, number, words in gpus.xids(frame["kernel"] or ())]
         self.xids = [*self.xids, *new][-3:]
@@ -63,6 +77,15 @@ class HostView:
         if (level := self._level()) is not None:
             self.history.append(level)
         return new
+
+    def _take_smi(self, smi: Mapping[str, Any]) -> None:
+        """nvidia-smi's answer; while it takes its time the last one stands, and when it hangs nothing is known."""
+        self.gpus_before = self.gpus
+        if smi["hung_s"] > SMI_HUNG_S:
+            self.gpus = [dataclasses.replace(gpu, **UNKNOWN) for gpu in self.gpus]
+        elif smi["text"] is not None or not smi["hung_s"]:
+            self.gpus, fault = gpus.read({"smi": smi["text"], "fields": smi.get("fields", ())})
+            self.smi_fault = clean(fault)[:200]
 
     def _take_processes(self, frame: Frame) -> None:
         self.procs = frame["procs"] or ()
@@ -91,6 +114,9 @@ class HostView:
         if self.link not in (picture.OK, picture.CONNECTING):
             return self.link, self.why
         if self.frame is None or self.heard_at is None:
+            waits_s = 0.0 if self.linked_at is None else now - self.linked_at
+            if waits_s > max(FIRST_FRAME_S, STALE_FRAMES * interval_s):
+                return picture.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
             return picture.CONNECTING, "no frame yet"
         if not self.is_fresh(now, interval_s):
             return picture.STALE, f"no frame for {now - self.heard_at:.0f} s"
@@ -99,7 +125,7 @@ class HostView:
         smi = self.frame["smi"]
         if smi["hung_s"] > SMI_HUNG_S:
             return picture.SMI_HUNG, f"nvidia-smi does not answer for {smi['hung_s']:.0f} s; a GPU or the driver hangs"
-        if not self.gpus and (self.smi_fault or self.frame["pci_gpus"]):
+        if not self.gpus and (self.smi_fault or (self.frame["pci_gpus"] and not smi["hung_s"])):
             return picture.NO_DRIVER, self.smi_fault or f"{self.frame['pci_gpus']} NVIDIA devices, but no nvidia-smi"
         return picture.OK, ""
 
@@ -138,14 +164,14 @@ class HostView:
         notes = []
         if self.smi_fault and cells:
             notes.append(f"nvidia-smi: {self.smi_fault}")
-        if self.expected_gpus > len(cells):
+        if cells and self.expected_gpus > len(cells):
             notes.append(f"{self.expected_gpus - len(cells)} of {self.expected_gpus} GPUs are lost")
         said: dict[str, list[int]] = {}
         for gpu in cells:
             if gpu.odd:
                 said.setdefault(gpu.odd, []).append(gpu.index)
         notes += [f"gpu {fold_numbers(indices)}: {words}" for words, indices in said.items()]
-        return [*notes, *self.xids, *verdicts.host_notes(frame, self.baseline)]
+        return [*notes, *self.xids, *verdicts.host_notes(frame, self.earlier[0][1], self.active_ports)]
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
         by_pid = {rank.pid: rank.rank for rank in ranks}
@@ -172,8 +198,8 @@ class HostView:
         found = []
         for line in ((self.frame or {}).get("smi", {}).get("apps") or "").splitlines():
             words = [word.strip() for word in line.split(",")]
-            if len(words) == 3 and words[0].isdigit():
-                found.append((int(words[0]), words[1], int(words[2]) if words[2].isdigit() else None))
+            if len(words) == 3 and (pid := _whole(words[0])) is not None:
+                found.append((pid, words[1], _whole(words[2])))
         return found
 
     def _processes(self) -> tuple[ProcessRow, ...]:
@@ -182,9 +208,8 @@ class HostView:
         rows = []
         for pid, state, _, rss, rank, command in self.procs:
             uuid, mib = on.get(pid, ("", None))
-            rank_or_none = int(rank) if rank.isdigit() else None
             cpu = self.cpu_of.get(pid)
-            rows.append(ProcessRow(pid, state, cpu, rss, rank_or_none, index_of.get(uuid), mib, clean(command)))
+            rows.append(ProcessRow(pid, state, cpu, rss, _whole(rank), index_of.get(uuid), mib, clean(command)))
         return tuple(rows)
 
     def _level(self) -> float | None:
@@ -210,6 +235,10 @@ class HostView:
         new, old, seconds = bytes_of(self.frame), bytes_of(self.before), self.frame["now"] - self.before["now"]
         rates = [(new[key] - old[key]) / seconds for key in new if key in old] if seconds > 0 else []
         return max(rates) if rates and min(rates) >= 0 else None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
 
 def _net(frame: Frame) -> dict[str, int]:

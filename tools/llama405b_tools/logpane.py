@@ -39,7 +39,8 @@ class LogPane:
     def _add(self, group: Sequence[Entry]) -> None:
         text = clean(text_of(group) if len(group) > 1 else group[0].text)
         for line in text.split("\n"):
-            self.lines.append(LogLine(group[0].time, where_of(group), line, is_error(group[0])))
+            hosts = frozenset(entry.host for entry in group)
+            self.lines.append(LogLine(group[0].time, where_of(group), line, is_error(group[0]), hosts))
 
     def first_error(self) -> int | None:
         """How many lines up from the newest the first error is."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from llama405b_tools import picture
+from llama405b_tools.clean import printable
 from llama405b_tools.forms import DASH, amount, bar, gbit, gib, middle, number, span, sparkline
 from llama405b_tools.picture import SEVERITY, HostRow, Picture, Training
 
@@ -49,6 +50,7 @@ class LogLine:
     where: str
     text: str
     is_error: bool = False
+    hosts: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,6 +85,7 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
     lines += [Text() for _ in range(height - 1 - len(lines))]
     lines.append(_footer(ui, width))
     for line in lines:
+        line.plain = printable(line.plain)
         line.truncate(width, overflow="ellipsis", pad=True)
     return lines[:height]
 
@@ -185,6 +188,7 @@ def report(pic: Picture, ui: Ui, width: int) -> list[Text]:
         lines += [Text(f"! {row.name}: {note}") for note in (*said, *row.notes)]
     lines += [event_line(event) for event in pic.events]
     for line in lines:
+        line.plain = printable(line.plain)
         line.rstrip()
     return lines
 
@@ -419,7 +423,7 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
         where = f"rank {number(process.rank, 'd'):>4} gpu {number(process.gpu, 'd'):>2}"
         used = f"{number(process.cpu_pct, '.0f'):>4}% {process.rss_bytes / (1 << 30):6.1f} GiB"
         lines.append(Text(f"  {process.pid:>8} {process.state} {where} {used}  {process.command}"))
-    mine = [line for line in logs if row.name in line.where]
+    mine = [line for line in logs if row.name in line.hosts]
     return lines + log_pane(mine, max(3, room - len(lines)), width, 0)
 
 

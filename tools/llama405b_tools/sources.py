@@ -12,13 +12,14 @@ import queue
 import shlex
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from llama405b.errors import UserError
 from llama405b_tools import picture, simulate
-from llama405b_tools.clean import clean
+from llama405b_tools.clean import CONTROLS, clean
 from llama405b_tools.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.frames import EVENT, fault
 from llama405b_tools.transport import HostError, Stream
@@ -31,6 +32,7 @@ HEADER = "llama405b_recording"
 RECORDING = {HEADER: int, "hosts": [str], "interval_s": (int, float), "badge": str}
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_LINE = 1 << 24
+END_OF_TIME = 1e11  # seconds since the epoch; what calendars can write
 Event = dict[str, Any]
 
 
@@ -94,12 +96,17 @@ class Live:
     def _pump(self, name: str) -> None:
         while not self.closing.is_set():
             try:
-                raise HostError(f"the sampler ended: {self._listen(name) or 'it said nothing'}")
+                said = self._listen(name)
+                kind, why = picture.DOWN, f"the sampler ended: {said or 'it said nothing'}"
+                self.fleet.forget(name, unless_open=True)
             except HostError as error:
-                if self.closing.is_set():
-                    return
+                kind, why = error.kind, str(error)
                 self.fleet.forget(name)
-                self._put(name, "link", [error.kind, str(error)])
+            except Exception as error:  # noqa: BLE001 - said on screen, which goes on
+                kind, why = picture.DOWN, str(error) or type(error).__name__
+            if self.closing.is_set():
+                return
+            self._put(name, "link", [kind, why])
             self.closing.wait(RETRY_S)
 
     def _listen(self, name: str) -> str:
@@ -143,11 +150,12 @@ class Replay:
         self.rest = events
         self.next: Event | None = next(events, None)
         self.begin = self.next["t"] if self.next else 0.0
+        self.last = self.begin  # of what was yielded
         self.began = time.monotonic()
 
     def now(self) -> float:
         """See ``Source``: the recording's clock."""
-        return float(self.begin + (time.monotonic() - self.began) * self.speed)
+        return self.last if self.next is None else float(self.begin + (time.monotonic() - self.began) * self.speed)
 
     def done(self) -> bool:
         """See ``Source``."""
@@ -157,6 +165,7 @@ class Replay:
         """See ``Source``; waits until then."""
         while self.next and self.next["t"] <= until:
             event, self.next = self.next, next(self.rest, None)
+            self.last = event["t"]
             yield event
         time.sleep(max(0.0, (until - self.now()) / self.speed))
 
@@ -164,7 +173,7 @@ class Replay:
         """All that is left, at once; the clock stands at the last of it."""
         while self.next:
             event, self.next = self.next, next(self.rest, None)
-            self.begin, self.speed = event["t"], 1e-9
+            self.last = event["t"]
             yield event
 
     def close(self) -> None:
@@ -188,10 +197,11 @@ def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
         if (
             fault(header, RECORDING, "header")
             or not hosts
+            or any(CONTROLS.search(word) for word in (*hosts, header["badge"]))
             or not MIN_INTERVAL_S <= header["interval_s"] <= MAX_INTERVAL_S
         ):
             raise ValueError
-    except (ValueError, KeyError, TypeError, gzip.BadGzipFile):
+    except (ValueError, KeyError, TypeError, RecursionError, gzip.BadGzipFile, zlib.error):
         raise UserError(f"--replay: {path} is no recording of cluster-top; make one with --record") from None
     except (OSError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is cut short"
@@ -207,10 +217,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[Event]:
     """The events, up to where the file ends or stops making sense: a recording may end with its machine."""
-    with contextlib.suppress(ValueError, OSError, EOFError):
+    with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
         for line in lines:
             event = json.loads(line)
-            if not fault(event, EVENT, "event") and event["host"] in hosts:
+            if not fault(event, EVENT, "event") and event["host"] in hosts and 0 <= event["t"] < END_OF_TIME:
                 yield event
 
 
@@ -236,12 +246,17 @@ class Recorder:
         except OSError as error:
             raise UserError(f"--record: {path} cannot be written ({error.strerror}); name another") from None
         header = {HEADER: 1, "hosts": list(source.hosts), "interval_s": source.interval_s, "badge": source.badge}
-        self.file.write(json.dumps(header) + "\n")
+        self.write(header)
 
     def write(self, event: Event) -> None:
-        """Add an event."""
+        """Add an event.
+
+        Raises:
+            OSError: The disk is full.
+        """
         self.file.write(json.dumps(event) + "\n")
 
     def close(self) -> None:
         """Finish the file."""
-        self.file.close()
+        with contextlib.suppress(OSError):
+            self.file.close()

@@ -20,6 +20,7 @@ from llama405b_tools.hosts import Host
 from llama405b_tools.transport import HostError, Result, Stream
 
 CONNECT_TIMEOUT_S = 10.0
+MAX_LINE = 1 << 24  # a host that never ends its line
 MAX_JUMPS = 8
 DEAD_AFTER_S = 30  # without an answer to what was sent, keepalives included
 HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?::(?P<port>\d{1,5}))?/?")
@@ -84,6 +85,11 @@ class Ssh:
             )
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise HostError(f"its sshd does not forward to port {port} ({error})") from None
+
+    def is_open(self) -> bool:
+        """See ``transport.Connection``."""
+        transport = self.client.get_transport()
+        return transport is not None and transport.is_active()
 
     def close(self) -> None:
         """Close the connection and those to the jump hosts."""
@@ -243,7 +249,7 @@ def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Any:
         raise HostError(
             f"no answer from {hostname}:{port} within {CONNECT_TIMEOUT_S:.0f} s; is it up?", kind="TIMEOUT"
         ) from None
-    except (OSError, paramiko.SSHException) as error:
+    except (OSError, paramiko.SSHException, UnicodeError) as error:
         kind = "REFUSED" if isinstance(error, ConnectionRefusedError) else "DOWN"
         raise HostError(
             f"cannot connect to {hostname}:{port} ({getattr(error, 'strerror', None) or error})", kind
@@ -257,7 +263,8 @@ class _SshStream:
 
     def __iter__(self) -> Iterator[str]:
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-            for line in self.channel.makefile("r"):
+            file = self.channel.makefile("r")
+            while line := file.readline(MAX_LINE):
                 yield _text(line)
 
     def send(self, text: str) -> None:

@@ -100,7 +100,7 @@ class Streams:
         while not self.closing.is_set():
             asked = {"run": self.run, "host": host, "metrics": host == self.metrics_of, "marks": marks}
             request = {**self.asks, **asked}
-            why = "the connection to it broke"
+            why, ended = "the connection to it broke, or nothing can be run there", True
             try:
                 self.open[host] = self.fleet.stream(host, "stream", request)
                 if self.closing.is_set():  # meanwhile
@@ -109,10 +109,10 @@ class Streams:
                 if self._read(host, self.open[host], marks):
                     return
             except HostError as error:
-                why = str(error)
+                why, ended = str(error), False
             if self.closing.is_set():
                 return
-            self.fleet.forget(host)
+            self.fleet.forget(host, unless_open=ended)
             self.news.put((host, {"unreachable": why}))
             self.closing.wait(RETRY_S)
 

@@ -6,8 +6,8 @@ over SSH and ends with it. Exit code (with --once, --json, --watch and on leavin
 
 import argparse
 import dataclasses
+import io
 import json
-import os
 import re
 import shutil
 import sys
@@ -22,6 +22,7 @@ from llama405b.errors import STOPPED_FOLLOWING, UserError
 from llama405b_tools import guard, panels, picture, slurm, sources
 from llama405b_tools.asked import seconds
 from llama405b_tools.cluster import Cluster
+from llama405b_tools.commands import check_run_name
 from llama405b_tools.fleet import Fleet, read_hosts
 from llama405b_tools.hosts import Host, parse
 from llama405b_tools.logpane import LogPane, LogStream
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if args.replay and (args.hosts or args.run or args.record):
         raise UserError("--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out")
     hang_after_s = seconds(args.hang_after, "--hang-after")
+    if args.run is not None:
+        check_run_name(args.run)
     if args.replay:
         return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
     job = None if args.hosts else slurm.run_asked(args.run, Path("hosts"))
@@ -95,6 +98,8 @@ def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
     Raises:
         UserError: The file cannot be read, or a name is none.
     """
+    if not words and not Path("hosts").exists():
+        raise UserError("hosts: no such file here; name a hosts file or hosts, or look at `cluster-top --replay demo`")
     if not words:
         return read_hosts(Path("hosts"))
     if len(words) == 1 and (Path(words[0]).exists() or "/" in words[0]):
@@ -107,6 +112,7 @@ def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_af
     try:
         recorder = Recorder(args.record, source) if args.record else None
         session = Session(source, fleet, hang_after_s, recorder)
+        session.cluster.wanted = args.run or ""
         session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
         if args.json or args.once or args.plain or args.watch or not (sys.stdout.isatty() and sys.stdin.isatty()):
             return _print(args, session)
@@ -134,9 +140,11 @@ class Session:
         self.log_streams: list[LogStream] = []
         self.log_hosts: set[str] = set()  # that they read
         self.guard_at = 0.0
+        self.moment = source.now()  # up to which all was taken
 
     def advance(self, until: float) -> None:
         """Take what arrives until a moment of the source's clock."""
+        self.moment = until
         for event in self.source.events(until):
             self.take(event)
         self.logs.settle(self.source.now())
@@ -144,7 +152,11 @@ class Session:
     def take(self, event: Event) -> None:
         """Take one event."""
         if self.recorder:
-            self.recorder.write(event)
+            try:
+                self.recorder.write(event)
+            except OSError as error:
+                self.recorder = None
+                self.cluster.note(f"--record: stopped, the file cannot be written ({error.strerror})", event["t"])
         host, moment = event["host"], event["t"]
         if "frame" in event:
             self.cluster.take(host, event["frame"], moment)
@@ -166,7 +178,8 @@ class Session:
             self.cluster.guard = guard_words(self.cluster.run)
         if self.fleet and logs:
             self._follow_logs(self.fleet)
-        return self.cluster.picture(self.source.now())
+        replays = isinstance(self.source, Replay) and not self.source.done()
+        return self.cluster.picture(self.moment if replays else self.source.now())
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that tells of the run: of those that are there at first in order of time."""
@@ -246,7 +259,9 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
         print(json.dumps(dataclasses.asdict(pic)), flush=True)
         return
     tty = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if tty else int(os.environ.get("COLUMNS") or PLAIN_WIDTH)
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
     console = Console(
         width=width, color_system=color, force_terminal=bool(color), highlight=False, legacy_windows=False

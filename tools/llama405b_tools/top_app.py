@@ -10,7 +10,8 @@ from typing import ClassVar
 from rich.console import Group
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
-from textual.events import Key
+from textual.events import Key, Resize
+from textual.geometry import Size
 from textual.widgets import Static
 
 from llama405b_tools import first_error, panels
@@ -63,7 +64,9 @@ class TopApp(App[int]):
 
     def end_by(self, number: int) -> None:
         """A signal: restore the screen, and leave nothing behind, even where the terminal is gone."""
-        threading.Timer(LEAVE_WITHIN_S, os._exit, (128 + number,)).start()
+        last_resort = threading.Timer(LEAVE_WITHIN_S, os._exit, (128 + number,))
+        last_resort.daemon = True
+        last_resort.start()
         self.session.close()
         self.exit(128 + number)
 
@@ -73,18 +76,18 @@ class TopApp(App[int]):
         if time.monotonic() - self.drawn_at >= DRAW_EVERY_S:
             self.draw()
 
-    def draw(self) -> None:
+    def draw(self, size: Size | None = None) -> None:
         """Draw what is known."""
         self.drawn_at = time.monotonic()
         self.pic = self.session.picture(logs=True)
-        size = self.size
+        size = size or self.size
         lines = panels.screen(self.pic, self.ui, list(self.session.logs.lines), size.width, size.height)
         self.query_one("#all", Static).update(Group(*lines))
 
-    def on_resize(self) -> None:
+    def on_resize(self, event: Resize) -> None:
         """Draw for the new size."""
         if self.pic:
-            self.draw()
+            self.draw(event.size)
 
     def action_leave(self) -> None:
         """Leave."""

@@ -93,6 +93,9 @@ class Connection(Protocol):
             HostError: Nothing answers there, or the machine forbids it.
         """
 
+    def is_open(self) -> bool:
+        """Whether it still leads there, as far as is known."""
+
     def close(self) -> None:
         """Let go of the machine."""
 
@@ -123,6 +126,10 @@ class Local:
             return socket.create_connection(("127.0.0.1", port), 10)
         except OSError as error:
             raise HostError(f"port {port} does not answer ({error.strerror})") from None
+
+    def is_open(self) -> bool:
+        """See ``Connection``."""
+        return True
 
     def close(self) -> None:
         """Nothing is kept open."""

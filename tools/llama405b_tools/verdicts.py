@@ -5,7 +5,7 @@ judged on what is not known.
 """
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from llama405b_tools.gpus import Gpu
@@ -70,18 +70,21 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if len(known) >= FEW else None
 
 
-def host_notes(frame: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
-    """What stands out on a host beside its GPUs; ``before``: an earlier frame, for counters that grew since."""
+def host_notes(frame: Mapping[str, Any], before: Mapping[str, Any], active: Container[tuple[str, str]]) -> list[str]:
+    """What stands out on a host beside its GPUs.
+
+    ``before``: an earlier frame, for counters that grew since; ``active``: RDMA ports (device, port) that ever were.
+    """
     notes = []
-    memory, old = frame["memory"], (before or {}).get("memory") or {}
-    if memory["oom_kills"] is not None and old.get("oom_kills") is not None and memory["oom_kills"] > old["oom_kills"]:
+    memory, old = frame["memory"], before["memory"]
+    if memory["oom_kills"] is not None and old["oom_kills"] is not None and memory["oom_kills"] > old["oom_kills"]:
         notes.append(f"{memory['oom_kills'] - old['oom_kills']} processes killed for want of memory")
     if memory["total"] and memory["available"] is not None and memory["available"] < LOW_RAM * memory["total"]:
         notes.append(f"RAM is full: {memory['available'] / (1 << 30):.1f} GiB left")
     for path, free, total in frame["disks"]:
         if free < LOW_DISK_BYTES or free < LOW_DISK * total:
             notes.append(f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}")
-    earlier = {(port["device"], port["port"]): port for port in (before or {}).get("ib", ())}
+    earlier = {(port["device"], port["port"]): port for port in before["ib"]}
     for port in frame["ib"]:
         name = f"{port['device']}/{port['port']}"
         counters = earlier.get((port["device"], port["port"]), {}).get("counters", {})
@@ -91,20 +94,23 @@ def host_notes(frame: Mapping[str, Any], before: Mapping[str, Any] | None) -> li
             if key in counters and port["counters"].get(key, 0) > counters[key]
         ]
         notes += [f"{name}: {', '.join(grown)}"] if grown else []
-        was = earlier.get((port["device"], port["port"]))
-        if was and "ACTIVE" in was["state"] and "ACTIVE" not in port["state"]:
+        if (port["device"], port["port"]) in active and "ACTIVE" not in port["state"]:
             notes.append(f"{name} is down")
     return notes
 
 
 def hang_words(
-    beat: Mapping[str, Any], age_s: float, gpus: Sequence[Gpu], log_ages_s: Sequence[float | None]
+    beat: Mapping[str, Any], age_s: float, gpus: Sequence[Gpu], ages: Sequence[float], *, sure: bool
 ) -> str | None:
-    """Why it is a hang, in words; None where the GPUs work or the logs go on, so that it may be none."""
+    """Why it is a hang, in words; None where the GPUs work or the logs go on, so that it may be none.
+
+    ``ages``: seconds since the last log line on each host. ``sure``: it was one already, or the silence is so long that
+    log lines excuse nothing.
+    """
     shares = [share for share in map(_share, gpus) if share is not None]
-    ages = [age for age in log_ages_s if age is not None]
     stuck = STATES.get(beat["state"], "")
-    if not stuck and ((shares and max(shares) > IDLE + 0.25) or (ages and min(ages) < age_s / 4)):
+    works, talks = shares and max(shares) > IDLE + 0.25, ages and min(ages) < age_s / 4
+    if not stuck and (works or (talks and not sure)):
         return None
     words = f"rank {beat['rank']} is silent for {age_s:.0f} s at step {beat['step']} in phase {beat['phase']}"
     words += f"; {stuck}" if stuck else ""
