@@ -7,7 +7,7 @@ import os
 import time
 
 from llama405b.ranks import Ranks
-from llama405b.rundir import Heartbeat, RunDir, write_json
+from llama405b.rundir import Heartbeat, Metrics, RunDir, write_json
 
 INTERVAL_S = 1.0
 
@@ -19,6 +19,8 @@ class Pulse:
         self.path = run.heartbeat(me.rank)
         self.me = me
         self.step = 0
+        self.data_s: float | None = None
+        self.optimizer_s: float | None = None
         self.phase_name, self.phase_since = "start", time.time()
         self.written = 0.0
         self.beat(force=True)
@@ -27,6 +29,11 @@ class Pulse:
         """Enter a phase; always written."""
         self.phase_name, self.phase_since = name, time.time()
         self.beat(force=True, at_phase=True)
+
+    def stepped(self, metrics: Metrics) -> None:
+        """A step was done."""
+        self.step, self.data_s, self.optimizer_s = metrics.step, metrics.data_s, metrics.optimizer_s
+        self.beat()
 
     def beat(
         self,
@@ -57,6 +64,8 @@ class Pulse:
                 total_bytes,
                 message,
                 failed_in,
+                self.data_s,
+                self.optimizer_s,
             ),
         )
 

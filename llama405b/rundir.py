@@ -55,6 +55,8 @@ class Heartbeat:
     total_bytes: int = 0
     message: str = ""  # why it failed
     failed_in: str = ""  # the phase in which it did
+    data_s: float | None = None  # of the last step, this rank's own: until it had its batch
+    optimizer_s: float | None = None  # and clipping and the update
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

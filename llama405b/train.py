@@ -135,8 +135,7 @@ def run_steps(
     for step in steps:
         metrics = one_step(config, step, last, module, optimizer, batches, me)
         ranks.set_timeout(config.timeouts.step)
-        pulse.step = step
-        pulse.beat()
+        pulse.stepped(metrics)
         if writer:
             writer.write(metrics, last)
         stopping = ranks.any_of(stop.asked)

@@ -450,3 +450,23 @@ def test_the_time_that_loading_takes_again_is_counted_anew():
     _, pic = play(seconds=simulate.AGAIN + 12)
     assert pic.training.phase == "LOADING"
     assert pic.training.eta_s == pytest.approx(10, abs=2)
+
+
+def test_the_rank_that_keeps_the_others_waiting_is_named():
+    def slow(event):
+        for beat in event["frame"]["run"]["beats"] if "frame" in event else ():
+            if beat["rank"] == 19:
+                beat["optimizer_s"] = 2.4
+        return event
+
+    _, pic = play(seconds=50, change=slow)
+    assert row(pic, "gpu-3").notes == ("rank 19: clipping and update took 2.40 s where the median is 0.60 s",)
+    assert [host.name for host in pic.hosts if host.notes] == ["gpu-3"]
+
+    def unknown(event):
+        for beat in event["frame"]["run"]["beats"] if "frame" in event else ():
+            del beat["data_s"], beat["optimizer_s"]
+        return event
+
+    _, pic = play(seconds=50, change=unknown)
+    assert (pic.verdict, row(pic, "gpu-1").ranks[0].data_s) == ("HEALTHY", None)

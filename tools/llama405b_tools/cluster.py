@@ -97,13 +97,15 @@ class Cluster:
         fresh = [host for host in self.hosts.values() if host.is_fresh(now, self.interval_s)]
         ours = [host for host in fresh if host.run(self.run)]
         odd = _odd(ours or fresh)
+        beats = {host.name: run["beats"] for host in ours if (run := host.run(self.run))}
+        slow = verdicts.slow_ranks(beats, self._median("step_s"))
         hang, failures = self._hang(ours, now), self._failures(ours)
         trouble = {failure.host: (picture.FAILED, failure.what) for failure in failures}
         trouble |= {hang.host: (picture.HUNG, hang.words)} if hang else {}
         rows = []
         for host in self.hosts.values():
             state, why = host.state(trouble.get(host.name), now, self.interval_s)
-            rows.append(host.row(self.run, state, why, odd, now))
+            rows.append(host.row(self.run, state, why, odd, slow.get(host.name, ()), now))
             self._tell(rows[-1], now)
         training = self._training(ours, hang, failures, now)
         verdict, why, code = _verdict(rows, training, hang, failures)

@@ -19,6 +19,8 @@ BEAT = {
     "done_bytes": int,
     "total_bytes": int,
     "state": str,
+    "data_s?": (*NUMBER, NONE),
+    "optimizer_s?": (*NUMBER, NONE),
 }
 METRICS = {
     "step": int,

@@ -129,8 +129,8 @@ class HostView:
             return picture.NO_DRIVER, self.smi_fault or f"{self.frame['pci_gpus']} NVIDIA devices, but no nvidia-smi"
         return picture.OK, ""
 
-    def row(self, run_name: str, state: str, why: str, odd: Odd, now: float) -> HostRow:
-        """Its row of the picture."""
+    def row(self, run_name: str, state: str, why: str, odd: Odd, slow: Sequence[str], now: float) -> HostRow:
+        """Its row of the picture; ``slow``: what is said of its ranks."""
         age_s, frame = None if self.heard_at is None else now - self.heard_at, self.frame
         if frame is None:
             return HostRow(self.name, state, why, age_s)
@@ -155,7 +155,7 @@ class HostView:
             disk_free_bytes=min((free for _, free, _ in frame["disks"]), default=None),
             net_bytes_per_s=self._rate(_net),
             ib_bytes_per_s=self._rate(_ib),
-            notes=tuple(self._notes(cells, frame)),
+            notes=(*self._notes(cells, frame), *slow),
             history=tuple(self.history),
         )
 
@@ -262,4 +262,6 @@ def _rank(beat: Mapping[str, Any], host_now: float) -> RankRow:
         beat["state"],
         beat["done_bytes"],
         beat["total_bytes"],
+        beat.get("data_s"),
+        beat.get("optimizer_s"),
     )

@@ -415,7 +415,8 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
         )
         lines.append(
             Text(
-                f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}{load}"
+                f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}  "
+                f"batch {number(rank.data_s, '.2f')} s  update {number(rank.optimizer_s, '.2f')} s{load}"
             )
         )
     lines.append(_rule("PROCESSES", width))

@@ -48,6 +48,8 @@ class RankRow:
     state: str  # of the process, as the kernel writes it: R, S, D, T, Z; "": gone
     done_bytes: int
     total_bytes: int
+    data_s: float | None = None  # of its last step: until it had its batch
+    optimizer_s: float | None = None  # and clipping and the update
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -187,6 +187,8 @@ class _Host:
                 "message": "",
                 "failed_in": "",
                 "state": "S",
+                "data_s": 0.03,
+                "optimizer_s": 0.6,
             }
             for gpu in range(GPUS)
         ]

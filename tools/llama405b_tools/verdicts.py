@@ -13,6 +13,7 @@ from llama405b_tools.runs import STATES
 
 FEW = 4  # GPUs that have to tell before one can deviate
 LOW_POWER, LOW_CLOCK = 0.75, 0.9  # of the median
+SLOW, SLOW_PART = 2.0, 0.2  # times the median, and by so much of a step
 HOT_C, HOTTER_C = 80, 8  # and so much above the median
 BUSY = 0.4  # median power over limit: below, GPUs idle together (an offloaded optimizer, a checkpoint)
 IDLE = 0.35  # power over limit of a GPU that waits: a hang's sign
@@ -58,6 +59,23 @@ def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], str]:
                 words.append(f"{hot} °C where the median is {heat:.0f}")
             if words:
                 found[host, gpu.index] = "; ".join(words)
+    return found
+
+
+def slow_ranks(beats: Mapping[str, Sequence[Mapping[str, Any]]], step_s: float | None) -> dict[str, list[str]]:
+    """By host, the ranks that keep the others waiting by what each does alone: its batch, and the update of its shard."""
+    found: dict[str, list[str]] = {}
+    for key, words in (("data_s", "its batch"), ("optimizer_s", "clipping and update")):
+        median = _median(beat.get(key) for each in beats.values() for beat in each)
+        if median is None or step_s is None:
+            continue
+        for host, each in beats.items():
+            for beat in each:
+                took = beat.get(key)
+                if took is not None and took > SLOW * median and took - median > SLOW_PART * step_s:
+                    found.setdefault(host, []).append(
+                        f"rank {beat['rank']}: {words} took {took:.2f} s where the median is {median:.2f} s"
+                    )
     return found
 
 
