@@ -107,8 +107,10 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, sto
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{accumulate} micro-batches on each of {me.world} ranks"
     _log(me, f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
-    flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
-    writer = MetricsWriter(run.metrics, done, flops) if me.leads else None
+    writer = None
+    if me.leads:
+        flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
+        writer = MetricsWriter(run.metrics, done, flops)
     run_steps(config, range(done + 1, steps + 1), module, optimizer, batches, store, writer, me, pulse, stop)
 
 

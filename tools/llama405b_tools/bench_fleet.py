@@ -219,15 +219,19 @@ def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
     return 0
 
 
+def ssh_argv() -> list[str]:
+    """OpenSSH's client, reading the configuration that we read."""
+    config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
+    return ["ssh", *(["-F", config] if config else []), "-o", "BatchMode=yes"]
+
+
 def _tails(hosts: Sequence[Host]) -> None:
     """What people type: one ssh a host, each with tail on its files."""
-    config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
-    ssh = ["ssh", *(["-F", config] if config else []), "-o", "BatchMode=yes"]
     children = []
     for host in hosts:
         files = f"{host.workdir or Path.cwd()}/runs/{RUN}/logs/{host.name}/{RUN}-*/attempt_0/0/stdout.log"
         newest = f"tail -q -n +1 $(ls -td {files} | head -1)"
-        children.append(subprocess.Popen([*ssh, host.name, newest], stdout=subprocess.DEVNULL))
+        children.append(subprocess.Popen([*ssh_argv(), host.name, newest], stdout=subprocess.DEVNULL))
     for child in children:
         if child.wait():
             raise UserError("bench: ssh failed; is every host reached by ssh?")

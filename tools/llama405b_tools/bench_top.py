@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llama405b.errors import UserError
 from llama405b_tools import commands, sources
-from llama405b_tools.bench_fleet import RUN, least, stub_run
+from llama405b_tools.bench_fleet import RUN, least, ssh_argv, stub_run
 from llama405b_tools.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts import Host
 from llama405b_tools.status import print_table
@@ -130,11 +130,11 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
 
 def _fresh(hosts: Sequence[Host]) -> None:
     """One refresh as scripts do it: a child of ssh for every host. Where there is no nvidia-smi, sh says so there."""
-    config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
-    ssh = ["ssh", *(["-F", config] if config else []), "-o", "BatchMode=yes"]
 
     def one(host: Host) -> None:
-        done = subprocess.run([*ssh, host.name, QUERY], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        done = subprocess.run(
+            [*ssh_argv(), host.name, QUERY], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
         if done.returncode:
             raise UserError(f"bench: ssh {host.name} failed ({done.stderr.decode(errors='replace').strip()[:200]})")
 

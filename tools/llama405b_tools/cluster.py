@@ -15,6 +15,8 @@ from llama405b_tools.picture import Event, HostRow, Picture, Training
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
 RECENT_STEPS = 20  # of which the median is taken
 LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
+Run = Mapping[str, Any]  # what a host says of the run
+Runs = Mapping[str, Run]  # by host
 
 
 class Hang(NamedTuple):
@@ -38,7 +40,7 @@ class Cluster:
         )
         self.hung: tuple[str, int, float] | None = None  # the heartbeat that is a hang
         self.load: tuple[float, int] | None = None  # when it was first seen, and how far it was then
-        self.standing: dict[tuple[str, str], tuple[str, str]] = {}  # (host, kind) -> level, text: what is wrong now
+        self.standing: dict[tuple[str, str], tuple[str, str]] = {}  # (host, kind) -> key, text: what is wrong now
         self.events: collections.deque[Event] = collections.deque(maxlen=KEPT_EVENTS)
         self.guard = ""
         self.wanted = ""  # the run that was asked for
@@ -95,11 +97,10 @@ class Cluster:
     def picture(self, now: float) -> Picture:
         """What all of it means at this moment; events are noted as a side effect."""
         fresh = [host for host in self.hosts.values() if host.is_fresh(now, self.interval_s)]
-        ours = [host for host in fresh if host.run(self.run)]
-        odd = _odd(ours or fresh)
-        beats = {host.name: run["beats"] for host in ours if (run := host.run(self.run))}
-        slow = verdicts.slow_ranks(beats, self._median("step_s"))
-        hang, failures = self._hang(ours, now), self._failures(ours)
+        heard = {host.name: run for host in fresh if (run := host.run(self.run))}
+        odd = _odd([self.hosts[name] for name in heard] or fresh)
+        slow = verdicts.slow_ranks({name: run["beats"] for name, run in heard.items()}, self._median("step_s"))
+        hang, failures = self._hang(heard, now), _failures(heard)
         trouble = {failure.host: (picture.FAILED, failure.what) for failure in failures}
         trouble |= {hang.host: (picture.HUNG, hang.words)} if hang else {}
         rows = []
@@ -107,7 +108,7 @@ class Cluster:
             state, why = host.state(trouble.get(host.name), now, self.interval_s)
             rows.append(host.row(self.run, state, why, odd, slow.get(host.name, ()), now))
             self._tell(rows[-1], now)
-        training = self._training(ours, hang, failures, now)
+        training = self._training(heard, hang, failures, now)
         verdict, why, code = _verdict(rows, training, hang, failures)
         if self.wanted and not training and code < 3 and verdict != "CONNECTING":
             verdict, why, code = "DOWN", f"no host knows a run {self.wanted!r}", 3
@@ -138,7 +139,7 @@ class Cluster:
         attempt = max(int(run["attempt"]) for run in found.values())
         return (self.run, attempt), {name: self.first_rank(name) for name in found}
 
-    def _runs(self) -> dict[str, Mapping[str, Any]]:
+    def _runs(self) -> dict[str, Run]:
         """What each host that knows the run said of it last."""
         return {name: run for name, host in self.hosts.items() if (run := host.run(self.run))}
 
@@ -146,14 +147,13 @@ class Cluster:
         """The run's hosts: name, first rank, ranks; () where nobody told yet."""
         return next((plan.nodes for host in self.hosts.values() if (plan := host.plans.get(self.run))), ())
 
-    def _hang(self, ours: Sequence[HostView], now: float) -> Hang | None:
+    def _hang(self, heard: Runs, now: float) -> Hang | None:
         """The rank that the others wait for, where that is a hang."""
         beats, log_ages = {}, []
-        for host in ours:
-            run = host.run(self.run)
-            assert run
+        for name, run in heard.items():
+            host = self.hosts[name]
             if run["alive"]:
-                beats[host.name] = [(beat, host.clock(now) - beat["time"]) for beat in run["beats"]]
+                beats[name] = [(beat, host.clock(now) - beat["time"]) for beat in run["beats"]]
             if run["log_age_s"] is not None and host.heard_at is not None:
                 log_ages.append(run["log_age_s"] + now - host.heard_at)
         limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self._median("step_s") or 0.0))
@@ -166,23 +166,11 @@ class Cluster:
         sure = this == self.hung or age_s > LONG_SILENCE * limit_s
         words = verdicts.hang_words(beat, age_s, self.hosts[name].gpus, log_ages, sure=sure)
         self.hung = this if words else None
-        unheard = [
-            self.hosts[node] for node, _, _ in self._nodes() if node in self.hosts and self.hosts[node] not in ours
-        ]
+        unheard = [self.hosts[node] for node, _, _ in self._nodes() if node in self.hosts and node not in heard]
         if words and unheard:  # it may only wait for them
             why = unheard[0].state(None, now, self.interval_s)[1]
             return Hang(unheard[0].name, age_s, f"{why or 'it does not tell of the run'}; {name} waits: {words}")
         return Hang(name, age_s, words) if words else None
-
-    def _failures(self, ours: Sequence[HostView]) -> list[runs.Failure]:
-        found = []
-        for host in ours:
-            run = host.run(self.run)
-            assert run
-            described = {"alive": run["alive"], "leftovers": [], "status": run["status"]}
-            if run["status"] and (failure := runs.failure_of(host.name, described)):
-                found.append(failure)
-        return found
 
     def _median(self, key: str) -> float | None:
         """Of the last steps."""
@@ -191,12 +179,11 @@ class Cluster:
         return statistics.median(values) if values else None
 
     def _training(
-        self, ours: Sequence[HostView], hang: Hang | None, failures: Sequence[runs.Failure], now: float
+        self, heard: Runs, hang: Hang | None, failures: Sequence[runs.Failure], now: float
     ) -> Training | None:
-        found = self._runs()
+        found, ours = self._runs(), [self.hosts[name] for name in heard]
         if not found:
             return None
-        heard = {host.name: found[host.name] for host in ours}
         phase, phase_s = self._phase(heard, hang, failures) if heard else ("UNKNOWN", None)
         head: Mapping[str, Any] = next((run for run in found.values() if "max_steps" in run), {})
         world = sum(ranks for _, _, ranks in self._nodes())
@@ -236,32 +223,28 @@ class Cluster:
             guard=self.guard,
         )
 
-    def _loading(
-        self, found: Mapping[str, Mapping[str, Any]], now: float
-    ) -> tuple[int | None, int | None, float | None]:
+    def _loading(self, heard: Runs, now: float) -> tuple[int | None, int | None, float | None]:
         """Bytes that all ranks have, those that they will have, and seconds until then at the rate so far."""
-        beats = [beat for run in found.values() for beat in run["beats"]]
+        beats = [beat for run in heard.values() for beat in run["beats"]]
         done, total = sum(beat["done_bytes"] for beat in beats), sum(beat["total_bytes"] for beat in beats)
         if not total:
             return None, None, None
         began, had = self.load = self.load or (now, done)
         return done, total, (total - done) * (now - began) / (done - had) if done > had else None
 
-    def _phase(
-        self, found: Mapping[str, Mapping[str, Any]], hang: Hang | None, failures: Sequence[runs.Failure]
-    ) -> tuple[str, float | None]:
+    def _phase(self, heard: Runs, hang: Hang | None, failures: Sequence[runs.Failure]) -> tuple[str, float | None]:
         """The run's phase, and for how long it is in it."""
         if hang:
             return "HUNG", hang.age_s
         if failures:
             return "FAILED", None
-        if not any(run["alive"] for run in found.values()):
-            if not any(run["status"] for run in found.values()):
+        if not any(run["alive"] for run in heard.values()):
+            if not any(run["status"] for run in heard.values()):
                 return "STARTING", None
-            stopped = any((run["status"] or {}).get("state") == "stopped" for run in found.values())
+            stopped = any((run["status"] or {}).get("state") == "stopped" for run in heard.values())
             return ("STOPPED" if stopped else "DONE"), None
-        heard = {name: self.hosts[name].frame for name in found}
-        beats = [(frame["now"], beat) for name, frame in heard.items() if frame for beat in found[name]["beats"]]
+        frames_of = {name: self.hosts[name].frame for name in heard}
+        beats = [(frame["now"], beat) for name, frame in frames_of.items() if frame for beat in heard[name]["beats"]]
         since = min((host_now - beat["phase_since"] for host_now, beat in beats), default=None)
         return verdicts.phase_of([beat["phase"] for _, beat in beats]), since
 
@@ -292,6 +275,11 @@ def _identity(frame: Mapping[str, Any] | None) -> tuple[str, float, bool] | None
     """Which run a frame tells of, as far as the choice goes."""
     run = frame["run"] if frame else None
     return (run["name"], run["created"], run["alive"]) if run else None
+
+
+def _failures(heard: Runs) -> list[runs.Failure]:
+    described = ((name, {**run, "leftovers": []}) for name, run in heard.items() if run["status"])
+    return [failure for name, run in described if (failure := runs.failure_of(name, run))]
 
 
 def _odd(hosts: Sequence[HostView]) -> Odd:

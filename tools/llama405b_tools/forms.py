@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
 DASH = "—"
+WIDE = 100  # columns from which lines have all their numbers
 
 
 def number(value: float | None, form: str) -> str:

@@ -60,7 +60,7 @@ FRAME = {
     "procs?": ([[int, str, int, int, str, str]], NONE),
     "run": (RUN, NONE),
 }
-EVENT = {"t": float, "host": str, "entries?": [[NUMBER, str, str]], "link?": [str, str]}
+EVENT = {"t": float, "host": str, "entries?": [[NUMBER, str, str]], "link?": [str, str], "note?": str}
 
 
 def fault(value: Any, shape: Any, where: str) -> str:

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from llama405b_tools import gpus, picture, verdicts
@@ -49,6 +49,7 @@ class HostView:
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
     gpus_before: list[Gpu] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
+    apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
     expected_gpus: int = 0  # the most it ever had
     xids: list[str] = dataclasses.field(default_factory=list)
     procs: Sequence[Sequence[Any]] = ()
@@ -85,6 +86,7 @@ class HostView:
             self.gpus = [dataclasses.replace(gpu, **UNKNOWN) for gpu in self.gpus]
         elif smi["text"] is not None or not smi["hung_s"]:
             self.gpus, fault = gpus.read({"smi": smi["text"], "fields": smi.get("fields", ())})
+            self.apps = list(_apps(smi.get("apps") or ""))
             self.smi_fault = clean(fault)[:200]
 
     def _take_processes(self, frame: Frame) -> None:
@@ -175,7 +177,7 @@ class HostView:
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
         by_pid = {rank.pid: rank.rank for rank in ranks}
-        rank_of = {uuid: by_pid[pid] for pid, uuid, _ in self._apps() if pid in by_pid}
+        rank_of = {uuid: by_pid[pid] for pid, uuid, _ in self.apps if pid in by_pid}
         return tuple(
             GpuCell(
                 index=gpu.index,
@@ -193,17 +195,8 @@ class HostView:
             for gpu in self.gpus
         )
 
-    def _apps(self) -> list[tuple[int, str, int | None]]:
-        """Processes on GPUs: pid, the GPU's uuid, MiB."""
-        found = []
-        for line in ((self.frame or {}).get("smi", {}).get("apps") or "").splitlines():
-            words = [word.strip() for word in line.split(",")]
-            if len(words) == 3 and (pid := _whole(words[0])) is not None:
-                found.append((pid, words[1], _whole(words[2])))
-        return found
-
     def _processes(self) -> tuple[ProcessRow, ...]:
-        on = {pid: (uuid, mib) for pid, uuid, mib in self._apps()}
+        on = {pid: (uuid, mib) for pid, uuid, mib in self.apps}
         index_of = {gpu.uuid: gpu.index for gpu in self.gpus}
         rows = []
         for pid, state, _, rss, rank, command in self.procs:
@@ -235,6 +228,14 @@ class HostView:
         new, old, seconds = bytes_of(self.frame), bytes_of(self.before), self.frame["now"] - self.before["now"]
         rates = [(new[key] - old[key]) / seconds for key in new if key in old] if seconds > 0 else []
         return max(rates) if rates and min(rates) >= 0 else None
+
+
+def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
+    """What nvidia-smi says of processes on GPUs."""
+    for line in answer.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == 3 and (pid := _whole(words[0])) is not None:
+            yield pid, words[1], _whole(words[2])
 
 
 def _whole(text: str) -> int | None:

@@ -75,7 +75,10 @@ class LogStream:
         """See ``logs.Sink``; the oldest go in this pane anyway."""
 
     def note(self, text: str) -> None:
-        """See ``logs.Sink``; the sampler says who cannot be reached."""
+        """See ``logs.Sink``: a line of its own, without the reason, so that a net that is cut is one line for all hosts."""
+        host = text.partition(": ")[0]
+        line = [time.time(), "", "(cluster-top reads no log lines from here; `llama405b logs` says why)"]
+        self.source.arrived.put({"t": time.time(), "host": host, "entries": [line]})
 
     def close(self) -> None:
         """End the agents on the hosts."""

@@ -166,32 +166,6 @@ class _Host:
 
     def _run(self, t: float, phase: str, gone: bool) -> dict[str, Any]:
         step, attempt = _step(t), 1 if t < AGAIN else 2
-        since = 0.0 if t < LOADED else LOADED if t < AGAIN else AGAIN if t < RELOADED else RELOADED
-        moved = min(t, HUNG) if t < AGAIN else t
-        behind = self.sick and HUNG <= t < AGAIN
-        share = (
-            min(1.0, (t - since) / ((LOADED if t < LOADED else RELOADED - AGAIN) + 1e-9)) if phase == "load" else 1.0
-        )
-        total = 812_000_000_000 // (GPUS * len(self.hosts))
-        beats = [
-            {
-                "rank": self.i * GPUS + gpu,
-                "host": self.name,
-                "pid": self._pid(gpu),
-                "time": BEGIN + moved - (0.4 if gpu else 0.2),
-                "step": step - (1 if behind and gpu == 5 else 0),
-                "phase": phase,
-                "phase_since": BEGIN + since,
-                "done_bytes": int(total * share),
-                "total_bytes": total,
-                "message": "",
-                "failed_in": "",
-                "state": "S",
-                "data_s": 0.03,
-                "optimizer_s": 0.6,
-            }
-            for gpu in range(GPUS)
-        ]
         run: dict[str, Any] = {
             "name": "llama-405b",
             "created": BEGIN - 60 if attempt == 1 else BEGIN + AGAIN - 4,
@@ -204,7 +178,7 @@ class _Host:
                 "reason": "stopped by the guard" if gone else "",
             },
             "stopped_by": "",
-            "beats": [] if gone else beats,
+            "beats": [] if gone else self._beats(t, phase),
             "log_age_s": round(t - (LOADED + (_step(t) - FIRST_STEP) * STEP_S), 1) if HUNG <= t < AGAIN else 0.5,
             "net": "IB",
         }
@@ -225,6 +199,33 @@ class _Host:
             run["checkpoint_step"] = (FIRST_STEP if t < LOADED else step) // SAVE_EVERY * SAVE_EVERY
             run["max_steps"] = STEPS
         return run
+
+    def _beats(self, t: float, phase: str) -> list[dict[str, Any]]:
+        step, total = _step(t), 812_000_000_000 // (GPUS * len(self.hosts))
+        since = 0.0 if t < LOADED else LOADED if t < AGAIN else AGAIN if t < RELOADED else RELOADED
+        moved = min(t, HUNG) if t < AGAIN else t
+        behind = self.sick and HUNG <= t < AGAIN
+        takes = LOADED if t < LOADED else RELOADED - AGAIN
+        share = min(1.0, (t - since) / takes) if phase == "load" else 1.0
+        return [
+            {
+                "rank": self.i * GPUS + gpu,
+                "host": self.name,
+                "pid": self._pid(gpu),
+                "time": BEGIN + moved - (0.4 if gpu else 0.2),
+                "step": step - (1 if behind and gpu == 5 else 0),
+                "phase": phase,
+                "phase_since": BEGIN + since,
+                "done_bytes": int(total * share),
+                "total_bytes": total,
+                "message": "",
+                "failed_in": "",
+                "state": "S",
+                "data_s": 0.03,
+                "optimizer_s": 0.6,
+            }
+            for gpu in range(GPUS)
+        ]
 
     def _metrics(self, step: int) -> dict[str, Any]:
         noise = math.sin(step * 12.9898) * 0.02

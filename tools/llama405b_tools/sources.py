@@ -7,6 +7,7 @@ an event; with a name that ends in ``.gz`` it is compressed.
 
 import contextlib
 import gzip
+import itertools
 import json
 import queue
 import shlex
@@ -33,6 +34,7 @@ RECORDING = {HEADER: int, "hosts": [str], "interval_s": (int, float), "badge": s
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_LINE = 1 << 24
 END_OF_TIME = 1e11  # seconds since the epoch; what calendars can write
+LAST_LINE = {"end": True}  # of a recording that is whole
 Event = dict[str, Any]
 
 
@@ -187,8 +189,10 @@ def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
         UserError: The file cannot be read, or is no recording.
     """
     if name == "demo":
-        header = {"hosts": simulate.names(demo_hosts), "interval_s": 2.0}
-        return Replay(header, simulate.incident(demo_hosts), "SIMULATED", speed)
+        names = simulate.names(demo_hosts)
+        end = {"t": simulate.BEGIN + simulate.LENGTH_S, "host": names[-1], "note": "the incident ends"}
+        header = {"hosts": names, "interval_s": 2.0}
+        return Replay(header, itertools.chain(simulate.incident(demo_hosts), [end]), "SIMULATED", speed)
     path = Path(name)
     try:
         lines = _lines(path)
@@ -217,11 +221,16 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[Event]:
     """The events, up to where the file ends or stops making sense: a recording may end with its machine."""
+    last, whole = 0.0, False
     with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
         for line in lines:
             event = json.loads(line)
+            whole = event == LAST_LINE
             if not fault(event, EVENT, "event") and event["host"] in hosts and 0 <= event["t"] < END_OF_TIME:
+                last = event["t"]
                 yield event
+    words = "the recording ends" if whole else "the recording is cut short here; what came after is not known"
+    yield {"t": last, "host": max(hosts), "note": words}
 
 
 def _created(path: Path) -> IO[str]:
@@ -258,5 +267,7 @@ class Recorder:
 
     def close(self) -> None:
         """Finish the file."""
+        with contextlib.suppress(OSError):
+            self.write(LAST_LINE)
         with contextlib.suppress(OSError):
             self.file.close()

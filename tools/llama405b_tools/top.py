@@ -5,9 +5,11 @@ over SSH and ends with it. Exit code (with --once, --json, --watch and on leavin
 """
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -98,9 +100,9 @@ def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
     Raises:
         UserError: The file cannot be read, or a name is none.
     """
-    if not words and not Path("hosts").exists():
-        raise UserError("hosts: no such file here; name a hosts file or hosts, or look at `cluster-top --replay demo`")
     if not words:
+        if not Path("hosts").exists():
+            raise UserError("hosts: no such file here; name one, or hosts, or look at `cluster-top --replay demo`")
         return read_hosts(Path("hosts"))
     if len(words) == 1 and (Path(words[0]).exists() or "/" in words[0]):
         return read_hosts(Path(words[0]))
@@ -108,21 +110,18 @@ def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
 
 
 def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_after_s: float) -> int:
-    recorder = None
-    try:
-        recorder = Recorder(args.record, source) if args.record else None
-        session = Session(source, fleet, hang_after_s, recorder)
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(source.close)
+        recorder = leaving.enter_context(contextlib.closing(Recorder(args.record, source))) if args.record else None
+        session = leaving.enter_context(contextlib.closing(Session(source, fleet, hang_after_s, recorder)))
         session.cluster.wanted = args.run or ""
         session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
-        if args.json or args.once or args.plain or args.watch or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        at_terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        if args.json or args.once or args.plain or args.watch or not at_terminal:
             return _print(args, session)
         from llama405b_tools.top_app import run
 
         return run(session)
-    finally:
-        source.close()
-        if recorder:
-            recorder.close()
 
 
 class Session:
@@ -163,6 +162,8 @@ class Session:
         elif "link" in event:
             state, why = event["link"]
             self.cluster.link(host, state, why, moment)
+        elif "note" in event:
+            self.cluster.note(event["note"], moment)
         elif "entries" in event:
             self.logs.take(host, event["entries"], self.cluster.first_rank(host))
 
@@ -218,6 +219,8 @@ def _print(args: argparse.Namespace, session: Session) -> int:
     """Print once, or every so often."""
     began, first = session.source.now(), True
     code = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         while True:
             moment = began if first else session.source.now() + (args.watch or 0.0)
@@ -260,8 +263,6 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
         return
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
     console = Console(
         width=width, color_system=color, force_terminal=bool(color), highlight=False, legacy_windows=False

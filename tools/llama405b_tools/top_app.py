@@ -18,7 +18,6 @@ from llama405b_tools import first_error, panels
 from llama405b_tools.picture import HostRow, Picture
 from llama405b_tools.status import ask
 from llama405b_tools.top import Session
-from llama405b_tools.transport import HostError
 
 TICK_S, DRAW_EVERY_S = 0.25, 1.0
 LEAVE_WITHIN_S = 3.0  # after a signal; then the process ends without ceremony
@@ -185,8 +184,6 @@ class TopApp(App[int]):
         def look() -> None:
             try:
                 lines = first_error.find(fleet, *ask(fleet, run or None))[1]
-            except HostError as error:
-                lines = [str(error)]
             except Exception as error:  # noqa: BLE001 - said on screen, which goes on
                 lines = [str(error)]
             self.call_from_thread(self._text, "FIRST ERROR", lines)
