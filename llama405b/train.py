@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return error.exit_code
         _say_why(f"{type(error).__name__}: {error}", pulse)
         raise
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # or one that comes now kills: the interpreter's end forgets _ask
     return 0
 
 

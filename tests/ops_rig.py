@@ -16,10 +16,11 @@ def metrics(work, run):
     return {m["step"]: m for m in map(json.loads, (work / "runs" / run / "metrics.jsonl").read_text().splitlines())}
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=60, says=lambda: ""):
+    """The condition's value once it is true; ``says``: what else to print where it does not become so."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
+        assert time.monotonic() < deadline, f"waited {seconds} s, too long\n{says()}"
         time.sleep(0.1)
     return value
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from conftest import ROOT
+from llama405b_tools import slurm
 from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(400)]
@@ -33,7 +34,7 @@ SlurmdLogFile=/var/log/rig-slurmd.log
 SlurmctldPidFile=/run/rig-ctld.pid
 SlurmdPidFile=/run/rig-slurmd.pid
 KillWait=5
-SlurmdTimeout=20
+SlurmdTimeout=60
 AccountingStorageType=accounting_storage/none
 NodeName=node-[1-4] CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=node-[1-4] Default=YES MaxTime=INFINITE State=UP
@@ -171,16 +172,51 @@ def test_a_secret_and_bad_options(type_in, cluster):
     assert type_in("launch --run q --slurm '-N 2' --restart 3 -- x.py").returncode == 2
 
 
+def test_a_job_that_slurm_begins_again_goes_on_from_its_checkpoint(type_in):
+    flags = f"{DEMO} --training.max_steps 100000 --checkpoint.every 5"
+    assert type_in(f"launch --run again --slurm '-N 2' {flags}").returncode == 0
+    checkpoint = type_in.place / "runs/again/checkpoints/step-00000005/manifest.json"
+    wait_for(checkpoint.exists, 90, lambda: said_of(type_in, "again"))
+    job = job_of(type_in, "again")
+    assert type_in.exec("scontrol", "requeue", job).returncode == 0
+    waiting = wait_for(lambda: "PENDING" in (words := type_in("status --run again").stdout) and words, 60)
+    assert re.match(rf"run again: job {job} is PENDING", waiting)
+    assert type_in.exec("scontrol", "update", f"jobid={job}", "starttime=now").returncode == 0
+    wait_for(
+        lambda: re.search(r"resumed from runs/again/checkpoints/step-\d+", type_in("logs --run again", 60).stdout),
+        120,
+        lambda: said_of(type_in, "again"),
+    )
+    plan = json.loads((type_in.place / "runs/again/plan.json").read_text())
+    assert (plan["owner"], plan["attempt"]) == (f"job {job}, requeued 1 x", 2)
+    state = type_in("status --run again")
+    assert state.stdout.count("running") == 2, state.stdout
+
+
+def job_of(type_in, run):
+    return json.loads((type_in.place / f"runs/{run}/slurm.json").read_text())["job"]
+
+
+def said_of(type_in, run):
+    """All that may tell why a job does not do what is waited for."""
+    files = f"runs/{run}/slurm-*.log runs/{run}/status/* runs/{run}/status/.[a-z]* runs/{run}/heartbeat/*"
+    logs = f"runs/{run}/logs/*/*.log runs/{run}/logs/*/*/*/*/*"
+    tails = type_in.exec("sh", "-c", f"cd {type_in.place} && tail -n 30 {files} {logs} /var/log/rig-ctld.log 2>&1")
+    return "\n".join(type_in.exec(*c).stdout for c in (("squeue",), ("sinfo",), ("ps", "-ef"))) + tails.stdout
+
+
 def test_a_job_whose_time_is_over_saves_first(type_in):
     """Slurm's minutes are long: 'its time is nearly over' is said by the same signal to the batch script."""
     flags = f"{DEMO} --training.max_steps 100000 --checkpoint.every 50000"
     assert type_in(f"launch --run t --slurm '-N 2' {flags}").returncode == 0
     wait_for(lambda: "step 3/" in type_in("logs --run t", 60).stdout, 90)
-    job = json.loads((type_in.place / "runs/t/slurm.json").read_text())["job"]
+    job = job_of(type_in, "t")
     assert type_in.exec("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    wait_for(
-        lambda: type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", "COMPLETED", "FAILED"), 120
-    )
+
+    def over():
+        return type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", *slurm.GONE)
+
+    wait_for(over, 150, lambda: said_of(type_in, "t"))
     state = type_in("status --run t")
     assert re.search(r"newest checkpoint: .*/step-\d{8}$", state.stdout, re.MULTILINE), state.stdout
     assert state.stdout.count("stopped") >= 2

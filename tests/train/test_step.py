@@ -1,5 +1,8 @@
 """A step's numerics and communication, on real ranks."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -179,3 +182,18 @@ def _poison(me, directory):
 
 def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
     assert run_ranks(2, _poison, tiny) == [("stopped", True, True)] * 2
+
+
+def test_a_stop_that_comes_at_the_very_end_does_not_kill():
+    """The interpreter gives a signal its default back before it clears modules: SIGUSR1 then would end a good rank."""
+    code = (
+        "import os, signal, sys\n"
+        "from llama405b import train\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGUSR1):\n"
+        "        kill(me, number)\n"
+        "late = Late()\n"
+        "sys.exit(train.main(['--preset', 'demo', '--run-dir', 'runs/x', '--dry-run', '--world', '1']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

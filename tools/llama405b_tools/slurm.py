@@ -4,6 +4,7 @@ The only module that calls Slurm's programs. ``runs/<run>/slurm.json`` says whic
 by SSH: status, logs and stop read the files that all nodes share, and Slurm says what lives.
 """
 
+import dataclasses
 import re
 import shlex
 import shutil
@@ -63,6 +64,7 @@ def submit(asked: "Asked", options: str) -> str:
     request = {
         "run": asked.run,
         "program": asked.training_program(),
+        "program_again": dataclasses.replace(asked, resume="auto").training_program(),  # if Slurm requeues the job
         "env": dict(asked.env),
         "setup": asked.setup,
         "secrets": sorted(asked.secrets),
@@ -85,6 +87,8 @@ def submit(asked: "Asked", options: str) -> str:
         "--ntasks-per-node=1",
         f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
         f"--output={run.path}/slurm-%j.log",
+        "--open-mode=append",
+        *(["--no-requeue"] if asked.secrets else []),  # they are not kept for a second life of the job
     ]
     done = _call(["sbatch", *own, *given, str(script)])
     if done.returncode:
@@ -172,6 +176,11 @@ def _until_gone(job: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while state_of(job) not in GONE and time.monotonic() < deadline:
         time.sleep(POLL_S)
+
+
+def waits(run: str) -> bool:
+    """Whether the job of a run has no nodes: not yet, or (requeued) not again."""
+    return not hosts_of(run) or state_of(job_of(run)) == "PENDING"
 
 
 def hosts_of(run: str) -> tuple[Host, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from llama405b.rundir import UMASK, RunDir, read_json, write_json
 from llama405b_tools import commands, facts, hostprobe, slurm
 from llama405b_tools.commands import Node, Plan
-from llama405b_tools.node import NodeRunner, secrets_path
+from llama405b_tools.node import NodeRunner, secrets_path, stop_path
 
 MEET_S = 120.0
 PORTS = range(20_000, 30_000)
@@ -33,21 +33,24 @@ def main() -> int:
     request = read_json(run.path / "request.json")
     if request is None:
         raise SystemExit(f"{run.path} is not seen on {socket.gethostname()}: it must be on a disk that all nodes share")
-    name, job = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
+    name, job, restarts = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"], restart_count()
     names = _names(os.environ["SLURM_JOB_NODELIST"])
     if sys.argv[2:] == ["save"]:
         slurm.ask_to_stop(run, names, "the job's time limit", request["grace_s"])
         return 0
-    write_json(run.path / "status" / f"{name}.where", _where(names[0]) | {"job": job})
+    this = f"job {job}{f', requeued {restarts} x' if restarts else ''}"
+    if restarts:  # what was asked of the job before is not asked of this one
+        stop_path(run, name).unlink(missing_ok=True)
+    write_json(run.path / "status" / f"{name}.where", _where(names[0]) | {"job": this})
     if name == names[0]:
-        _make_plan(run, request, names, job)
-    _wait(lambda: _plan_of(run, job), f"{names[0]} made no plan")
+        _make_plan(run, request, names, this)
+    _wait(lambda: (read_json(run.plan) or {}).get("owner") == this, f"{names[0]} made no plan")
     secrets = read_json(run.path / "status" / ".slurm.secrets")
     if secrets and request["secrets"]:
         write_json(secrets_path(run, name), secrets)
-    write_json(run.path / "status" / f"{name}.where", {"job": job, "ready": True})
+    write_json(run.path / "status" / f"{name}.where", {"job": this, "ready": True})
     if name == names[0]:
-        _wait(lambda: all((_read_where(run, n, job) or {}).get("ready") for n in names), "a node did not get ready")
+        _wait(lambda: all((_read_where(run, n, this) or {}).get("ready") for n in names), "a node did not get ready")
         (run.path / "status" / ".slurm.secrets").unlink(missing_ok=True)
     return NodeRunner(run, name).main()
 
@@ -84,10 +87,15 @@ def _where(head: str) -> dict[str, Any]:
     }
 
 
-def _make_plan(run: RunDir, request: dict[str, Any], names: list[str], job: str) -> None:
-    """The first node makes the plan, once all have said where they are."""
+def restart_count() -> int:
+    """How often Slurm began this job again: after a node failed, or it made room for another."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _make_plan(run: RunDir, request: dict[str, Any], names: list[str], this: str) -> None:
+    """The first node makes the plan, once all have said where they are; ``this``: the job, and which of its lives."""
     found: dict[str, Any] = _wait(
-        lambda: (w := {n: _read_where(run, n, job) for n in names}) and all(w.values()) and w, "not all nodes came"
+        lambda: (w := {n: _read_where(run, n, this) for n in names}) and all(w.values()) and w, "not all nodes came"
     )
     versions = {name: {"torch": where["torch"]} for name, where in found.items()}
     if clauses := commands.disagreements(versions):
@@ -113,14 +121,14 @@ def _make_plan(run: RunDir, request: dict[str, Any], names: list[str], job: str)
         created=time.time(),
         rdzv_id=f"{request['run']}-{attempt}-{random_secrets.token_hex(4)}",
         endpoint=f"{head}:{_free_port()}",
-        program=tuple(request["program"]),
+        program=tuple(request["program_again" if restart_count() else "program"]),
         secrets=tuple(request["secrets"]),
         nodes=tuple(nodes),
         checkpoint_dir=request["checkpoint_dir"],
-        owner=f"job {job}",
+        owner=this,
         setup=request["setup"],
         grace_s=request["grace_s"],
-        slurm_job=job,
+        slurm_job=os.environ["SLURM_JOB_ID"],
     )
     write_json(run.plan, plan)
 
@@ -136,14 +144,9 @@ def _free_port() -> int:
             return port
 
 
-def _plan_of(run: RunDir, job: str) -> dict[str, Any] | None:
-    plan = read_json(run.plan)
-    return plan if plan and plan.get("slurm_job") == job else None
-
-
-def _read_where(run: RunDir, name: str, job: str) -> dict[str, Any] | None:
+def _read_where(run: RunDir, name: str, this: str) -> dict[str, Any] | None:
     found = read_json(run.path / "status" / f"{name}.where")
-    return found if found and found["job"] == job else None
+    return found if found and found["job"] == this else None
 
 
 def _wait(condition: Any, why: str) -> Any:

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for scripts")
     args = parser.parse_args(argv)
     job = slurm.run_asked(args.run, args.hosts)
-    if job and not slurm.hosts_of(job):
+    if job and slurm.waits(job):
         print(slurm.words_of(job))
         return FAILED if slurm.state_of(slurm.job_of(job)) in slurm.GONE else GOOD
     with Fleet(hosts_asked(args)) as fleet:

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if args.orphans and args.run:
         raise UserError("--run: it does not go with --orphans, which looks at every run")
     job = slurm.run_asked(args.run, args.hosts) if not args.orphans else None
-    if job and not slurm.hosts_of(job):
+    if job and slurm.waits(job):
         gone = slurm.stop(RunDir(Path.cwd() / "runs" / job), slurm.job_of(job), (), "", 0.0)
         print(slurm.words_of(job))
         return GOOD if gone else FAILED
