@@ -1,18 +1,20 @@
 """``llama405b bench fleet|logs|top [HOSTS]``: the operator's side, beside what people use otherwise.
 
 fleet: ``true`` on every host by bare paramiko, pdsh and clush, where they are installed, and our ``status``; then a whole
-launch, with all its checks, of a program that a stub runs in torchrun's place, beside a bare fan-out of as many
-processes of the same kind. logs: the hosts' lines through ``logs`` beside ``ssh … tail``. top: what cluster-top costs here
-and on a host, beside a fresh ``ssh host nvidia-smi`` per host and refresh.
+launch, with all its checks, of a program that a stub runs in torchrun's place, beside the very same commands sent to each
+host by bare paramiko, where no host waits for another. logs: the hosts' lines through ``logs`` beside ``ssh … tail``.
+top: what cluster-top costs here and on a host, beside a fresh ``ssh host nvidia-smi`` per host and refresh.
 
 Seconds of wall time and of this machine's CPU, by getrusage; hosts may be aliases of a few machines.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import resource
 import shutil
@@ -24,13 +26,17 @@ from pathlib import Path
 
 from llama405b.errors import UserError
 from llama405b_tools import asked, commands
-from llama405b_tools.fleet import MAX_AT_ONCE, Fleet, read_hosts
+from llama405b_tools.commands import KEEP
+from llama405b_tools.fleet import MAX_AT_ONCE, Fleet, Reply, read_hosts
 from llama405b_tools.hosts import Host
 from llama405b_tools.launch import launch
+from llama405b_tools.ssh import Ssh
 from llama405b_tools.start import stop_this
 from llama405b_tools.status import STATUS_TIMEOUT_S, VerbParser, ask, print_table
+from llama405b_tools.transport import Stream
 
-RUN, SETTLE_S = "bench-fleet", 5.0
+RUN, BARE_RUN, SETTLE_S = "bench-fleet", "bench-bare", 5.0
+Said = dict[str, list[tuple[str, Reply]]]  # by host, what it was asked: action and request
 STUB = """#!/bin/sh
 # in python's place on a host: torchrun becomes a stub, everything else is the real one
 case "$*" in *torch.distributed.run*) exec {python} -c '{body}' "$@" ;; esac
@@ -89,9 +95,10 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
         rows.append((name, least(do, repeat)))
     rows.append(("llama405b status", least(lambda: _status(hosts), repeat)))
     if launches:
-        agents = least(lambda: _bare(hosts, _agent_line, '{"host": "x", "run": null}\n', 3), repeat)
-        rows.append(("bare paramiko, 3 agents on each host", agents))
-        rows.append(("llama405b launch, all checks", least(lambda: _launch(hosts, path), repeat)))
+        said: Said = {}
+        launched = least(lambda: _launch(hosts, path, said=said), repeat)
+        rows.append(("a launch's commands, bare paramiko", least(lambda: _replay(hosts, said), repeat)))
+        rows.append(("llama405b launch, all checks", launched))
     bare = rows[0][1]
     table = [
         (name, f"{cost.wall_s:.2f}", f"{cost.cpu_s / len(hosts) * 1000:.1f}", f"{cost.wall_s / bare.wall_s:.2f}")
@@ -99,7 +106,7 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
     ]
     print_table((f"{len(hosts)} hosts", "wall s", "CPU ms a host", "x bare true"), table)
     if launches:
-        print(f"launch: {rows[-1][1].wall_s / agents.wall_s:.2f} x the bare fan-out of as many processes")
+        print(f"launch: {rows[-1][1].wall_s / rows[-2][1].wall_s:.2f} x the bare fan-out of the same commands")
     return 0
 
 
@@ -108,7 +115,7 @@ def _fan_outs(hosts: Sequence[Host]) -> dict[str, Callable[[], None]]:
     names = ",".join(host.name for host in hosts)
     config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
     ssh = f"-F {config}" if config else ""
-    found: dict[str, Callable[[], None]] = {"bare paramiko, true": lambda: _bare(hosts, lambda _: "true", "", 1)}
+    found: dict[str, Callable[[], None]] = {"bare paramiko, true": lambda: _bare(hosts, _true)}
     if shutil.which("pdsh"):
         env = os.environ | {"PDSH_SSH_ARGS_APPEND": ssh}
         found["pdsh, true"] = lambda: _checked(["pdsh", "-R", "ssh", "-f", str(MAX_AT_ONCE), "-w", names, "true"], env)
@@ -123,17 +130,13 @@ def _checked(argv: Sequence[str], env: dict[str, str] | None) -> None:
         raise UserError(f"bench: {argv[0]} failed ({done.stderr.strip()[:200]}); is every host reached by ssh?")
 
 
-def _bare(hosts: Sequence[Host], line: Callable[[Host], str], stdin: str, times: int) -> None:
-    """Connect to every host, and run a shell line so many times: the least any tool on paramiko can do."""
-    from llama405b_tools.ssh import Ssh
+def _bare(hosts: Sequence[Host], do: Callable[[Host, Ssh], None]) -> None:
+    """Connect to every host, and do something there: the least any tool on paramiko can do."""
 
     def one(host: Host) -> None:
         connection = Ssh(host)
         try:
-            for _ in range(times):
-                result = connection.run(line(host), stdin, STATUS_TIMEOUT_S * 4)
-                if result.code:
-                    raise UserError(f"bench: {host.name}: {result.err.strip()[:200]}")
+            do(host, connection)
         finally:
             connection.close()
 
@@ -141,8 +144,57 @@ def _bare(hosts: Sequence[Host], line: Callable[[Host], str], stdin: str, times:
         list(pool.map(one, hosts))
 
 
-def _agent_line(host: Host) -> str:
-    return commands.agent_command(host.python or sys.executable, host.workdir or str(Path.cwd()), "status", host.prefix)
+def _true(host: Host, connection: Ssh) -> None:
+    result = connection.run("true", "", STATUS_TIMEOUT_S)
+    if result.code:
+        raise UserError(f"bench: {host.name}: {result.err.strip()[:200]}")
+
+
+class Overheard(Fleet):
+    """Remembers what each host is asked."""
+
+    def __init__(self, hosts: Sequence[Host], said: Said) -> None:
+        super().__init__(hosts)
+        self.said = said
+
+    def ask(self, name: str, action: str, request: Reply, timeout_s: float) -> Reply:
+        """See ``Fleet``."""
+        self.said.setdefault(name, []).append((action, request))
+        return super().ask(name, action, request, timeout_s)
+
+    def stream(self, name: str, action: str, request: Reply) -> Stream:
+        """See ``Fleet``."""
+        self.said.setdefault(name, []).append((action, request))
+        return super().stream(name, action, request)
+
+
+def _replay(hosts: Sequence[Host], said: Said) -> Cost:
+    """Send each host what a launch sent it, for a run of another name; ending that is not counted."""
+    stubbed = _stubbed(hosts)
+    plan = next(request["plan"] for action, request in said[hosts[0].name] if action == "start")
+    other = {**plan, "run": BARE_RUN, "rdzv_id": f"{plan['rdzv_id']}-bare"}
+
+    def one(host: Host, connection: Ssh) -> None:
+        for action, request in said[host.name]:
+            line, words = found.command(host.name, action), {**request, "run": BARE_RUN, "plan": other}
+            stream = connection.stream(line, json.dumps(words) + "\n")
+            answers = iter(stream)
+            answer = next(answers, "nothing")
+            if action == "start":
+                stream.send(KEEP)
+                answer = next(answers, answer)
+                if "kept" not in answer:
+                    raise UserError(f"bench: {host.name}: {answer.strip()[:200]}")
+            stream.end_input()
+            collections.deque(answers, maxlen=0)  # until it ends
+
+    with Fleet(stubbed) as found:
+        begin = _now()
+        try:
+            _bare(stubbed, one)
+            return _now() - begin
+        finally:
+            stop_this(commands.plan_from_json(other), found)
 
 
 def _status(hosts: Sequence[Host]) -> None:
@@ -150,24 +202,31 @@ def _status(hosts: Sequence[Host]) -> None:
         ask(found, None)
 
 
-def _launch(hosts: Sequence[Host], path: Path, program: str = "stub") -> Cost:
-    """A whole launch with a stub in torchrun's place; ending it is not counted."""
-    with stub_run(hosts, path, program) as cost:
+def _launch(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Cost:
+    """A whole launch with a stub in torchrun's place; ending it is not counted. ``said``: takes what it asked."""
+    with stub_run(hosts, path, program, said) as cost:
         return cost
 
 
+def _stubbed(hosts: Sequence[Host]) -> list[Host]:
+    return [dataclasses.replace(host, python=f"{host.workdir or Path.cwd()}/.bench-python") for host in hosts]
+
+
 @contextlib.contextmanager
-def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub") -> Iterator[Cost]:
+def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Iterator[Cost]:
     """A run of the stub, and what its launch took; ended at the end."""
     request = asked.parse([str(path), "--run", RUN, "--resume", "auto", "--", program], time.time())
-    stubbed = [dataclasses.replace(host, python=f"{host.workdir or Path.cwd()}/.bench-python") for host in hosts]
+    stubbed = _stubbed(hosts)
     with Fleet(hosts) as found:
         found.each(lambda name: _write_stub(found, name))
-    with Fleet(stubbed) as found:
+    heard: Said = {}
+    with Overheard(stubbed, heard) as found:
         begin = _now()
         with contextlib.redirect_stdout(io.StringIO()):
             plan = launch(request, stubbed, found)
         cost = _now() - begin
+        if said is not None:
+            said.update({name: list(asked_of) for name, asked_of in heard.items()})
         try:
             yield cost
         finally:

@@ -23,6 +23,9 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_LINE = 1 << 24  # a host that never ends its line
 MAX_JUMPS = 8
 DEAD_AFTER_S = 30  # without an answer to what was sent, keepalives included
+WAKE_S = (
+    2.0  # a connection's thread looks this often for what it has to do unasked; paramiko's own 0.1 s costs, times 256
+)
 HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?::(?P<port>\d{1,5}))?/?")
 
 
@@ -94,6 +97,10 @@ class Ssh:
     def close(self) -> None:
         """Close the connection and those to the jump hosts."""
         for client in reversed(self.clients):
+            transport = client.get_transport()
+            if transport and isinstance(transport.sock, socket.socket):
+                with contextlib.suppress(OSError):
+                    transport.sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, or the host would hear of it later
             client.close()
 
     def _open(self, command: str, stdin: str) -> paramiko.Channel:
@@ -154,6 +161,9 @@ def read_config() -> paramiko.SSHConfig:
 @functools.lru_cache(maxsize=4)
 def _parsed(path: str, _modified: int) -> paramiko.SSHConfig:
     """A config file: read once for all hosts."""
+    os.environ.setdefault(
+        "LOGNAME", getpass.getuser()
+    )  # or paramiko asks the system for it at every Host line and host
     return paramiko.SSHConfig.from_path(path)
 
 
@@ -228,6 +238,7 @@ def _login(
     transport = client.get_transport()
     assert transport
     transport.set_keepalive(DEAD_AFTER_S // 3)
+    transport.sock.settimeout(WAKE_S)
     return client
 
 
