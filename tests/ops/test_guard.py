@@ -100,6 +100,32 @@ def test_a_dead_guard_is_said(work, cli, demo, corpus):
     wait_for(lambda: "GONE" in cli(work, "status", "--run", "d").stdout)
 
 
+def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
+    flags = [*settings(demo, corpus, 100_000), "--checkpoint.every", 5]
+    assert cli(work, "launch", "--run", "w", *flags).returncode == 0
+    first = cli(work, "launch", "--run", "w", "--restart", 1, *flags)  # as if its terminal had died before the guard
+    assert first.returncode == 0, first.stderr
+    assert "w: runs already, as asked, and nobody guards it" in first.stdout
+    guard = work / "runs/w/guard.json"
+    wait_for(guard.exists)
+    twice = cli(work, "launch", "--run", "w", "--restart", 1, *flags)
+    assert twice.returncode == 2
+    assert "'w' is running on node-a" in twice.stderr
+    record = json.loads(guard.read_text())
+    os.kill(record["pid"], signal.SIGKILL)
+    rebooted = record | {"machine": " ".join([*record["machine"].split()[:-1], "another-boot"])}
+    guard.write_text(json.dumps(rebooted | {"pid": os.getpid()}))  # a pid that lives again means nothing
+    wait_for(lambda: "GONE" in cli(work, "status", "--run", "w").stdout)
+    other = cli(work, "launch", "--run", "w", "--restart", 1, *flags, "--optimizer.lr", "0.01")
+    assert other.returncode == 2
+    wait_for(lambda: (work / "runs/w/checkpoints/step-00000005/manifest.json").exists())
+    attempt = status(work, "w", "node-a")["attempt"]
+    assert cli(work, "launch", "--run", "w", "--restart", 1, *flags).returncode == 0
+    os.kill(heartbeat(work, "w", 1)["pid"], signal.SIGKILL)
+    wait_for(lambda: status(work, "w", "node-a")["attempt"] > attempt, 90)
+    assert cli(work, "stop", "--run", "w").returncode == 0
+
+
 def test_stop_lets_the_trainer_save(work, cli, demo, corpus):
     flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
     follower = subprocess.Popen(

@@ -18,16 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
-from llama405b.rundir import UMASK, read_json, write_json
+from llama405b.rundir import UMASK, RunDir, read_json, write_json
 from llama405b_tools import procs
 from llama405b_tools.asked import Asked
-from llama405b_tools.commands import Plan
+from llama405b_tools.commands import Plan, plan_from_json
 from llama405b_tools.fleet import Fleet, front_door, hosts_argument
 from llama405b_tools.follow import Ending, Limits, follow
 from llama405b_tools.hosts import Host
 from llama405b_tools.runs import step_of
 from llama405b_tools.start import StartError, stop_this
-from llama405b_tools.status import newest_checkpoint
+from llama405b_tools.status import ask, newest_checkpoint
 from llama405b_tools.transport import HostError
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to bring the hosts back; then the last, for as long as it takes
@@ -98,19 +98,43 @@ def follow_log(child: "subprocess.Popen[bytes]", run: str, begin: int, hosts: st
 
 
 def of_run(run: str) -> tuple[dict[str, object], bool | None] | None:
-    """The record of a run's guard, and whether it lives; None where it is another machine's, so nobody knows."""
+    """The record of a run's guard, and whether it lives; None where it is another machine's, so that nobody knows."""
     record = read_json(state_path(run))
     fields = {field.name for field in dataclasses.fields(Guard)}
     if record is None or not fields <= set(record) or not all(type(record[key]) is int for key in ("pid", "pid_start")):
         return None
-    if record["machine"] != machine_id():
-        return record, None
-    return record, procs.same_process(int(record["pid"]), int(record["pid_start"]))
+    machine, here = str(record["machine"]).split(), machine_id().split()
+    if machine == here:
+        return record, procs.same_process(int(record["pid"]), int(record["pid_start"]))
+    return record, False if len(machine) == 3 and machine[:2] == here[:2] else None  # rebooted since
 
 
 def machine_id() -> str:
-    """This boot of this machine."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text(encoding='ascii').strip()}"
+    """This boot of this machine: host name, the system's id, the boot's; without the system's id two words."""
+    files = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
+    return " ".join(
+        [socket.gethostname(), *(path.read_text(encoding="ascii").strip() for path in files if path.exists())]
+    )
+
+
+def unguarded(asked: Asked, fleet: Fleet) -> Plan | None:
+    """The run that is asked for, where it lives and its guard does not: the machine or the terminal died after its start.
+
+    Only where it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
+    """
+    known = of_run(asked.run)
+    if known and known[1] is not False and known[0]["state"] in ("watching", "recovering"):
+        return None
+    record = read_json(RunDir(Path("runs") / asked.run).plan)
+    try:
+        plan = plan_from_json(record or {})
+        _, seen = ask(fleet, asked.run)
+    except (KeyError, TypeError, UserError, HostError):
+        return None  # what is wrong launch says
+    programs = {dataclasses.replace(asked, resume=resume).training_program() for resume in (asked.resume, "auto", "no")}
+    same = plan.program in programs and [node.name for node in plan.nodes] == list(fleet.hosts)
+    lives = [described["created"] for described in seen.values() if isinstance(described, dict) and described["alive"]]
+    return plan if same and set(plan.secrets) == set(asked.secrets) and set(lives) == {plan.created} else None
 
 
 def dismiss(run: str) -> None:

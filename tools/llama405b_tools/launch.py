@@ -41,8 +41,12 @@ def main(argv: Sequence[str]) -> int:
             from llama405b_tools.rehearse import rehearse
 
             return rehearse(asked, hosts, fleet)
-        plan = launch(asked, hosts, fleet)
-        guard.dismiss(plan.run)  # of an earlier launch of this name
+        plan = guard.unguarded(asked, fleet) if asked.restart else None
+        if plan:
+            print(f"{plan.run}: runs already, as asked, and nobody guards it; from now on it is guarded")
+        else:
+            plan = launch(asked, hosts, fleet)
+            guard.dismiss(plan.run)  # of an earlier launch of this name
         print_next(asked.hosts_file, plan.run)
         if not asked.restart:
             return follow(fleet, plan, hosts_argument(asked.hosts_file)).code if asked.follow else GOOD

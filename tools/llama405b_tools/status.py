@@ -146,7 +146,8 @@ def guard_line(run: str) -> str:
         return ""
     record, lives = found
     if record["state"] in ("watching", "recovering") and lives is False:
-        return f"guard: GONE (process {record['pid']} of this machine died while {record['state']}); nobody restarts this run"
+        died = f"process {record['pid']} of this machine died while {record['state']}"
+        return f"guard: GONE ({died}); nobody restarts this run: repeat its launch command to have it guarded again"
     done = f"restarted {record['restarts']} times, {record['in_vain']} of at most {record['limit']} in vain"
     message = f"; {record['message']}" if record["message"] else ""
     where = "" if lives is not None else f" on {str(record['machine']).partition(' ')[0]}"
