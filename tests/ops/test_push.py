@@ -135,6 +135,27 @@ def test_the_operator_dies_and_the_same_command_goes_on(hosts, operator):
         hosts.exec(i, "rm", "-rf", "/var/tmp/d")
 
 
+def test_hosts_that_share_the_directory_write_it_once(hosts, operator):
+    model = checkpoint(operator.path / "m", [30 * MB, 5 * MB])
+    hosts.exec(3, "sh", "-c", f"ln -sfn {hosts.shared} /var/tmp/by-another-name")
+    to = hosts.shared / "m"
+    for host, name in ((1, to), (2, to), (3, "/var/tmp/by-another-name/m")):
+        hosts.exec(host, "sh", "-c", f"mkdir -p /var/tmp/p && ln -sfn {name} /var/tmp/p/m")
+    hosts.exec(4, "sh", "-c", "mkdir -p -m 777 /var/tmp/p")
+    hosts.shared.joinpath("m").mkdir(mode=0o777)
+    hosts.shared.joinpath("m").chmod(0o777)
+    before = [received(hosts, i) for i in (2, 3)]
+    done = operator("push", "m", "--to", "/var/tmp/p/m")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("every file verified") == 2
+    assert len(re.findall(r"^node-[23] .*the same directory as on node-1$", done.stdout, re.MULTILINE)) == 2
+    assert sum(received(hosts, i) - had for i, had in zip((2, 3), before, strict=True)) < 2 * MB
+    for i in (1, 4):
+        assert sums_on(hosts, i, "/var/tmp/p/m/") == sums(model)
+    assert [path.name for path in to.glob(".llama405b-*")] == [".llama405b-pushed.json"]
+    assert list(to.glob(".*.part")) == []
+
+
 def test_from_a_host_and_with_a_full_disk(hosts, operator):
     hosts.exec(1, "sh", "-c", "mkdir -p /var/tmp/src && head -c 5000000 /dev/urandom >/var/tmp/src/a.safetensors")
     hosts.exec(3, "sh", "-c", "mkdir -p /var/tmp/src && mount -t tmpfs -o size=1m,mode=777 full /var/tmp/src")

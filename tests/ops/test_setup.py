@@ -10,6 +10,7 @@ from hosts_rig import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(900)]
 N_HOSTS, BLANK = 4, True
+HOST_USERS = ("root", "alice", "bob", "root")
 DEMO = [
     "--preset",
     "demo",
@@ -71,6 +72,17 @@ def test_again_does_nothing_and_says_so(hosts, type_in):
     assert again.stdout.count("0 files sent, 0 deleted") == 4
     assert "installing packages" not in again.stdout
     assert time.monotonic() - began < 90
+
+
+def test_hosts_that_share_their_directory(hosts, place, type_in):
+    (place / "sharing").write_text("".join(f"node-{i} slots=1 workdir={hosts.shared}/project\n" for i in (1, 4)))
+    done = type_in("setup", "sharing", "--offline")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^node-4 .*the same directory as on node-1$", done.stdout, re.MULTILINE), done.stdout
+    flags = [*DEMO, "--training.max_steps", 1, "--checkpoint.every", 1]
+    run = type_in("launch", "sharing", "--run", "sharing", *flags, "--follow")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "saved runs/sharing/checkpoints/step-00000001" in run.stdout
 
 
 def test_a_package_is_built_on_the_first_host_alone(hosts, type_in):

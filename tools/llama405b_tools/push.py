@@ -103,18 +103,25 @@ def push_files(fleet: Fleet, source: Source, targets: Mapping[str, str]) -> int:
     if not source.host and not files:
         raise UserError(f"{source.path}: there is no file in it; name a checkpoint directory")
     faults: dict[str, str] = {}
+    same: dict[str, str] = {}
     left, began = list(targets), time.monotonic()
     with show_progress() as progress:
         for _ in range(PASSES):
             chain = Chain(fleet, source, files, {name: targets[name] for name in left}, progress)
             done, found = chain.run()
             faults = {name: why for name, why in faults.items() if name not in done} | found
+            same |= chain.same
             left = [name for name in left if name not in done and name not in chain.dead]
             if not left:
                 break
     took = time.monotonic() - began
+    good_words = {name: f"the same directory as on {first}" for name, first in same.items()}
     rows = [
-        (name, targets[name], f"FAILED: {faults[name]}" if name in faults else "every file verified")
+        (
+            name,
+            targets[name],
+            f"FAILED: {faults[name]}" if name in faults else good_words.get(name, "every file verified"),
+        )
         for name in targets
     ]
     print_table(("host", "directory", "now"), rows)
@@ -142,13 +149,14 @@ class Chain:
         self.fleet, self.source, self.files, self.targets, self.progress = fleet, source, files, targets, progress
         self.token = secrets.token_hex(32)
         self.dead: set[str] = set()  # cannot receive, and could not on another try
+        self.same: dict[str, str] = {}  # host -> one before it that sees the same directory, and writes it for both
 
     def run(self) -> tuple[set[str], dict[str, str]]:
         """Returns the hosts that have everything, and why the others have not."""
         dialogues: dict[str, Dialogue] = {}
 
         def begin(name: str) -> dict[str, Any]:
-            request = {"to": self.targets[name], "token": self.token}
+            request = {"to": self.targets[name], "token": self.token, "host": name}
             dialogues[name] = Dialogue(self.fleet.stream(name, "relay", request))
             return dialogues[name].answer(READY_S)
 
@@ -156,6 +164,8 @@ class Chain:
         faults = {name: str(found) for name, found in ready.items() if isinstance(found, HostError)}
         self.dead = set(faults)
         order = [name for name in self.targets if name not in faults]
+        self.same = self._sharing(order, dialogues)
+        order = [name for name in order if name not in self.same]
         below: list[dict[str, Any] | None] = []
         for name in order:
             found = ready[name]
@@ -175,6 +185,7 @@ class Chain:
                 sender.join(READY_S)
                 self.dead |= {name for name, end in ends.items() if isinstance(end, dict) and end["own"]}
                 faults |= _faults(ends, faults)
+                faults |= {name: f"as on {first}" for name, first in self.same.items() if first in faults}
         finally:
             for dialogue in dialogues.values():
                 dialogue.end_input()
@@ -182,6 +193,18 @@ class Chain:
         return {name for name in self.targets if name not in faults}, {
             k: v for k, v in faults.items() if k in self.targets
         }
+
+    def _sharing(self, order: Sequence[str], dialogues: Mapping[str, Dialogue]) -> dict[str, str]:
+        """The hosts that see the directory of one before them, and whose it is."""
+
+        def sees(name: str) -> dict[str, Any]:
+            dialogues[name].say("look\n")
+            return dialogues[name].answer(READY_S)
+
+        outcomes = self.fleet.each(sees, order)
+        seen = {name: found["sees"] for name, found in outcomes.items() if isinstance(found, dict)}
+        firsts = {name: next((other for other in order if other in seen.get(name, ())), name) for name in order}
+        return {name: first for name, first in firsts.items() if first != name}
 
     def _send(self, first: str, below: dict[str, Any], faults: dict[str, str]) -> None:
         """Feed the first host: from here by TCP, or through its SSH connection, or from the host that has the files."""

@@ -14,11 +14,22 @@ from llama405b_tools.wire import BrokenLinkError
 
 
 def relay(request: dict[str, Any], say: Callable[[dict[str, Any]], None], hear: Callable[[], str]) -> None:
-    """A host's part: say where it listens, hear who comes next, receive, and tell how it goes once a second."""
-    receiver = Receiver(Path(request["to"]).expanduser(), request["token"])
+    """A host's part: say where it listens, hear who comes next, receive, and tell how it goes once a second.
+
+    Before that every host leaves a mark, and says whose it sees: who shares a directory must not write it at once.
+    """
+    root = Path(request["to"]).expanduser()
+    receiver, mark = Receiver(root, request["token"]), f".llama405b-{request['token'][:16]}-"
+    with contextlib.suppress(OSError):  # what is wrong with the directory shows when the first file comes
+        root.mkdir(parents=True, exist_ok=True)
+        (root / f"{mark}{request['host']}").touch()
     own = [entry["address"] for entry in hostprobe.network()["addresses"]]
     say({"port": receiver.port, "addresses": own})
+    if hear():
+        say({"sees": [path.name.removeprefix(mark) for path in root.glob(f"{mark}*")]})
     below = json.loads(hear() or "null")
+    with contextlib.suppress(OSError):
+        (root / f"{mark}{request['host']}").unlink(missing_ok=True)
     threading.Thread(target=_end_with_input, args=(hear,), daemon=True).start()
     lasting = False  # whether the fault is this host's, and would be again
     with _Telling(say, lambda: {"done": receiver.done, "total": receiver.total, "file": receiver.file}):
