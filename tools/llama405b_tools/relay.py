@@ -1,6 +1,7 @@
 """What the agent does in a chain of hosts: receive and pass on, or send what is here; tells how it goes. Standard library."""
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -19,7 +20,8 @@ def relay(request: dict[str, Any], say: Callable[[dict[str, Any]], None], hear: 
     Before that every host leaves a mark, and says whose it sees: who shares a directory must not write it at once.
     """
     root = Path(request["to"]).expanduser()
-    receiver, mark = Receiver(root, request["token"]), f".llama405b-{request['token'][:16]}-"
+    receiver = Receiver(root, request["token"])
+    mark = f".llama405b-{hashlib.sha256(request['token'].encode()).hexdigest()[:16]}-"  # the token itself is a secret
     with contextlib.suppress(OSError):  # what is wrong with the directory shows when the first file comes
         root.mkdir(parents=True, exist_ok=True)
         (root / f"{mark}{request['host']}").touch()
