@@ -184,7 +184,7 @@ def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
     assert run_ranks(2, _poison, tiny) == [("stopped", True, True)] * 2
 
 
-def test_a_stop_that_comes_at_the_very_end_does_not_kill():
+def test_a_stop_that_comes_at_the_very_end_does_not_kill(demo):
     """The interpreter gives a signal its default back before it clears modules: SIGUSR1 then would end a good rank."""
     code = (
         "import os, signal, sys\n"
@@ -193,7 +193,9 @@ def test_a_stop_that_comes_at_the_very_end_does_not_kill():
         "    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGUSR1):\n"
         "        kill(me, number)\n"
         "late = Late()\n"
-        "sys.exit(train.main(['--preset', 'demo', '--run-dir', 'runs/x', '--dry-run', '--world', '1']))\n"
+        "sys.exit(train.main(['--preset', 'demo', '--model.path', sys.argv[1], '--run-dir', 'x', '--dry-run', '--world', '1']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(demo)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -111,7 +111,7 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
             f"{100 * share:.1f}",
             f"{1000 * INTERVAL_S * share:.0f}",
             f"{megabytes:.0f}" if megabytes else "",
-            f"{rows[0][1] / share:.0f}",
+            f"{rows[0][1] / share:.0f}" if share else "",  # less than a tick
         )
         for name, share, megabytes in rows
     ]
