@@ -29,6 +29,23 @@ def play(n_hosts=4, seconds=100.0, change=None, **more):
     return cluster, cluster.picture(last)
 
 
+def test_between_healthy_and_hung_the_silence_is_said():
+    _, quiet = play(4, simulate.HUNG + 12)
+    assert quiet.verdict == "HEALTHY"
+    cluster, stalled = play(4, simulate.HUNG + 40)
+    assert (stalled.verdict, stalled.exit_code) == ("DEGRADED", 1)
+    assert re.fullmatch(r"no rank has moved for \d\d s, where a step takes 6.0 s", stalled.why)
+    assert len([event for event in cluster.events if "no rank has moved" in event.text]) == 1
+    _, saving = play(4, simulate.HUNG + 40, change=lambda event: _in_phase(event, "checkpoint"))
+    assert saving.verdict == "HEALTHY"
+
+
+def _in_phase(event, phase):
+    for beat in event["frame"]["run"]["beats"] if "frame" in event else ():
+        beat["phase"] = phase
+    return event
+
+
 def row(pic, name):
     return next(row for row in pic.hosts if row.name == name)
 

@@ -101,6 +101,9 @@ class Cluster:
         odd = _odd([self.hosts[name] for name in heard] or fresh)
         slow = verdicts.slow_ranks({name: run["beats"] for name, run in heard.items()}, self._median("step_s"))
         hang, failures = self._hang(heard, now), _failures(heard)
+        stall = ""
+        if not hang and not failures:
+            self._say("", "stall", "warning", stall := self._stall(heard, now), now)
         trouble = {failure.host: (picture.FAILED, failure.what) for failure in failures}
         trouble |= {hang.host: (picture.HUNG, hang.words)} if hang else {}
         rows = []
@@ -109,7 +112,7 @@ class Cluster:
             rows.append(host.row(self.run, state, why, odd, slow.get(host.name, ()), now))
             self._tell(rows[-1], now)
         training = self._training(heard, hang, failures, now)
-        verdict, why, code = _verdict(rows, training, hang, failures)
+        verdict, why, code = _verdict(rows, training, hang, failures, stall)
         if self.wanted and not training and code < 3 and verdict != "CONNECTING":
             verdict, why, code = "DOWN", f"no host knows a run {self.wanted!r}", 3
         return Picture(
@@ -171,6 +174,19 @@ class Cluster:
             why = unheard[0].state(None, now, self.interval_s)[1]
             return Hang(unheard[0].name, age_s, f"{why or 'it does not tell of the run'}; {name} waits: {words}")
         return Hang(name, age_s, words) if words else None
+
+    def _stall(self, heard: Runs, now: float) -> str:
+        """That no rank has moved for much longer than a step takes: what may become a hang, and may not."""
+        step_s = self._median("step_s")
+        beats = [
+            (beat, self.hosts[name].clock(now)) for name, run in heard.items() if run["alive"] for beat in run["beats"]
+        ]
+        if not step_s or not beats or any(beat["phase"] != "train" for beat, _ in beats):
+            return ""
+        age_s = min(host_now - beat["time"] for beat, host_now in beats)
+        if age_s < max(verdicts.STALL_S, verdicts.STALL_STEPS * step_s):
+            return ""
+        return f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s"
 
     def _median(self, key: str) -> float | None:
         """Of the last steps."""
@@ -328,7 +344,11 @@ def _distinct(hosts: Iterable[HostView], count: Callable[[HostView], int]) -> in
 
 
 def _verdict(
-    hosts: Sequence[HostRow], training: Training | None, hang: Hang | None, failures: Sequence[runs.Failure]
+    hosts: Sequence[HostRow],
+    training: Training | None,
+    hang: Hang | None,
+    failures: Sequence[runs.Failure],
+    stall: str,
 ) -> tuple[str, str, int]:
     """The one word, why, and the exit code."""
     if hang:
@@ -343,7 +363,8 @@ def _verdict(
             f"{lost[0].name}: {lost[0].state} {lost[0].why}" + (f", and {len(lost) - 1} more" if lost[1:] else ""),
             3,
         )
-    reasons = [f"{row.name}: {row.state} {row.why}" for row in hosts if picture.SEVERITY[row.state] == 1]
+    reasons = [stall] if stall else []
+    reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if picture.SEVERITY[row.state] == 1]
     reasons += [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
     if training and training.network == "SOCKET":
         reasons.insert(0, "training runs over TCP sockets")

@@ -19,6 +19,7 @@ BUSY = 0.4  # median power over limit: below, GPUs idle together (an offloaded o
 IDLE = 0.35  # power over limit of a GPU that waits: a hang's sign
 LOW_RAM, LOW_DISK, LOW_DISK_BYTES = 0.03, 0.02, 1 << 30
 HANG_STEPS = 5  # times the median step
+STALL_STEPS, STALL_S = 3, 15.0  # times the median step, and at least so long: not a hang yet, and not healthy
 PHASES = {
     "start": "STARTING",
     "data": "LOADING",
