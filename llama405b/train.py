@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return error.exit_code
         _say_why(f"{type(error).__name__}: {error}", pulse)
         raise
-    finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # or one that comes now kills: the interpreter's end forgets _ask
     return 0
 
 
@@ -340,5 +339,23 @@ def _lost_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or any(sign in str(error) for sign in signs)
 
 
+def run_and_leave() -> NoReturn:
+    """Run as a program, and end at once, without the interpreter's own end.
+
+    In that torch's threads abort a rank while its peers die (its exit code and words would be lost), and a signal that
+    asks for a stop finds no handler any more and kills.
+    """
+    code: object = FAILED
+    try:
+        code = main()
+    except SystemExit as leaving:  # argparse's --help
+        code = leaving.code
+    except BaseException:  # noqa: BLE001 - printed, as the interpreter would
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else FAILED)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave()

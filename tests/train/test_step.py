@@ -187,13 +187,13 @@ def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
 def test_a_stop_that_comes_at_the_very_end_does_not_kill(demo):
     """The interpreter gives a signal its default back before it clears modules: SIGUSR1 then would end a good rank."""
     code = (
-        "import os, signal, sys\n"
-        "from llama405b import train\n"
+        "import os, runpy, signal, sys\n"
         "class Late:\n"
         "    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGUSR1):\n"
         "        kill(me, number)\n"
         "late = Late()\n"
-        "sys.exit(train.main(['--preset', 'demo', '--model.path', sys.argv[1], '--run-dir', 'x', '--dry-run', '--world', '1']))\n"
+        "sys.argv[1:] = ['--preset', 'demo', '--model.path', sys.argv[1], '--run-dir', 'x', '--dry-run', '--world', '1']\n"
+        "runpy.run_module('llama405b.train', run_name='__main__')\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(demo)], capture_output=True, text=True, timeout=120, check=False
