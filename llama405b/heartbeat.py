@@ -3,6 +3,7 @@
 Only the training thread writes: a rank that hangs falls silent, and that silence is the signal.
 """
 
+import contextlib
 import os
 import time
 
@@ -50,24 +51,23 @@ class Pulse:
         if not force and now - self.written < INTERVAL_S:
             return
         self.written = now
-        write_json(
-            self.path,
-            Heartbeat(
-                self.me.rank,
-                self.me.host,
-                os.getpid(),
-                now,
-                self.step,
-                self.phase_name,
-                self.phase_since,
-                done_bytes,
-                total_bytes,
-                message,
-                failed_in,
-                self.data_s,
-                self.optimizer_s,
-            ),
+        record = Heartbeat(
+            self.me.rank,
+            self.me.host,
+            os.getpid(),
+            now,
+            self.step,
+            self.phase_name,
+            self.phase_since,
+            done_bytes,
+            total_bytes,
+            message,
+            failed_in,
+            self.data_s,
+            self.optimizer_s,
         )
+        with contextlib.suppress(OSError):  # a full disk here is no reason for all ranks to end
+            write_json(self.path, record)
 
     def failed(self, message: str) -> None:
         """Say why this rank ends."""

@@ -17,6 +17,7 @@ SSH or tmux. Every file has one writer::
 """
 
 import dataclasses
+import errno
 import json
 import os
 from pathlib import Path
@@ -137,14 +138,32 @@ def write_atomic(path: Path, text: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, record: Any) -> None:
-    """``write_atomic`` a dataclass (or plain value) as one line of JSON."""
+    """``write_atomic`` a dataclass (or plain value) as one line of JSON.
+
+    On a full disk a file that is there is written over in place, where it has its blocks: a status must still be said.
+
+    Raises:
+        OSError: The directory cannot be made or written.
+    """
     value = dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record  # type: ignore[arg-type]
-    write_atomic(path, json.dumps(value) + "\n")
+    text = json.dumps(value) + "\n"
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+            raise
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text.rstrip().ljust(path.stat().st_size - 1) + "\n")
+            file.truncate()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

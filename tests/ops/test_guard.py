@@ -126,6 +126,32 @@ def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
     assert cli(work, "stop", "--run", "w").returncode == 0
 
 
+def test_a_stop_right_after_the_launch_waits_until_it_is_heard(work, cli, demo, corpus):
+    flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
+    assert cli(work, "launch", "--run", "early", *flags).returncode == 0
+    began = time.monotonic()
+    stopped = cli(work, "stop", "--run", "early", "--grace", "90s")
+    assert stopped.returncode == 0, stopped.stdout
+    assert time.monotonic() - began < 80
+    assert re.search(r"step (\d+) was the last; newest checkpoint: \S+/step-0*\1$", stopped.stdout, re.MULTILINE), (
+        stopped.stdout
+    )
+
+
+def test_a_stop_with_other_hosts_changes_nothing(work, cli, demo, corpus):
+    flags = settings(demo, corpus, steps=100_000)
+    assert cli(work, "launch", "--run", "here", "--restart", 1, *flags).returncode == 0
+    (work / "others").write_text("node-x localhost=yes\n".replace(" localhost=yes", ""))
+    for verb in ("stop", "status", "logs"):
+        done = cli(work, verb, "others", "--run", "here")
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "--run: 'here' was launched on node-[a-b]; name the hosts file that has them" in done.stderr.replace(
+            "node-a,node-b", "node-[a-b]"
+        )
+    assert "guard: watching" in cli(work, "status", "--run", "here").stdout
+    assert cli(work, "stop", "--run", "here").returncode == 0
+
+
 def test_stop_lets_the_trainer_save(work, cli, demo, corpus):
     flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
     follower = subprocess.Popen(

@@ -211,10 +211,15 @@ def test_bad_input(hosts, operator):
     for args, words in (
         (["nowhere"], "nowhere: no such file or directory here"),
         (["hosts", "--to", "here"], "--to: 'here' is relative"),
+        (["node-1:/no/such"], "node-1:/no/such: there is no file in it"),
     ):
         done = operator("push", *args)
         assert done.returncode == 2
         assert words in done.stderr
+    done = operator("push", "hosts", "--to", "/proc/here", timeout=20)
+    assert done.returncode == 1
+    assert done.stdout.count("FAILED: /proc/here cannot be made (No such file or directory)") == 4, done.stdout
+    assert "the same command again" not in done.stdout
     (operator.path / "empty").mkdir()
     assert "there is no file in it" in operator("push", "empty").stderr
 

@@ -271,3 +271,23 @@ def test_a_dead_host_means_nothing_is_started(hosts, operator):
     assert "UNREACHABLE" in state.stdout
     hosts.boot(3)
     hosts._wait()
+
+
+def test_a_disk_that_fills_up_does_not_end_the_run(hosts, operator):
+    flags = [*DEMO, "--training.max_steps", 100000, "--checkpoint.every", 0]
+    assert operator("launch", "--run", "full", *flags).returncode == 0
+
+    def step():
+        beat = hosts.exec(3, "cat", f"{hosts.workdir(3)}/runs/full/heartbeat/rank-2.json", check=False).stdout
+        return json.loads(beat)["step"] if beat.strip() else 0
+
+    wait_for(lambda: step() > 2, 90)
+    hosts.exec(3, "dd", "if=/dev/zero", "of=/var/tmp/fill", "bs=64k", check=False)
+    try:
+        assert hosts.exec(3, "sh", "-c", "echo more >/var/tmp/more", check=False).returncode
+        before = step()
+        wait_for(lambda: step() > before + 5, 60)
+        assert operator("status", "--run", "full").returncode == 0
+    finally:
+        hosts.exec(3, "rm", "-f", "/var/tmp/fill", "/var/tmp/more")
+    assert operator("stop", "--run", "full", "--grace", "0").returncode == 0

@@ -29,6 +29,47 @@ def play(n_hosts=4, seconds=100.0, change=None, **more):
     return cluster, cluster.picture(last)
 
 
+def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
+    cluster, _ = play(2, 60.0)
+    other = {
+        "name": "other",
+        "created": T0 + 50,
+        "attempt": 1,
+        "beats": [],
+        "log_age_s": None,
+        "net": "",
+        "status": None,
+    }
+
+    def send(host, seconds, **run):
+        frame = next(simulate.incident(2, seconds=2.0))["frame"] | {"run": run or None, "now": T0 + seconds}
+        cluster.take(host, frame, T0 + seconds)
+        return cluster.picture(T0 + seconds)
+
+    assert send("gpu-1", 61, **other, alive=True).training.run == "llama-405b"
+    assert send("gpu-2", 61, **other, alive=True).training.run == "other"
+    assert [event.text for event in cluster.events][-1] == "now run other, before it llama-405b"
+
+
+def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
+    def change(event, **new):
+        for beat in event["frame"]["run"]["beats"] if "frame" in event and event["host"] == "gpu-2" else ():
+            beat.update({"rank": beat["rank"], **new} if beat["rank"] == 11 else {})
+        return event
+
+    _, stopped = play(2, 60.0, change=lambda event: change(event, state="T"))
+    assert (stopped.verdict, row(stopped, "gpu-2").notes) == ("DEGRADED", ("rank 11: it is stopped by a signal",))
+    _, failed = play(2, 60.0, change=lambda event: change(event, phase="failed", message="CUDA out of memory"))
+    assert (failed.verdict, failed.exit_code, failed.training.phase) == ("FAILED", 3, "FAILED")
+    assert failed.why == "gpu-2: rank 11 failed: CUDA out of memory"
+
+
+def test_a_guard_that_is_gone_is_not_healthy():
+    cluster, _ = play(2, 60.0)
+    cluster.guard = "guard GONE"
+    assert cluster.picture(T0 + 60.0).why == "its guard is gone: nobody restarts this run"
+
+
 def test_between_healthy_and_hung_the_silence_is_said():
     _, quiet = play(4, simulate.HUNG + 12)
     assert quiet.verdict == "HEALTHY"
@@ -261,7 +302,7 @@ def test_a_failed_host_and_a_restart():
         return event
 
     _, pic = play(seconds=70, change=killed)
-    assert (pic.verdict, pic.exit_code, pic.training.phase) == ("DOWN", 3, "FAILED")
+    assert (pic.verdict, pic.exit_code, pic.training.phase) == ("FAILED", 3, "FAILED")
     assert pic.why == "gpu-2: exited 1: rank 9 was killed by SIGKILL"
     _, whole = play(seconds=simulate.LENGTH_S)
     assert (whole.training.attempt, whole.training.phase, whole.verdict) == (2, "TRAIN", "HEALTHY")

@@ -85,3 +85,10 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     shown = subprocess.run(demo, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60, check=False)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"SIMULATED +llama-405b .*GPU 64/64", shown.stdout)
+
+
+def test_what_setup_makes_is_no_code():
+    """It would be pushed as code otherwise: 260 MB of wheels."""
+    made = [".wheelhouse/torch.whl", ".built-0123/x.whl", ".venv/bin/python", ".llama405b-code", "runs/r/plan.json"]
+    done = subprocess.run(["git", "-C", ROOT, "check-ignore", *made], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == made

@@ -131,7 +131,7 @@ def stop(request: Request) -> dict[str, Any]:
     if request.get("discard") and plan and run.name.endswith(REHEARSAL) and not left:
         shutil.rmtree(_checkpoints(run, plan), ignore_errors=True)
     return {
-        "known": run.path.is_dir(),
+        "known": run.path.is_dir() and (plan is None or host in [node["name"] for node in plan["nodes"]]),
         "was_alive": was_alive,
         "swept": ended,
         "left": left,

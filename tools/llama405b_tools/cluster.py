@@ -15,6 +15,8 @@ from llama405b_tools.picture import Event, HostRow, Picture, Training
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
 RECENT_STEPS = 20  # of which the median is taken
 LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
+MOVING = ("TRAIN", "CKPT", "EVAL")
+RUN_TROUBLE = (picture.FAILED, picture.HUNG, "no rank has moved")  # what events say of a run, not of its host
 Run = Mapping[str, Any]  # what a host says of the run
 Runs = Mapping[str, Run]  # by host
 
@@ -58,7 +60,13 @@ class Cluster:
         """A connection was made (OK), or was not: AUTH, REFUSED, TIMEOUT or DOWN, and why."""
         known = self.hosts[host]
         if known.link not in (state, picture.CONNECTING) or state != picture.OK:
-            self._say(host, "link", "note" if state == picture.OK else "bad", why if state != picture.OK else "", now)
+            self._say(
+                host,
+                "link",
+                "note" if state == picture.OK else "bad",
+                f"{state}: {why}" if state != picture.OK else "",
+                now,
+            )
         known.link, known.why = state if state in picture.SEVERITY else picture.DOWN, clean(why)
         known.linked_at = now if state == picture.OK else None
 
@@ -83,11 +91,16 @@ class Cluster:
             self._choose(now)
 
     def _choose(self, now: float) -> None:
-        """The run to show: the newest that lives on any host, else the newest."""
+        """The run to show: the one before while it lives anywhere, or most hosts still tell of it; else the newest that lives."""
         told = [run for host in self.hosts.values() if host.frame and (run := host.frame["run"])]
         if not told:
             return
-        best = max(told, key=lambda run: (run["alive"], run["created"]))
+        ours = [run for run in told if run["name"] == self.run]
+        stays = any(run["alive"] for run in ours) or 2 * len(ours) > len(told)
+        best = max(ours if stays else told, key=lambda run: (run["alive"], run["created"]))
+        if self.run and best["name"] != self.run:
+            self._event(now, "", "note", f"now run {best['name']}, before it {self.run}")
+            self.standing = {key: said for key, said in self.standing.items() if not said[1].startswith(RUN_TROUBLE)}
         if best["name"] == self.run and best["created"] > self.created and best["attempt"] > 1:
             self._event(now, "", "note", f"{best['name']}: attempt {best['attempt']} began")
         if (best["name"], best["created"]) != (self.run, self.created):
@@ -128,6 +141,7 @@ class Cluster:
             fresh=len(fresh),
             gpus_seen=_distinct(fresh, lambda host: len(host.gpus)),
             gpus_expected=_distinct(self.hosts.values(), lambda host: host.expected_gpus),
+            workdirs=tuple(sorted({host.frame["cwd"] for host in fresh if host.frame and "cwd" in host.frame})),
         )
 
     def first_rank(self, host: str) -> int:
@@ -169,11 +183,15 @@ class Cluster:
         sure = this == self.hung or age_s > LONG_SILENCE * limit_s
         words = verdicts.hang_words(beat, age_s, self.hosts[name].gpus, log_ages, sure=sure)
         self.hung = this if words else None
-        unheard = [self.hosts[node] for node, _, _ in self._nodes() if node in self.hosts and node not in heard]
+        unheard = self._unheard(heard)
         if words and unheard:  # it may only wait for them
             why = unheard[0].state(None, now, self.interval_s)[1]
             return Hang(unheard[0].name, age_s, f"{why or 'it does not tell of the run'}; {name} waits: {words}")
         return Hang(name, age_s, words) if words else None
+
+    def _unheard(self, heard: Runs) -> list[HostView]:
+        """The run's hosts of which nothing fresh is known."""
+        return [self.hosts[node] for node, _, _ in self._nodes() if node in self.hosts and node not in heard]
 
     def _stall(self, heard: Runs, now: float) -> str:
         """That no rank has moved for much longer than a step takes: what may become a hang, and may not."""
@@ -205,12 +223,14 @@ class Cluster:
         world = sum(ranks for _, _, ranks in self._nodes())
         last = self.metrics[-1] if self.metrics else {}
         step, steps, saved = last.get("step"), head.get("max_steps") or None, head.get("checkpoint_step")
-        step_s, tokens_per_s = self._median("step_s"), self._median("tokens_per_s") if heard else None
+        if phase == "DONE" and step is not None and steps and step < steps:
+            phase = "STOPPED"
+        step_s, tokens_per_s = self._median("step_s"), self._median("tokens_per_s") if phase in MOVING else None
         lost = None if step is None else max(0, step - (saved or 0))
         done, total, eta_s = self._loading(heard, now) if phase == "LOADING" else (None, None, None)
         if phase != "LOADING":
             self.load = None
-        if phase in ("TRAIN", "CKPT", "EVAL") and steps and step is not None and step_s:
+        if phase in MOVING and steps and step is not None and step_s:
             eta_s = (steps - step) * step_s
         return Training(
             run=self.run,
@@ -237,6 +257,7 @@ class Cluster:
             lost_rank_hours=lost * step_s * world / 3600 if lost is not None and step_s else None,
             network=_network(ours, self.run),
             guard=self.guard,
+            others=tuple(sorted({name for run in heard.values() for name in run.get("others", ())} - {self.run})),
         )
 
     def _loading(self, heard: Runs, now: float) -> tuple[int | None, int | None, float | None]:
@@ -255,6 +276,8 @@ class Cluster:
         if failures:
             return "FAILED", None
         if not any(run["alive"] for run in heard.values()):
+            if self._unheard(heard):
+                return "UNKNOWN", None
             if not any(run["status"] for run in heard.values()):
                 return "STARTING", None
             stopped = any((run["status"] or {}).get("state") == "stopped" for run in heard.values())
@@ -268,7 +291,8 @@ class Cluster:
         """Note what is new about a host."""
         severity, notes = picture.SEVERITY[row.state], "; ".join(row.notes)
         level = "bad" if severity == 2 else "warning"
-        self._say(row.name, "state", level, f"{row.state}: {row.why}" if severity else "", now)
+        by_link = row.state in (picture.AUTH, picture.REFUSED, picture.TIMEOUT, picture.DOWN)  # said as it happened
+        self._say(row.name, "state", level, f"{row.state}: {row.why}" if severity and not by_link else "", now)
         self._say(row.name, "notes", "warning", notes, now)
 
     def _say(self, host: str, kind: str, level: str, text: str, now: float) -> None:
@@ -294,8 +318,16 @@ def _identity(frame: Mapping[str, Any] | None) -> tuple[str, float, bool] | None
 
 
 def _failures(heard: Runs) -> list[runs.Failure]:
+    """By the node runners' word; else by that of ranks which failed, and will be ended in a moment."""
     described = ((name, {**run, "leftovers": []}) for name, run in heard.items() if run["status"])
-    return [failure for name, run in described if (failure := runs.failure_of(name, run))]
+    found = [failure for name, run in described if (failure := runs.failure_of(name, run))]
+    for name, beat in ((name, beat) for name, run in heard.items() if run["alive"] for beat in run["beats"]):
+        if beat["phase"] == "failed":
+            why = clean(beat.get("message", ""))
+            found.append(
+                runs.Failure(name, f"rank {beat['rank']} failed{f': {why}' if why else ''}", runs.origin_of(why))
+            )
+    return found
 
 
 def _odd(hosts: Sequence[HostView]) -> Odd:
@@ -355,7 +387,7 @@ def _verdict(
         return "HUNG", f"{hang.host}: {hang.words}", 3
     if failures:
         worst = runs.first_failure(failures)
-        return "DOWN", f"{worst.host}: {worst.what}", 3
+        return "FAILED", f"{worst.host}: {worst.what}", 3
     lost = [row for row in hosts if picture.SEVERITY[row.state] == 2]
     if lost:
         return (
@@ -364,6 +396,8 @@ def _verdict(
             3,
         )
     reasons = [stall] if stall else []
+    if training and "GONE" in training.guard and training.phase not in ("DONE", "STOPPED"):
+        reasons.append("its guard is gone: nobody restarts this run")
     reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if picture.SEVERITY[row.state] == 1]
     reasons += [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
     if training and training.network == "SOCKET":

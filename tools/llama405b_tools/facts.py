@@ -18,7 +18,7 @@ from typing import Any
 import llama405b
 from llama405b import weights
 from llama405b.errors import UserError
-from llama405b.rundir import read_json
+from llama405b.rundir import RunDir, read_json
 from llama405b_tools import hostprobe, procs
 from llama405b_tools.node import is_alive, run_of
 
@@ -53,6 +53,7 @@ def _answer(request: Request, port_fault: str) -> dict[str, Any]:
         "attempt": plan.get("attempt", 0),
         "owner": plan.get("owner", ""),
         "alive": is_alive(run, host),
+        "others": [p.name for p in run.path.parent.glob("*") if p.name != run.name and is_alive(RunDir(p), host)],
         "leftovers": procs.marked(f"{run.path}:{host}"),
         "machine": _machine_id(),
         "gpus": _gpus(),

@@ -12,6 +12,7 @@ from llama405b_tools.streams import Streams
 from llama405b_tools.transport import HostError
 
 RANK = re.compile(r"\brank (\d+)\b")
+ATTEMPT = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
 LAST = 20  # blocks shown where there is no traceback
 
 
@@ -66,7 +67,7 @@ def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) ->
             if "unreachable" in item or "end" in item:
                 return texts
             for _, file, text in item.get("entries", ()):
-                if local_rank < 0 or f"/{local_rank}/" in file:
+                if (local_rank < 0 or f"/{local_rank}/" in file) and not ATTEMPT.match(text):
                     texts.append(text)
     finally:
         streams.close()

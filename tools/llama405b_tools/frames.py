@@ -21,6 +21,7 @@ BEAT = {
     "state": str,
     "data_s?": (*NUMBER, NONE),
     "optimizer_s?": (*NUMBER, NONE),
+    "message?": str,
 }
 METRICS = {
     "step": int,
@@ -39,6 +40,7 @@ RUN = {
     "beats": list,
     "log_age_s": (*NUMBER, NONE),
     "net": str,
+    "others?": [str],
     "nodes?": [[str, int, int]],
     "nccl?": {"*": str},
     "metrics?": list,
@@ -48,6 +50,7 @@ RUN = {
 FRAME = {
     "now": NUMBER,
     "machine": str,
+    "cwd?": str,
     "pci_gpus": (int, NONE),  # None: its files are here, but it is another machine
     "cpu": {"total": int, "idle": int, "cores": (int, NONE)},
     "memory": {"total": (int, NONE), "available": (int, NONE), "oom_kills": (int, NONE)},

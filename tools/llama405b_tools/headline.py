@@ -30,7 +30,7 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         )
         first.append(f" {span(run.phase_s)}")
     else:
-        first.append("no run", "bold")
+        first.append("no run" if pic.fresh else f"run {DASH}", "bold")
     without = "no GPU" if any(row.has_gpu is False for row in pic.hosts) else f"GPU {DASH}"
     gpus = f"GPU {pic.gpus_seen}/{pic.gpus_expected}" if pic.gpus_expected else without
     parts = [(0, Text(f"hosts {pic.fresh}/{len(pic.hosts)}", "bold red" if pic.fresh < len(pic.hosts) else ""))]
@@ -40,10 +40,12 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         parts.append((1, Text(_risk(run, pic, short=width < WIDE))))
         if run.attempt > 1:
             parts.append((3, Text(f"restarts {run.attempt - 1}", "yellow")))
+        if run.others:
+            parts.append((3, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")))
         if run.guard:
             parts.append((2, Text(run.guard, "bold red" if "GONE" in run.guard else "")))
     parts.append((4, Text(f"sampled {span(max(ages)) if ages else DASH}")))
-    lines = [_joined(first, parts, width), _progress(run, width)]
+    lines = [_joined(first, parts, width), _progress(run, width) if run else _no_run(pic)]
     sign, style = VERDICTS.get(pic.verdict, ("✖", "bold red"))
     verdict = f"{sign} {pic.verdict}{f'  {pic.why}' if pic.why else ''}"
     wrapped = textwrap.wrap(verdict, max(width, 8), subsequent_indent="  ", max_lines=max_lines, placeholder=" …")
@@ -52,19 +54,25 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
 
 def _risk(run: Training, pic: Picture, *, short: bool) -> str:
     steps = f"{run.lost_steps} step{'s' * (run.lost_steps != 1)}"
+    what = "lost" if run.phase in ("STOPPED", "DONE", "FAILED") and run.lost_steps else "at risk"
     if short and run.lost_steps is not None:
-        return f"{steps} at risk"
+        return f"{steps} {what}"
     if run.lost_steps is None:
         return "ckpt " + (f"step {run.checkpoint_step}" if run.checkpoint_step is not None else "none yet")
     unit = "GPU-h" if pic.gpus_expected else "rank-h"
     hours = f", {run.lost_rank_hours:.1f} {unit}" if run.lost_rank_hours is not None else ""
     where = f"{run.checkpoint_step}" if run.checkpoint_step is not None else "none"
-    return f"ckpt {where}: {steps}{hours} at risk"
+    return f"ckpt {where}: {steps}{hours} {what}"
 
 
-def _progress(run: Training | None, width: int) -> Text:
-    if run is None:
-        return Text("no run on these hosts; `llama405b launch` starts one", "dim")
+def _no_run(pic: Picture) -> Text:
+    if not pic.fresh:
+        return Text("no host is heard: whether a run lives is not known", "dim")
+    where = pic.workdirs[0] if len(pic.workdirs) == 1 else "their working directories"
+    return Text(f"no run in {where} on these hosts; `llama405b launch` starts one", "dim")
+
+
+def _progress(run: Training, width: int) -> Text:
     if run.phase == "LOADING" and run.total_bytes:
         share = 100 * (run.done_bytes or 0) / run.total_bytes
         return Text(

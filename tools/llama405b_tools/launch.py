@@ -16,6 +16,7 @@ from llama405b_tools import commands, guard, slurm
 from llama405b_tools.asked import Asked, parse
 from llama405b_tools.commands import Node, Plan
 from llama405b_tools.fleet import Fleet, front_door, hosts_argument, read_hosts
+from llama405b_tools.fold import fold_names
 from llama405b_tools.follow import follow
 from llama405b_tools.hosts import Host
 from llama405b_tools.preflight import check_training, make_plan, nccl_reasons, places_env, probe
@@ -46,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
             print(f"{plan.run}: runs already, as asked, and nobody guards it; from now on it is guarded")
         else:
             plan = launch(asked, hosts, fleet)
-            guard.dismiss(plan.run)  # of an earlier launch of this name
+            guard.dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
+            guard.state_path(plan.run).unlink(missing_ok=True)
         print_next(asked.hosts_file, plan.run)
         if not asked.restart:
             return follow(fleet, plan, hosts_argument(asked.hosts_file)).code if asked.follow else GOOD
@@ -71,6 +73,9 @@ def launch(asked: Asked, hosts: Sequence[Host], fleet: Fleet, *, again: bool = F
     check_training(asked, plan)
     start(plan, asked.secrets, fleet, again=again)
     took = f"up in {time.monotonic() - began:.1f} s"
+    for name in sorted({other for answer in answers.values() for other in answer["others"]}):
+        where = fold_names([host for host, answer in answers.items() if name in answer["others"]])
+        print(f"note: run {name} is alive on {where} too; they share its GPUs and memory")
     print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
     for line in nccl_reasons(asked, answers, way):
         print(f"  {line}")

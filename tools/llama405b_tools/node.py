@@ -93,7 +93,7 @@ class NodeRunner:
         status = NodeStatus(self.host, state, self.plan.attempt, pid, began, time=time.time(), **more)
         write_json(self.run.status(self.host), status)
         if state not in ("starting", "running"):
-            with self.run.ends(self.host).open("a", encoding="utf-8") as ends:
+            with contextlib.suppress(OSError), self.run.ends(self.host).open("a", encoding="utf-8") as ends:
                 ends.write(json.dumps(dataclasses.asdict(status)) + "\n")
 
     def report_end(self, code: int) -> None:
@@ -200,22 +200,31 @@ class NodeRunner:
             time.sleep(SLURM_POLL_S if self.plan.slurm_job else POLL_S)
         grace_s = float((read_json(stop_path(self.run, self.host)) or {}).get("grace_s", self.plan.grace_s))
         ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
-        if grace_s and self.plan.trains:
-            ways.insert(0, (lambda: self.ask_to_save(child.pid), grace_s))
+        if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:
+            return code
         for end, seconds in ways:
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(seconds)
         raise AssertionError("a wait without a limit came to its end")
 
-    def ask_to_save(self, torchrun: int) -> None:
-        """Tell the ranks to save after this step, and to end; those that write heartbeats know the signal."""
-        node, below = self.plan.node(self.host), procs.descendants(torchrun)
-        for rank in range(node.first_rank, node.first_rank + node.slots):
-            beat = read_json(self.run.heartbeat(rank))
-            if beat and beat["pid"] in below:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(beat["pid"], signal.SIGUSR1)
+    def let_save(self, child: "subprocess.Popen[bytes]", grace_s: float) -> int | None:
+        """Tell the ranks to save after this step, and to end; returns torchrun's exit code, None if they took too long.
+
+        Each is told once it writes heartbeats: then it knows the signal, which before would kill it.
+        """
+        node, deadline = self.plan.node(self.host), time.monotonic() + grace_s
+        deaf = set(range(node.first_rank, node.first_rank + node.slots))
+        while (code := child.poll()) is None and time.monotonic() < deadline:
+            below = procs.descendants(child.pid) if deaf else ()
+            for rank in sorted(deaf):
+                beat = read_json(self.run.heartbeat(rank))
+                if beat and beat["pid"] in below:
+                    deaf.discard(rank)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(beat["pid"], signal.SIGUSR1)
+            time.sleep(POLL_S)
+        return code
 
     def show_logs(self, child: "subprocess.Popen[bytes]") -> threading.Thread:
         """Print the logs of this host's ranks in the tmux pane, for whoever attaches, and note when what arrived."""

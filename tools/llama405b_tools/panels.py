@@ -5,6 +5,7 @@ One row a host, worst first. High power is good and is not coloured; what deviat
 
 import dataclasses
 import datetime
+import textwrap
 from collections.abc import Callable, Sequence
 
 from rich.text import Text
@@ -20,7 +21,7 @@ VERDICT_LINES = 2  # on a screen
 MAX_CELLS = 8  # GPUs shown as numbers; more are bars
 SIGNS = {"bad": ("✖", "bold red"), "warning": ("▲", "yellow"), "note": ("·", "dim")}
 STYLES = {0: "", 1: "yellow", 2: "bold red"}
-KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  e first error  ? help  q quit"
+KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
 
   ↑ ↓ j k      choose a host          PgUp PgDn  a page of hosts (of logs, in the log view)
@@ -29,11 +30,13 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   s            sort: worst first, name, power, step, temperature
   o            only hosts that stand out
   l            the logs on the whole screen; again: back
-  e            the first error across all hosts, with its traceback
+  v            all events on the whole screen; again: back
+  e            the first error across all hosts, with its traceback; again: back
   ? h          this page              q Ctrl-C  quit; nothing is left on any host
 
 Cells are power in percent of the limit (u: utilization, where power is not told). — is unknown, never 0.
 Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interface. STEP and AGE: of the slowest rank.
+Many hosts share a line: a bar a GPU, the least power, the hottest GPU, ! where something stands out (H hung, F failed), STEP.
   !  the GPU deviates from the median of all GPUs, or has an error or a throttle reason
 States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no connection, and why),
   NO-DRIVER, SMI-HUNG (nvidia-smi does not answer), HUNG (its rank is the one the others wait for), FAILED.
@@ -55,7 +58,7 @@ class LogLine:
 class Ui:
     """What the person at the keyboard chose."""
 
-    mode: str = "cluster"  # cluster | host | logs | text
+    mode: str = "cluster"  # cluster | host | logs | events | text
     selected: str = ""
     sort: str = SORTS[0]
     odd_only: bool = False
@@ -72,7 +75,12 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
     top = headline(pic, width, VERDICT_LINES)
     room = height - len(top) - 1
     if ui.mode == "text":
-        body = [_rule(ui.title, width), *(Text(line) for line in ui.lines[ui.back : ui.back + room - 1])]
+        parts = [part for line in ui.lines for part in _wrapped(line, width)]
+        body = [_rule(ui.title, width), *(Text(line) for line in parts[ui.back : ui.back + room - 1])]
+    elif ui.mode == "events":
+        parts = [part for event in pic.events for part in _wrapped(event_line(event).plain, width)]
+        end = max(0, len(parts) - ui.back)
+        body = [_rule("EVENTS", width), *(Text(line) for line in parts[max(0, end - room + 1) : end])]
     elif ui.mode == "logs":
         body = log_pane(logs, room, width, ui.back)
     elif ui.mode == "host":
@@ -88,9 +96,17 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
     return lines[:height]
 
 
+def _wrapped(line: str, width: int) -> list[str]:
+    """A line of words over as many lines as it takes, further ones as far in as its text begins."""
+    indent = " " * min(len(line) - len(line.lstrip()) + 2, max(0, width // 4))
+    return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
+
+
 def report(pic: Picture, ui: Ui, width: int) -> list[Text]:
     """All of it without a screen's limit: every host, what stands out, and the events."""
     rows = ordered(pic, ui)
+    if not rows:
+        return [*headline(pic, width), Text(_none(ui).plain.partition(";")[0])]
     lines = [
         *headline(pic, width),
         *(_wide(rows, None) if width >= WIDE else _compact(rows, ui, None, width, len(rows) or 1, len(pic.hosts))),
@@ -131,7 +147,7 @@ def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: in
     else:
         grid = _compact(rows, ui, selected, width, for_hosts, len(pic.hosts))
     if not rows:
-        grid = [Text(f"no host {'that stands out' if ui.odd_only else ''} matches {ui.filter!r}; Esc shows all", "dim")]
+        grid = [_none(ui)]
     lines = list(grid)
     rest = room - len(lines) - 1 - n_events
     detail = _gpu_lines(selected, width) if selected and width >= WIDE else []
@@ -141,6 +157,11 @@ def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: in
     lines.append(_rule("EVENTS", width))
     lines += [event_line(event) for event in pic.events[len(pic.events) - n_events :]] if n_events else []
     return lines + log_pane(logs, rest, width, 0)
+
+
+def _none(ui: Ui) -> Text:
+    matches = f" matches {ui.filter!r}" if ui.filter else ""
+    return Text(f"no host{' that stands out' if ui.odd_only else ''}{matches}; Esc shows all", "dim")
 
 
 def chosen(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
@@ -239,7 +260,7 @@ def n_pages(pic: Picture, ui: Ui, width: int, height: int) -> int:
 
 def _rooms(pic: Picture, room: int) -> tuple[int, int]:
     """Lines for hosts, below their heading, and for events."""
-    n_events = min(len(pic.events), 3 if room > 24 else 2)
+    n_events = min(len(pic.events), 8 if room > 45 else 4 if room > 24 else 2)
     return max(4, room - 1 - n_events - 4 - 1), n_events
 
 

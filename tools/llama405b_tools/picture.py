@@ -126,14 +126,15 @@ class Training:
     lost_steps: int | None = None  # if it died now
     lost_rank_hours: float | None = None  # the same, in hours of one GPU (or rank, without GPUs)
     network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "": not known
-    guard: str = ""
+    guard: str = ""  # what the guard on this machine does: watching, recovering, GONE, …; "": there is none here
+    others: tuple[str, ...] = ()  # other runs that live on these hosts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
     """Something that changed."""
 
-    time: float  # operator's clock, seconds since the epoch
+    time: float  # when it was noticed; operator's clock, seconds since the epoch
     host: str
     level: str  # bad | warning | note
     text: str
@@ -146,12 +147,13 @@ class Picture:
     time: float  # operator's clock, seconds since the epoch
     interval_s: float
     badge: str  # "" live | RECORDED | SIMULATED
-    verdict: str  # HEALTHY | DEGRADED | HUNG | DOWN
+    verdict: str  # HEALTHY | DEGRADED | CONNECTING | HUNG | FAILED | DOWN
     why: str
-    exit_code: int  # 0 healthy, 1 degraded, 3 hung or down
+    exit_code: int  # 0 healthy, 1 degraded or connecting, 3 hung, failed or down
     hosts: tuple[HostRow, ...]  # in the order of the hosts file
     training: Training | None
     events: tuple[Event, ...]  # oldest first
     fresh: int  # hosts with a frame that is not stale
     gpus_seen: int
     gpus_expected: int  # as far as the hosts have told
+    workdirs: tuple[str, ...] = ()  # where on the hosts runs were looked for

@@ -13,7 +13,7 @@ from llama405b.errors import RunError, UserError
 from llama405b_tools import commands, fabric
 from llama405b_tools.asked import Asked
 from llama405b_tools.commands import Node, Plan
-from llama405b_tools.fleet import Fleet, Outcome, Reply, is_local
+from llama405b_tools.fleet import Fleet, Outcome, Reply, front_door, hosts_argument, is_local
 from llama405b_tools.fold import fold_names
 from llama405b_tools.host_rules import is_private
 from llama405b_tools.hosts import LOOPBACK, Host
@@ -175,9 +175,8 @@ def refuse_input(asked: Asked, answers: Mapping[str, Reply], port: int) -> None:
     for name, found in answers.items():
         if found["alive"]:
             owner = f", launched by {found['owner']}" if found["owner"] else ""
-            raise UserError(
-                f"--run: {asked.run!r} is running on {name}{owner}; `llama405b stop --run {asked.run}` ends it, or take another name"
-            )
+            stop = f"{front_door()} stop{hosts_argument(asked.hosts_file)} --run {asked.run}"
+            raise UserError(f"--run: {asked.run!r} is running on {name}{owner}; `{stop}` ends it, or take another name")
         if found["run_exists"] and asked.resume == "no":
             raise UserError(f"--run: {asked.run!r} exists on {name}; take another name, or go on with --resume auto")
         if found["port_fault"]:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from llama405b.errors import FAILED, GOOD, UserError
 from llama405b_tools import sourcetree, wire
+from llama405b_tools.commands import shell_path
 from llama405b_tools.fleet import Fleet, read_hosts
 from llama405b_tools.hosts import Host
 from llama405b_tools.status import VerbParser, print_table
@@ -57,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
         names = sourcetree.tree_files(Path(source.path)) if not source.host and Path(source.path).is_dir() else None
         if names is not None:
             return push_code(fleet, Path(source.path), names, args.to)
+        if source.host:
+            _check_there(fleet, source)
         targets = {name: args.to or _same_place(source, fleet, name) for name in fleet.hosts if name != source.host}
         return push_files(fleet, source, targets)
 
@@ -68,6 +71,18 @@ def _source(text: str, hosts: Sequence[Host]) -> Source:
     if not Path(text).exists():
         raise UserError(f"{text}: no such file or directory here; name one, or HOST:PATH with a host of the hosts file")
     return Source("", text)
+
+
+def _check_there(fleet: Fleet, source: Source) -> None:
+    """See that the host which is to send has something to send.
+
+    Raises:
+        UserError: It has not.
+    """
+    place = shell_path(source.path)
+    look = f"cd {shell_path(fleet.workdir(source.host))} && find -L {place} -type f | head -1 | grep -q ."
+    if fleet.connection(source.host).run(look, "", READY_S).code:
+        raise UserError(f"{source.host}:{source.path}: there is no file in it; name a file or directory of that host")
 
 
 def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> int:
@@ -104,6 +119,7 @@ def push_files(fleet: Fleet, source: Source, targets: Mapping[str, str]) -> int:
         raise UserError(f"{source.path}: there is no file in it; name a checkpoint directory")
     faults: dict[str, str] = {}
     same: dict[str, str] = {}
+    dead: set[str] = set()
     left, began = list(targets), time.monotonic()
     with show_progress() as progress:
         for _ in range(PASSES):
@@ -111,6 +127,7 @@ def push_files(fleet: Fleet, source: Source, targets: Mapping[str, str]) -> int:
             done, found = chain.run()
             faults = {name: why for name, why in faults.items() if name not in done} | found
             same |= chain.same
+            dead |= chain.dead
             left = [name for name in left if name not in done and name not in chain.dead]
             if not left:
                 break
@@ -126,10 +143,9 @@ def push_files(fleet: Fleet, source: Source, targets: Mapping[str, str]) -> int:
     ]
     print_table(("host", "directory", "now"), rows)
     good = len(targets) - len(faults)
+    again = "; the same command again goes on where it broke off" if set(faults) - dead else ""
     size = f"{total / 1e9:.2f} GB, " if total else ""
-    print(
-        f"{good} of {len(targets)} hosts: {size}{took:.1f} s{'; the same command again goes on where it broke off' if faults else ''}"
-    )
+    print(f"{good} of {len(targets)} hosts: {size}{took:.1f} s{again}")
     return FAILED if faults else GOOD
 
 
@@ -162,6 +178,7 @@ class Chain:
 
         ready = self.fleet.each(begin, self.targets)
         faults = {name: str(found) for name, found in ready.items() if isinstance(found, HostError)}
+        faults |= {name: found["fault"] for name, found in ready.items() if isinstance(found, dict) and "end" in found}
         self.dead = set(faults)
         order = [name for name in self.targets if name not in faults]
         self.same = self._sharing(order, dialogues)

@@ -22,9 +22,13 @@ def relay(request: dict[str, Any], say: Callable[[dict[str, Any]], None], hear: 
     root = Path(request["to"]).expanduser()
     receiver = Receiver(root, request["token"])
     mark = f".llama405b-{hashlib.sha256(request['token'].encode()).hexdigest()[:16]}-"  # the token itself is a secret
-    with contextlib.suppress(OSError):  # what is wrong with the directory shows when the first file comes
+    try:
         root.mkdir(parents=True, exist_ok=True)
-        (root / f"{mark}{request['host']}").touch()
+        with contextlib.suppress(OSError):  # a full disk is said when it is known what is to come
+            (root / f"{mark}{request['host']}").touch()
+    except OSError as error:
+        say({"end": True, "fault": f"{root} cannot be made ({error.strerror})", "own": True, "done": 0})
+        return
     own = [entry["address"] for entry in hostprobe.network()["addresses"]]
     say({"port": receiver.port, "addresses": own})
     if hear():

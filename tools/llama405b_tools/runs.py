@@ -70,8 +70,12 @@ def failure_of(host: str, described: Described | None) -> Failure | None:
         return None
     status = (described or {}).get("status") or {}
     reason = VANISHED if state == "vanished" else clean(status.get("reason", ""))
-    origin = 0 if any(sign in reason for sign in EFFECTS) else 1 if any(sign in reason for sign in UNSURE) else 2
-    return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin)
+    return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin_of(reason))
+
+
+def origin_of(reason: str) -> int:
+    """See ``Failure``."""
+    return 0 if any(sign in reason for sign in EFFECTS) else 1 if any(sign in reason for sign in UNSURE) else 2
 
 
 def step_of(checkpoint: str) -> int:

@@ -30,6 +30,7 @@ FIELDS = (
 SMI_WAIT_S = 1.0  # of a frame for nvidia-smi
 SLOW_EVERY_S = 10.0  # processes, and what else costs more
 DEAF_S = 60.0
+STAY_S = 60.0  # with a run that died, for its guard to bring it back
 FIRST_METRICS_BYTES = 256 << 10
 NCCL_SEARCH_BYTES = 1 << 20
 MARKER = b"LLAMA405B_NODE="
@@ -156,6 +157,8 @@ class Run:
         self.plan_mark, self.sent_mark = None, None
         self.metrics_at = None  # inode and offset
         self.logs, self.net = [], ""
+        self.alive_at = None  # when the run was last seen alive
+        self.others = []  # names of the other runs that live here
 
     def frame(self, slow):
         """Everything that changed, and the ranks as they are."""
@@ -176,6 +179,7 @@ class Run:
             "beats": [beat for beat in (self._beat(rank) for rank in ranks) if beat],
             "log_age_s": self._log_age_s(),
             "net": self.net,
+            "others": self.others,
         }
         if self.sent_mark != self.plan_mark:
             self.sent_mark = self.plan_mark
@@ -189,7 +193,7 @@ class Run:
         return found
 
     def _find(self):
-        """The named run; else the newest that lives, else the newest."""
+        """The named run; else the one before while it lives or may come back, else the newest that lives, else the newest."""
         name = self.request.get("run")
         names = [name] if name else (os.listdir("runs") if os.path.isdir("runs") else [])
         plans = []
@@ -211,13 +215,25 @@ class Run:
         if not plans:
             self.plan = None
             return
-        _, _, path, mark, plan, node = max(plans, key=lambda entry: entry[:2])
+        here = next((entry for entry in plans if entry[2] == self.path), None)
+        best = here if here and self._stays(here[0]) else max(plans, key=lambda entry: entry[:2])
+        self.others = sorted(os.path.basename(entry[2]) for entry in plans if entry[0] and entry is not best)
+        _, _, path, mark, plan, node = best
         if mark != self.plan_mark:
             if path != self.path:
-                self.metrics_at = None
+                self.metrics_at = self.alive_at = None
             self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
             self.logs, self.net = [], ""
             self._look_at_logs()
+
+    def _stays(self, alive):
+        """Whether to stay with the run that is told of: it lives, or died badly a moment ago."""
+        if alive:
+            self.alive_at = time.monotonic()
+            return True
+        status = read_object("%s/status/%s.json" % (self.path, self.request["host"])) or {}
+        ended_well = status.get("state") == "stopped" or status.get("exit_code") == 0
+        return not ended_well and self.alive_at is not None and time.monotonic() - self.alive_at < STAY_S
 
     def _held(self, path):
         """Whether the node runner (or its guardian) holds the run's lock here."""
@@ -471,7 +487,8 @@ def write_frames(request, smi):
         facts = machine.frame() if machine else dict(ELSEWHERE, machine=request["host"])
         frame = {
             **facts,
-            "disks": disks(dict.fromkeys(filter(None, [".", (run.plan or {}).get("checkpoint_dir")]))),
+            "cwd": os.path.expanduser(request["workdir"]),
+            "disks": disks(dict.fromkeys(filter(None, [os.getcwd(), (run.plan or {}).get("checkpoint_dir")]))),
             "run": state,
             "own": [round(time.process_time(), 3), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
             "now": time.time(),

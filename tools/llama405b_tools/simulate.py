@@ -27,6 +27,7 @@ LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = (
     262.0,
     282.0,
 )  # seconds from the beginning
+WARNED = HUNG + 40  # by NCCL's watchdog
 FIRST_STEP = 1180
 LENGTH_S = 340.0
 Event = dict[str, Any]
@@ -64,7 +65,7 @@ def incident(n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_
 ENTRIES: Sequence[tuple[float, Sequence[tuple[str, str]]]] = (
     (LOADED - 2, [("stdout.log", "attention: flash-attn 2; activation checkpointing: True; cpu offload: False")]),
     (
-        HUNG + 40,
+        WARNED,
         [("stderr.log", "[rank21]: Watchdog: collective _ALLGATHER_BASE has run for 40 s, timeout is 600 s")],
     ),
 )
@@ -179,7 +180,7 @@ class _Host:
             },
             "stopped_by": "",
             "beats": [] if gone else self._beats(t, phase),
-            "log_age_s": round(t - (LOADED + (_step(t) - FIRST_STEP) * STEP_S), 1) if HUNG <= t < AGAIN else 0.5,
+            "log_age_s": self._log_age_s(t),
             "net": "IB",
         }
         if self.sent_plan != attempt:
@@ -199,6 +200,13 @@ class _Host:
             run["checkpoint_step"] = (FIRST_STEP if t < LOADED else step) // SAVE_EVERY * SAVE_EVERY
             run["max_steps"] = STEPS
         return run
+
+    def _log_age_s(self, t: float) -> float:
+        """Since its last line: of a step, or of the watchdog of the rank that hangs."""
+        if not HUNG <= t < AGAIN:
+            return 0.5
+        last_step = LOADED + (_step(t) - FIRST_STEP) * STEP_S
+        return round(t - (WARNED if self.sick and t >= WARNED else last_step), 1)
 
     def _beats(self, t: float, phase: str) -> list[dict[str, Any]]:
         step, total = _step(t), 812_000_000_000 // (GPUS * len(self.hosts))

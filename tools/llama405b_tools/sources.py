@@ -34,6 +34,7 @@ RECORDING = {HEADER: int, "hosts": [str], "interval_s": (int, float), "badge": s
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_LINE = 1 << 24
 END_OF_TIME = 1e11  # seconds since the epoch; what calendars can write
+GZIP = b"\x1f\x8b"  # how such a file begins (RFC 1952)
 LAST_LINE = {"end": True}  # of a recording that is whole
 Event = dict[str, Any]
 
@@ -214,7 +215,9 @@ def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+    with path.open("rb") as raw:
+        zipped = raw.read(2) == GZIP
+    with gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8") as file:
         while line := file.readline(MAX_LINE):
             yield line
 

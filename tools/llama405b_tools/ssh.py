@@ -7,6 +7,7 @@ and known_hosts, with every hop's host key checked. Never asks: what would need 
 import contextlib
 import functools
 import getpass
+import logging
 import os
 import re
 import socket
@@ -19,6 +20,8 @@ import paramiko
 from llama405b_tools.hosts import Host
 from llama405b_tools.transport import HostError, Result, Stream
 
+logging.getLogger("paramiko").addHandler(logging.NullHandler())  # what went wrong is said in our own words
+logging.getLogger("paramiko").propagate = False
 CONNECT_TIMEOUT_S = 10.0
 MAX_LINE = 1 << 24  # a host that never ends its line
 MAX_JUMPS = 8
@@ -140,7 +143,7 @@ class Ssh:
         self.clients.append(client)
         load_known_hosts(client, options, hostname, port)
         client.set_missing_host_key_policy(paramiko.RejectPolicy())
-        return _login(client, hostname, port, user, options, sock)
+        return _login(client, name, hostname, port, user, options, sock)
 
 
 def read_config() -> paramiko.SSHConfig:
@@ -195,7 +198,13 @@ def _names(entry: str, host: str) -> bool:
 
 
 def _login(
-    client: paramiko.SSHClient, hostname: str, port: int, user: str | None, options: dict[str, Any], sock: Any
+    client: paramiko.SSHClient,
+    name: str,
+    hostname: str,
+    port: int,
+    user: str | None,
+    options: dict[str, Any],
+    sock: Any,
 ) -> paramiko.SSHClient:
     keys = [str(Path(key).expanduser()) for key in options.get("identityfile", []) if Path(key).expanduser().is_file()]
     only_these = options.get("identitiesonly", "no") == "yes"
@@ -215,7 +224,7 @@ def _login(
     except paramiko.BadHostKeyException as error:
         raise HostError(
             f"its host key has CHANGED: known_hosts does not have {error.key.fingerprint}; if the machine was "
-            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {hostname}` once; else someone may be listening",
+            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {name}` once; else someone may be listening",
             kind="AUTH",
         ) from None
     except paramiko.PasswordRequiredException:
@@ -228,13 +237,15 @@ def _login(
     except paramiko.SSHException as error:
         if "known_hosts" in str(error):
             raise HostError(
-                f"its host key is not in known_hosts; run `ssh {hostname}` once, and compare it", kind="AUTH"
+                f"its host key is not in known_hosts; run `ssh {name}` once, and compare it", kind="AUTH"
             ) from None
-        kind = "TIMEOUT" if "banner" in str(error) else "DOWN"  # it connects, and says nothing
-        raise HostError(f"SSH failed ({error}); try `ssh -v {hostname}`", kind) from None
+        if "banner" in str(error) or "No existing session" in str(error):  # it connects, and says nothing
+            words = f"its sshd takes the connection, but says nothing within {CONNECT_TIMEOUT_S:.0f} s"
+            raise HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT") from None
+        raise HostError(f"SSH failed ({error}); try `ssh -v {name}`", "DOWN") from None
     except (OSError, EOFError) as error:
         kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
-        raise HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {hostname}`", kind) from None
+        raise HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {name}`", kind) from None
     transport = client.get_transport()
     assert transport
     transport.set_keepalive(DEAD_AFTER_S // 3)

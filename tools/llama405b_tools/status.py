@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llama405b.errors import FAILED, GOOD, UserError
+from llama405b.rundir import RunDir, read_json
 from llama405b_tools import runs, slurm
 from llama405b_tools.clean import clean
 from llama405b_tools.fleet import Fleet, read_hosts
+from llama405b_tools.fold import fold_names
 from llama405b_tools.hosts import Host
 from llama405b_tools.runs import Described, Failure
 from llama405b_tools.transport import HostError
@@ -57,6 +59,8 @@ def ask(fleet: Fleet, run: str | None) -> tuple[str, dict[str, Described | HostE
     Raises:
         UserError: There is no such run, or several are alive.
     """
+    if run:
+        check_hosts(fleet, run)
     outcomes = fleet.ask_all("status", {name: {"host": name, "run": run} for name in fleet.hosts}, STATUS_TIMEOUT_S)
     answers = {name: found["runs"] for name, found in outcomes.items() if isinstance(found, dict)}
     if not answers:
@@ -70,6 +74,20 @@ def ask(fleet: Fleet, run: str | None) -> tuple[str, dict[str, Described | HostE
         else:
             seen[name] = next((described for described in found["runs"] if described["run"] == chosen), None)
     return chosen, seen
+
+
+def check_hosts(fleet: Fleet, run: str) -> None:
+    """See that a run which was launched from here is one of these hosts'.
+
+    Raises:
+        UserError: It is on others, whose hosts file was not named.
+    """
+    try:
+        names = [str(node["name"]) for node in (read_json(RunDir(Path("runs") / run).plan) or {})["nodes"]]
+    except (KeyError, TypeError):  # not launched from here
+        return
+    if names and not set(names) & set(fleet.hosts):
+        raise UserError(f"--run: {run!r} was launched on {fold_names(names)}; name the hosts file that has them")
 
 
 def newest_checkpoint(fleet: Fleet, run: str) -> str | None:

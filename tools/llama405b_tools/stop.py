@@ -12,7 +12,7 @@ from llama405b_tools.asked import seconds
 from llama405b_tools.commands import check_run_name
 from llama405b_tools.fleet import Fleet, Outcome
 from llama405b_tools.start import slurm_end
-from llama405b_tools.status import ask, hosts_asked, print_table, verb_parser
+from llama405b_tools.status import ask, check_hosts, hosts_asked, print_table, verb_parser
 from llama405b_tools.transport import HostError
 
 STOP_TIMEOUT_S = 60.0  # beside the grace
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         if args.orphans:
             return orphans(fleet, end=args.end)
         run = check_run_name(args.run) if args.run else job or ask(fleet, None)[0]
+        check_hosts(fleet, run)
         guard.dismiss(run)
         ends = stop_job(fleet, run, grace_s) if job else stop(fleet, run, grace_s)
     if not any(isinstance(end, HostError) or end["known"] for end in ends.values()):
@@ -79,7 +80,8 @@ def print_saved(ends: Mapping[str, Outcome], grace_s: float) -> None:
         return
     lost = last - (runs.step_of(saved) if saved else 0)
     words = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
-    print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{words if lost and saved else ''}")
+    hint = lost and saved and any(end["was_alive"] for end in ends.values() if isinstance(end, dict))
+    print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{words if hint else ''}")
 
 
 def orphans(fleet: Fleet, *, end: bool) -> int:

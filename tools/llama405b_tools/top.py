@@ -20,7 +20,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from llama405b.errors import STOPPED_FOLLOWING, UserError
+from llama405b.errors import STOPPED_FOLLOWING, RunError, UserError
 from llama405b_tools import guard, panels, picture, slurm, sources
 from llama405b_tools.asked import seconds
 from llama405b_tools.cluster import Cluster
@@ -51,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--watch: {args.watch:g} s; it takes a positive number")
     if args.replay and (args.hosts or args.run or args.record):
         raise UserError("--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out")
+    if args.speed != 1.0 and not args.replay:
+        raise UserError("--speed: it is for --replay; leave it out")
     hang_after_s = seconds(args.hang_after, "--hang-after")
     if args.run is not None:
         check_run_name(args.run)
@@ -187,6 +189,8 @@ class Session:
         of, ranks = self.cluster.log_source()
         if of != self.log_of:
             self._end_logs()
+            if of and self.log_of and of[0] != self.log_of[0]:  # another run's lines would be taken for its
+                self.logs = LogPane()
             self.log_of, self.log_since = of, time.monotonic()
         new = {host: rank for host, rank in ranks.items() if host not in self.log_hosts}
         waits = len(ranks) < len(self.source.hosts) and time.monotonic() < self.log_since + LOGS_WAIT_S
@@ -230,12 +234,18 @@ def _print(args: argparse.Namespace, session: Session) -> int:
                 while session.source.now() < moment and not session.source.done():
                     session.advance(min(moment, session.source.now() + 0.5))
             pic = session.picture(logs=False)
-            _put(args, session, pic)
             code, first = pic.exit_code, False
+            _put(args, session, pic)
             if not args.watch or session.source.done():
                 return code
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING
+    except BrokenPipeError:  # `| head` has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise RunError(f"standard output cannot be written ({error.strerror})") from None
 
 
 def _await_all(session: Session, *, watches: bool) -> None:
@@ -264,14 +274,13 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
+    text = io.StringIO()  # not to the terminal itself: rich would exit by its own rules where nobody reads
     console = Console(
-        width=width, color_system=color, force_terminal=bool(color), highlight=False, legacy_windows=False
+        file=text, width=width, color_system=color, force_terminal=tty, highlight=False, legacy_windows=False
     )
     for line in panels.report(pic, session.ui, width):
-        console.print(line, no_wrap=True, crop=True, overflow="ellipsis")
-    if args.watch:
-        print()
-    sys.stdout.flush()
+        console.print(line, no_wrap=True, crop=tty, overflow="ellipsis" if tty else "ignore", soft_wrap=not tty)
+    print(text.getvalue(), end="\n" if args.watch else "", flush=True)
 
 
 def entry() -> int:

@@ -20,7 +20,17 @@ from llama405b_tools.status import ask
 from llama405b_tools.top import Session
 
 TICK_S, DRAW_EVERY_S = 0.25, 1.0
+FAR = 1 << 20  # lines: to the very end
 LEAVE_WITHIN_S = 3.0  # after a signal; then the process ends without ceremony
+HELP, FIRST_ERROR = "HELP", "FIRST ERROR"
+VIEWS = {  # key -> what it shows on the whole screen: mode, and title of a text
+    "enter": ("host", ""),
+    "l": ("logs", ""),
+    "v": ("events", ""),
+    "e": ("text", FIRST_ERROR),
+    "?": ("text", HELP),
+    "h": ("text", HELP),
+}
 MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
 
 
@@ -41,7 +51,7 @@ class TopApp(App[int]):
 
     CSS = "Screen { overflow: hidden; } Static { width: 100%; height: 100%; }"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [("ctrl+c", "leave", "quit")]
+    BINDINGS: ClassVar[list[BindingType]] = [("ctrl+c", "leave", "quit"), ("ctrl+z", "suspend_process", "suspend")]
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -128,24 +138,31 @@ class TopApp(App[int]):
             self._move(rows, MOVES[key])
         elif key in ("pageup", "pagedown", "home", "end"):
             self._page(key)
-        elif key == "enter" and rows:
-            ui.selected, ui.mode, ui.back = (panels.chosen(rows, ui) or rows[0]).name, "host", 0
+        elif key in VIEWS:
+            self._view(key, rows)
         elif key == "/":
             ui.typing, ui.mode = True, "cluster"
         elif key == "s":
             ui.sort = panels.SORTS[(panels.SORTS.index(ui.sort) + 1) % len(panels.SORTS)]
         elif key == "o":
             ui.odd_only = not ui.odd_only
-        elif key == "l":
-            ui.mode, ui.back = ("cluster" if ui.mode == "logs" else "logs"), 0
-        elif key == "e":
+
+    def _view(self, key: str, rows: list[HostRow]) -> None:
+        """Show what the key stands for, or go back from it."""
+        ui, (mode, title) = self.ui, VIEWS[key]
+        if ui.mode == mode and title in ("", ui.title):
+            ui.mode, ui.back = "cluster", 0
+        elif title == FIRST_ERROR:
             self._first_error()
-        elif key in ("?", "h"):
-            self._text("HELP", panels.HELP.split("\n"))
+        elif title == HELP:
+            self._text(HELP, panels.HELP.split("\n"))
+        elif mode != "host" or rows:
+            ui.selected = (panels.chosen(rows, ui) or rows[0]).name if rows else ui.selected
+            ui.mode, ui.back = mode, 0
 
     def _move(self, rows: list[HostRow], by: int) -> None:
-        if self.ui.mode in ("logs", "text"):
-            self._scroll(-by if self.ui.mode == "logs" else by)
+        if self.ui.mode in ("logs", "events", "text"):
+            self._scroll(by if self.ui.mode == "text" else -by)
         elif rows:
             names = [row.name for row in rows]
             at = names.index(self.ui.selected) if self.ui.selected in names else 0
@@ -158,12 +175,12 @@ class TopApp(App[int]):
             self.ui.page = min(pages - 1, max(0, self.ui.page + by)) if by else 0 if key == "home" else pages - 1
             return
         page = max(1, self.size.height - 6)
-        newest = {"home": len(self.session.logs.lines), "end": -len(self.session.logs.lines)}
-        steps = {"pageup": page, "pagedown": -page, **newest}[key]
-        self._scroll(steps if self.ui.mode == "logs" else -steps)
+        steps = {"pageup": page, "pagedown": -page, "home": FAR, "end": -FAR}[key]
+        self._scroll(-steps if self.ui.mode == "text" else steps)
 
     def _scroll(self, by: int) -> None:
-        most = len(self.session.logs.lines) if self.ui.mode == "logs" else len(self.ui.lines)
+        events = self.pic.events if self.pic else ()
+        most = {"logs": len(self.session.logs.lines), "events": len(events)}.get(self.ui.mode, len(self.ui.lines))
         self.ui.back = min(max(0, most - 3), max(0, self.ui.back + by))
 
     def _text(self, title: str, lines: list[str]) -> None:
@@ -171,21 +188,21 @@ class TopApp(App[int]):
 
     def _first_error(self) -> None:
         """From the hosts where they are live, else from the lines of the recording."""
-        fleet, run = self.session.fleet, self.session.cluster.run
+        fleet, run = self.session.fleet, self.session.cluster.wanted or self.session.cluster.run
         if fleet is None:
             found = self.session.logs.first_error()
             if found is None:
-                self._text("FIRST ERROR", ["no error in the lines so far"])
+                self._text(FIRST_ERROR, ["no error in the lines so far"])
             else:
                 self.ui.mode, self.ui.back = "logs", max(0, found - 3)
             return
-        self._text("FIRST ERROR", ["asking every host …"])
+        self._text(FIRST_ERROR, ["asking every host …"])
 
         def look() -> None:
             try:
                 lines = first_error.find(fleet, *ask(fleet, run or None))[1]
             except Exception as error:  # noqa: BLE001 - said on screen, which goes on
                 lines = [str(error)]
-            self.call_from_thread(self._text, "FIRST ERROR", lines)
+            self.call_from_thread(self._text, FIRST_ERROR, lines)
 
         threading.Thread(target=look, daemon=True).start()

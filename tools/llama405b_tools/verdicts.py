@@ -64,8 +64,11 @@ def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], str]:
 
 
 def slow_ranks(beats: Mapping[str, Sequence[Mapping[str, Any]]], step_s: float | None) -> dict[str, list[str]]:
-    """By host, the ranks that keep the others waiting by what each does alone: its batch, and the update of its shard."""
+    """By host, the ranks that keep the others waiting: stopped, or slow in what each does alone: its batch, its update."""
     found: dict[str, list[str]] = {}
+    for host, each in beats.items():
+        stopped = [f"rank {beat['rank']}: {STATES['T']}" for beat in each if beat["state"] == "T"]
+        found |= {host: stopped} if stopped else {}
     for key, words in (("data_s", "its batch"), ("optimizer_s", "clipping and update")):
         median = _median(beat.get(key) for each in beats.values() for beat in each)
         if median is None or step_s is None:
