@@ -51,6 +51,18 @@ def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
     assert [event.text for event in cluster.events][-1] == "now run other, before it llama-405b"
 
 
+def test_a_run_that_died_is_left_after_a_minute_where_another_lives_on_few_hosts():
+    cluster, _ = play(4, 60.0)
+    for event in simulate.incident(4, seconds=2.0):
+        if "frame" in event:
+            dead = event["frame"]["run"] | {"alive": False, "beats": [], "name": "llama-405b"}
+            new = dead | {"name": "new", "alive": True, "created": T0 + 55, "status": None}
+            run = new if event["host"] == "gpu-4" else dead
+            cluster.take(event["host"], event["frame"] | {"run": run, "now": T0 + 62}, T0 + 62)
+    assert cluster.picture(T0 + 63).training.run == "llama-405b"
+    assert cluster.picture(T0 + 63 + 60).training.run == "new"
+
+
 def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
     def change(event, **new):
         for beat in event["frame"]["run"]["beats"] if "frame" in event and event["host"] == "gpu-2" else ():
@@ -474,7 +486,7 @@ def test_a_port_that_went_down_stays_down():
     assert cluster.picture(T0 + 1953).hosts[0].notes == ("mlx5_3/1 is down",)
 
 
-def test_the_run_that_lives_is_shown_and_with_its_own_ranks():
+def test_the_run_that_lives_is_shown_and_stays_when_it_fails():
     cluster = Cluster(["a", "b"], 2.0)
     frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
     lives = frame["run"] | {"name": "A", "created": 10.0, "nodes": [["a", 0, 8]]}
@@ -487,7 +499,7 @@ def test_the_run_that_lives_is_shown_and_with_its_own_ranks():
     cluster.take("a", frame | {"run": lives | ended}, T0 + 2)
     cluster.take("b", frame | {"run": dead}, T0 + 2)
     shown = cluster.picture(T0 + 2).training
-    assert (shown.run, shown.world, shown.phase) == ("B", 24, "FAILED")
+    assert (shown.run, shown.world, shown.phase) == ("A", 8, "FAILED")
 
 
 def test_nobody_heard_is_nothing_known():

@@ -15,6 +15,7 @@ from llama405b_tools.picture import Event, HostRow, Picture, Training
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
 RECENT_STEPS = 20  # of which the median is taken
 LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
+STAY_S = 60.0  # with a run that died, for its guard to bring it back
 MOVING = ("TRAIN", "CKPT", "EVAL")
 RUN_TROUBLE = (picture.FAILED, picture.HUNG, "no rank has moved")  # what events say of a run, not of its host
 Run = Mapping[str, Any]  # what a host says of the run
@@ -44,6 +45,7 @@ class Cluster:
         self.load: tuple[float, int] | None = None  # when it was first seen, and how far it was then
         self.standing: dict[tuple[str, str], tuple[str, str]] = {}  # (host, kind) -> key, text: what is wrong now
         self.events: collections.deque[Event] = collections.deque(maxlen=KEPT_EVENTS)
+        self.alive_at = 0.0  # when the run that is shown was last seen alive
         self.guard = ""
         self.wanted = ""  # the run that was asked for
 
@@ -91,12 +93,15 @@ class Cluster:
             self._choose(now)
 
     def _choose(self, now: float) -> None:
-        """The run to show: the one before while it lives anywhere, or most hosts still tell of it; else the newest that lives."""
+        """The run to show: the one before while it lives, and a minute longer, and while no other does; else the newest that lives."""
         told = [run for host in self.hosts.values() if host.frame and (run := host.frame["run"])]
         if not told:
             return
         ours = [run for run in told if run["name"] == self.run]
-        stays = any(run["alive"] for run in ours) or 2 * len(ours) > len(told)
+        if any(run["alive"] for run in ours):
+            self.alive_at = now
+        waits = 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
+        stays = ours and (self.alive_at == now or waits or not any(run["alive"] for run in told))
         best = max(ours if stays else told, key=lambda run: (run["alive"], run["created"]))
         if self.run and best["name"] != self.run:
             self._event(now, "", "note", f"now run {best['name']}, before it {self.run}")
@@ -109,6 +114,7 @@ class Cluster:
 
     def picture(self, now: float) -> Picture:
         """What all of it means at this moment; events are noted as a side effect."""
+        self._choose(now)
         fresh = [host for host in self.hosts.values() if host.is_fresh(now, self.interval_s)]
         heard = {host.name: run for host in fresh if (run := host.run(self.run))}
         odd = _odd([self.hosts[name] for name in heard] or fresh)

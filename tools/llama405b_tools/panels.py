@@ -75,10 +75,10 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
     top = headline(pic, width, VERDICT_LINES)
     room = height - len(top) - 1
     if ui.mode == "text":
-        parts = [part for line in ui.lines for part in _wrapped(line, width)]
+        parts = whole_text(pic, ui, width)
         body = [_rule(ui.title, width), *(Text(line) for line in parts[ui.back : ui.back + room - 1])]
     elif ui.mode == "events":
-        parts = [part for event in pic.events for part in _wrapped(event_line(event).plain, width)]
+        parts = whole_text(pic, ui, width)
         end = max(0, len(parts) - ui.back)
         body = [_rule("EVENTS", width), *(Text(line) for line in parts[max(0, end - room + 1) : end])]
     elif ui.mode == "logs":
@@ -94,6 +94,12 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
         line.plain = printable(line.plain)
         line.truncate(width, overflow="ellipsis", pad=True)
     return lines[:height]
+
+
+def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
+    """All lines of the mode "text" or "events", as many as they take at this width."""
+    lines = ui.lines if ui.mode == "text" else [event_line(event).plain for event in pic.events]
+    return [part for line in lines for part in _wrapped(line, width)]
 
 
 def _wrapped(line: str, width: int) -> list[str]:

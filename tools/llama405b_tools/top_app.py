@@ -179,8 +179,9 @@ class TopApp(App[int]):
         self._scroll(-steps if self.ui.mode == "text" else steps)
 
     def _scroll(self, by: int) -> None:
-        events = self.pic.events if self.pic else ()
-        most = {"logs": len(self.session.logs.lines), "events": len(events)}.get(self.ui.mode, len(self.ui.lines))
+        most = len(self.session.logs.lines)
+        if self.ui.mode != "logs" and self.pic:
+            most = len(panels.whole_text(self.pic, self.ui, self.size.width))
         self.ui.back = min(max(0, most - 3), max(0, self.ui.back + by))
 
     def _text(self, title: str, lines: list[str]) -> None:
