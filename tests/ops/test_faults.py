@@ -221,7 +221,7 @@ def test_20_somebody_runs_it_already(hosts, operator):
     done = operator("launch", "--run", "taken", *DEMO)
     assert done.returncode == 2
     assert "'taken' is running on node-1, launched by root@" in done.stderr
-    assert "`llama405b stop --run taken` ends it" in done.stderr
+    assert "llama405b stop --run taken` ends it" in done.stderr
 
 
 def test_21_wrong_clock(hosts, operator, on):
