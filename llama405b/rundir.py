@@ -163,7 +163,6 @@ def write_json(path: Path, record: Any) -> None:
             raise
         with path.open("r+", encoding="utf-8") as file:
             file.write(text.rstrip().ljust(path.stat().st_size - 1) + "\n")
-            file.truncate()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

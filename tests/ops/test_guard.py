@@ -141,13 +141,11 @@ def test_a_stop_right_after_the_launch_waits_until_it_is_heard(work, cli, demo, 
 def test_a_stop_with_other_hosts_changes_nothing(work, cli, demo, corpus):
     flags = settings(demo, corpus, steps=100_000)
     assert cli(work, "launch", "--run", "here", "--restart", 1, *flags).returncode == 0
-    (work / "others").write_text("node-x localhost=yes\n".replace(" localhost=yes", ""))
+    (work / "others").write_text("node-x\n")
     for verb in ("stop", "status", "logs"):
         done = cli(work, verb, "others", "--run", "here")
         assert done.returncode == 2, done.stdout + done.stderr
-        assert "--run: 'here' was launched on node-[a-b]; name the hosts file that has them" in done.stderr.replace(
-            "node-a,node-b", "node-[a-b]"
-        )
+        assert "--run: 'here' was launched on node-a,node-b; name the hosts file that has them" in done.stderr
     assert "guard: watching" in cli(work, "status", "--run", "here").stdout
     assert cli(work, "stop", "--run", "here").returncode == 0
 

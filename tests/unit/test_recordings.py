@@ -1,5 +1,10 @@
 """Recordings: what comes back from the file, whole or cut short."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from llama405b_tools.sources import Recorder, replay
@@ -22,3 +27,17 @@ def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):
         assert events == written
         assert last["note"] == "the recording ends"
     assert last["t"] == events[-1]["t"]
+
+
+@pytest.mark.parametrize("form", [["--once"], ["--json"], ["--watch", "0.2"]])
+def test_output_that_nobody_reads_or_that_has_no_room(form):
+    demo = [sys.executable, "-m", "llama405b_tools.cli", "top", "--replay", "demo", *form]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(demo, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+    assert "standard output cannot be written (No space left on device)" in done.stderr
+    theirs, ours = os.pipe()
+    os.close(theirs)
+    gone = subprocess.run(demo, stdout=ours, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(ours)
+    assert (gone.returncode, gone.stderr) == (0, "")

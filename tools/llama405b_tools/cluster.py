@@ -5,7 +5,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llama405b_tools import frames, gpus, picture, runs, verdicts
 from llama405b_tools.clean import clean
@@ -20,14 +20,6 @@ MOVING = ("TRAIN", "CKPT", "EVAL")
 RUN_TROUBLE = (picture.FAILED, picture.HUNG, "no rank has moved")  # what events say of a run, not of its host
 Run = Mapping[str, Any]  # what a host says of the run
 Runs = Mapping[str, Run]  # by host
-
-
-class Hang(NamedTuple):
-    """A rank that is silent."""
-
-    host: str
-    age_s: float
-    words: str
 
 
 class Cluster:
@@ -61,14 +53,7 @@ class Cluster:
     def link(self, host: str, state: str, why: str, now: float) -> None:
         """A connection was made (OK), or was not: AUTH, REFUSED, TIMEOUT or DOWN, and why."""
         known = self.hosts[host]
-        if known.link not in (state, picture.CONNECTING) or state != picture.OK:
-            self._say(
-                host,
-                "link",
-                "note" if state == picture.OK else "bad",
-                f"{state}: {why}" if state != picture.OK else "",
-                now,
-            )
+        self._say(host, "link", "bad", "" if state == picture.OK else f"{state}: {why}", now)
         known.link, known.why = state if state in picture.SEVERITY else picture.DOWN, clean(why)
         known.linked_at = now if state == picture.OK else None
 
@@ -80,7 +65,6 @@ class Cluster:
             return
         self._say(host, "link", "note", "", now)
         known = self.hosts[host]
-        before = _identity(known.frame)
         for words in known.take(frame, now):
             self._event(now, host, "bad", words)
         if run := frame["run"]:
@@ -89,8 +73,6 @@ class Cluster:
                 while metrics and metrics[-1]["step"] >= each["step"]:  # a resumed run goes back
                     metrics.pop()
                 metrics.append(each)
-        if _identity(frame) != before:
-            self._choose(now)
 
     def _choose(self, now: float) -> None:
         """The run to show: the one before while it lives, and a minute longer, and while no other does; else the newest that lives."""
@@ -98,10 +80,10 @@ class Cluster:
         if not told:
             return
         ours = [run for run in told if run["name"] == self.run]
-        if any(run["alive"] for run in ours):
-            self.alive_at = now
+        lives = any(run["alive"] for run in ours)
+        self.alive_at = now if lives else self.alive_at
         waits = 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
-        stays = ours and (self.alive_at == now or waits or not any(run["alive"] for run in told))
+        stays = ours and (lives or waits or not any(run["alive"] for run in told))
         best = max(ours if stays else told, key=lambda run: (run["alive"], run["created"]))
         if self.run and best["name"] != self.run:
             self._event(now, "", "note", f"now run {best['name']}, before it {self.run}")
@@ -131,7 +113,7 @@ class Cluster:
             rows.append(host.row(self.run, state, why, odd, slow.get(host.name, ()), now))
             self._tell(rows[-1], now)
         training = self._training(heard, hang, failures, now)
-        verdict, why, code = _verdict(rows, training, hang, failures, stall)
+        verdict, why, code = verdicts.verdict(rows, training, hang, failures, stall)
         if self.wanted and not training and code < 3 and verdict != "CONNECTING":
             verdict, why, code = "DOWN", f"no host knows a run {self.wanted!r}", 3
         return Picture(
@@ -170,7 +152,7 @@ class Cluster:
         """The run's hosts: name, first rank, ranks; () where nobody told yet."""
         return next((plan.nodes for host in self.hosts.values() if (plan := host.plans.get(self.run))), ())
 
-    def _hang(self, heard: Runs, now: float) -> Hang | None:
+    def _hang(self, heard: Runs, now: float) -> verdicts.Hang | None:
         """The rank that the others wait for, where that is a hang."""
         beats, log_ages = {}, []
         for name, run in heard.items():
@@ -192,8 +174,10 @@ class Cluster:
         unheard = self._unheard(heard)
         if words and unheard:  # it may only wait for them
             why = unheard[0].state(None, now, self.interval_s)[1]
-            return Hang(unheard[0].name, age_s, f"{why or 'it does not tell of the run'}; {name} waits: {words}")
-        return Hang(name, age_s, words) if words else None
+            return verdicts.Hang(
+                unheard[0].name, age_s, f"{why or 'it does not tell of the run'}; {name} waits: {words}"
+            )
+        return verdicts.Hang(name, age_s, words) if words else None
 
     def _unheard(self, heard: Runs) -> list[HostView]:
         """The run's hosts of which nothing fresh is known."""
@@ -219,7 +203,7 @@ class Cluster:
         return statistics.median(values) if values else None
 
     def _training(
-        self, heard: Runs, hang: Hang | None, failures: Sequence[runs.Failure], now: float
+        self, heard: Runs, hang: verdicts.Hang | None, failures: Sequence[runs.Failure], now: float
     ) -> Training | None:
         found, ours = self._runs(), [self.hosts[name] for name in heard]
         if not found:
@@ -275,7 +259,9 @@ class Cluster:
         began, had = self.load = self.load or (now, done)
         return done, total, (total - done) * (now - began) / (done - had) if done > had else None
 
-    def _phase(self, heard: Runs, hang: Hang | None, failures: Sequence[runs.Failure]) -> tuple[str, float | None]:
+    def _phase(
+        self, heard: Runs, hang: verdicts.Hang | None, failures: Sequence[runs.Failure]
+    ) -> tuple[str, float | None]:
         """The run's phase, and for how long it is in it."""
         if hang:
             return "HUNG", hang.age_s
@@ -315,12 +301,6 @@ class Cluster:
 
     def _event(self, now: float, host: str, level: str, text: str) -> None:
         self.events.append(Event(now, host, level, clean(text).replace("\n", " ")))
-
-
-def _identity(frame: Mapping[str, Any] | None) -> tuple[str, float, bool] | None:
-    """Which run a frame tells of, as far as the choice goes."""
-    run = frame["run"] if frame else None
-    return (run["name"], run["created"], run["alive"]) if run else None
 
 
 def _failures(heard: Runs) -> list[runs.Failure]:
@@ -379,36 +359,3 @@ def _distinct(hosts: Iterable[HostView], count: Callable[[HostView], int]) -> in
         if host.frame:
             machines[host.frame["machine"]] = max(machines.get(host.frame["machine"], 0), count(host))
     return sum(machines.values())
-
-
-def _verdict(
-    hosts: Sequence[HostRow],
-    training: Training | None,
-    hang: Hang | None,
-    failures: Sequence[runs.Failure],
-    stall: str,
-) -> tuple[str, str, int]:
-    """The one word, why, and the exit code."""
-    if hang:
-        return "HUNG", f"{hang.host}: {hang.words}", 3
-    if failures:
-        worst = runs.first_failure(failures)
-        return "FAILED", f"{worst.host}: {worst.what}", 3
-    lost = [row for row in hosts if picture.SEVERITY[row.state] == 2]
-    if lost:
-        return (
-            "DOWN",
-            f"{lost[0].name}: {lost[0].state} {lost[0].why}" + (f", and {len(lost) - 1} more" if lost[1:] else ""),
-            3,
-        )
-    reasons = [stall] if stall else []
-    if training and "GONE" in training.guard and training.phase not in ("DONE", "STOPPED"):
-        reasons.append("its guard is gone: nobody restarts this run")
-    reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if picture.SEVERITY[row.state] == 1]
-    reasons += [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
-    if training and training.network == "SOCKET":
-        reasons.insert(0, "training runs over TCP sockets")
-    if reasons:
-        return "DEGRADED", reasons[0] + (f", and {len(reasons) - 1} more" if reasons[1:] else ""), 1
-    waiting = [row.name for row in hosts if row.state == picture.CONNECTING]
-    return ("CONNECTING", f"waiting for {len(waiting)} hosts", 1) if waiting else ("HEALTHY", "", 0)

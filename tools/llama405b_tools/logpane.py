@@ -9,9 +9,9 @@ from typing import Any
 from llama405b_tools.clean import clean, redact
 from llama405b_tools.fleet import Fleet
 from llama405b_tools.fold import Fold, is_error, text_of, where_of
+from llama405b_tools.lines import LogLine
 from llama405b_tools.logs import Reader, entry_of
 from llama405b_tools.merge import Entry
-from llama405b_tools.panels import LogLine
 from llama405b_tools.sources import Live
 
 KEPT = 3000

@@ -4,8 +4,6 @@ One row a host, worst first. High power is good and is not coloured; what deviat
 """
 
 import dataclasses
-import datetime
-import textwrap
 from collections.abc import Callable, Sequence
 
 from rich.text import Text
@@ -14,12 +12,12 @@ from llama405b_tools import picture
 from llama405b_tools.clean import printable
 from llama405b_tools.forms import DASH, WIDE, bar, gbit, gib, middle, number, span, sparkline
 from llama405b_tools.headline import headline
+from llama405b_tools.lines import LogLine, event_line, log_pane, rule, wrapped
 from llama405b_tools.picture import SEVERITY, HostRow, Picture
 
 SORTS = ("worst", "name", "power", "step", "temperature")
 VERDICT_LINES = 2  # on a screen
 MAX_CELLS = 8  # GPUs shown as numbers; more are bars
-SIGNS = {"bad": ("✖", "bold red"), "warning": ("▲", "yellow"), "note": ("·", "dim")}
 STYLES = {0: "", 1: "yellow", 2: "bold red"}
 KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
@@ -43,17 +41,6 @@ States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no c
 "at risk": the steps since the newest checkpoint, and their hours summed over all ranks, lost if the run died now."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogLine:
-    """One (folded) line of the logs."""
-
-    time: float
-    where: str
-    text: str
-    is_error: bool = False
-    hosts: frozenset[str] = frozenset()
-
-
 @dataclasses.dataclass(slots=True)
 class Ui:
     """What the person at the keyboard chose."""
@@ -74,45 +61,37 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
     """Exactly ``height`` lines of ``width`` columns."""
     top = headline(pic, width, VERDICT_LINES)
     room = height - len(top) - 1
-    if ui.mode == "text":
-        parts = whole_text(pic, ui, width)
-        body = [_rule(ui.title, width), *(Text(line) for line in parts[ui.back : ui.back + room - 1])]
-    elif ui.mode == "events":
-        parts = whole_text(pic, ui, width)
-        end = max(0, len(parts) - ui.back)
-        body = [_rule("EVENTS", width), *(Text(line) for line in parts[max(0, end - room + 1) : end])]
+    if ui.mode in ("text", "events"):
+        lines = whole_text(pic, ui, width)
+        end = ui.back + room - 1 if ui.mode == "text" else max(0, len(lines) - ui.back)
+        title = ui.title if ui.mode == "text" else "EVENTS"
+        body = [rule(title, width), *(Text(line) for line in lines[max(0, end - room + 1) : end])]
     elif ui.mode == "logs":
         body = log_pane(logs, room, width, ui.back)
     elif ui.mode == "host":
         body = _detail(pic, ui, logs, width, room)
     else:
         body = _cluster(pic, ui, logs, width, room)
-    lines = [*top, *body[:room]]
-    lines += [Text() for _ in range(height - 1 - len(lines))]
-    lines.append(_footer(ui, width))
-    for line in lines:
+    shown = [*top, *body[:room]]
+    shown += [Text() for _ in range(height - 1 - len(shown))]
+    shown.append(_footer(ui, width))
+    for line in shown:
         line.plain = printable(line.plain)
         line.truncate(width, overflow="ellipsis", pad=True)
-    return lines[:height]
+    return shown[:height]
 
 
 def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
     """All lines of the mode "text" or "events", as many as they take at this width."""
     lines = ui.lines if ui.mode == "text" else [event_line(event).plain for event in pic.events]
-    return [part for line in lines for part in _wrapped(line, width)]
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """A line of words over as many lines as it takes, further ones as far in as its text begins."""
-    indent = " " * min(len(line) - len(line.lstrip()) + 2, max(0, width // 4))
-    return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
+    return [part for line in lines for part in wrapped(line, width)]
 
 
 def report(pic: Picture, ui: Ui, width: int) -> list[Text]:
     """All of it without a screen's limit: every host, what stands out, and the events."""
     rows = ordered(pic, ui)
     if not rows:
-        return [*headline(pic, width), Text(_none(ui).plain.partition(";")[0])]
+        return [*headline(pic, width), Text(_none(ui))]
     lines = [
         *headline(pic, width),
         *(_wide(rows, None) if width >= WIDE else _compact(rows, ui, None, width, len(rows) or 1, len(pic.hosts))),
@@ -153,21 +132,21 @@ def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: in
     else:
         grid = _compact(rows, ui, selected, width, for_hosts, len(pic.hosts))
     if not rows:
-        grid = [_none(ui)]
+        grid = [Text(f"{_none(ui)}; Esc shows all", "dim")]
     lines = list(grid)
     rest = room - len(lines) - 1 - n_events
     detail = _gpu_lines(selected, width) if selected and width >= WIDE else []
     if detail and rest - len(detail) >= 8:
         lines += detail
         rest -= len(detail)
-    lines.append(_rule("EVENTS", width))
+    lines.append(rule("EVENTS", width))
     lines += [event_line(event) for event in pic.events[len(pic.events) - n_events :]] if n_events else []
     return lines + log_pane(logs, rest, width, 0)
 
 
-def _none(ui: Ui) -> Text:
+def _none(ui: Ui) -> str:
     matches = f" matches {ui.filter!r}" if ui.filter else ""
-    return Text(f"no host{' that stands out' if ui.odd_only else ''}{matches}; Esc shows all", "dim")
+    return f"no host{' that stands out' if ui.odd_only else ''}{matches}"
 
 
 def chosen(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
@@ -288,7 +267,7 @@ def _compact(
     hidden = f"page {page + 1} of {pages}, PgDn: more" if pages > 1 else ""
     order = "worst first" if ui.sort == "worst" else f"by {ui.sort}"
     title = f"HOSTS {len(rows)} of {n_hosts}, {order}  {hidden}"
-    return [_rule(title.strip(), width), *lines]
+    return [rule(title.strip(), width), *lines]
 
 
 def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Text:
@@ -317,7 +296,7 @@ def _gpu_lines(row: HostRow, width: int) -> list[Text]:
     """The GPUs of a host, a line each."""
     if not row.gpus:
         return []
-    lines = [_rule(f"{row.name}  {row.gpus[0].name}", width)]
+    lines = [rule(f"{row.name}  {row.gpus[0].name}", width)]
     for gpu in row.gpus:
         height = bar(gpu.power_pct) if gpu.power_pct is not None else DASH
         text = f"  gpu {gpu.index}  rank {number(gpu.rank, 'd'):>4}  {height} "
@@ -335,7 +314,7 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
     row = chosen(ordered(pic, ui), ui)
     if row is None:
         return [Text("no host", "dim")]
-    lines = [_rule(f"{row.name}  {row.state} {row.why}", width)]
+    lines = [rule(f"{row.name}  {row.state} {row.why}", width)]
     ram = f"{gib(row.ram_used_bytes)}/{gib(row.ram_bytes)} GiB"
     lines.append(
         Text(
@@ -345,7 +324,7 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
     )
     lines += [Text(f"  ! {note}", "yellow") for note in row.notes]
     lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are not known", "dim")]
-    lines.append(_rule("RANKS", width))
+    lines.append(rule("RANKS", width))
     for rank in row.ranks:
         load = (
             f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
@@ -358,40 +337,13 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
                 f"batch {number(rank.data_s, '.2f')} s  update {number(rank.optimizer_s, '.2f')} s{load}"
             )
         )
-    lines.append(_rule("PROCESSES", width))
+    lines.append(rule("PROCESSES", width))
     for process in row.processes:
         where = f"rank {number(process.rank, 'd'):>4} gpu {number(process.gpu, 'd'):>2}"
         used = f"{number(process.cpu_pct, '.0f'):>4}% {process.rss_bytes / (1 << 30):6.1f} GiB"
         lines.append(Text(f"  {process.pid:>8} {process.state} {where} {used}  {process.command}"))
     mine = [line for line in logs if row.name in line.hosts]
     return lines + log_pane(mine, max(3, room - len(lines)), width, 0)
-
-
-def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[Text]:
-    """The newest lines, ``back`` lines up."""
-    if room < 1:
-        return []
-    end = len(logs) - back
-    shown = logs[max(0, end - room + 1) : end]
-    lines = [_rule(f"LOGS{f'  {back} lines up, End: newest' if back else ''}", width)]
-    for entry in shown:
-        line = Text(_clock(entry.time), "dim")
-        line.append(f"{entry.where} ", "cyan")
-        line.append(f"│ {entry.text}", "red" if entry.is_error else "")
-        lines.append(line)
-    return lines
-
-
-def event_line(event: picture.Event) -> Text:
-    """One line."""
-    sign, style = SIGNS[event.level]
-    line = Text(_clock(event.time), "dim")
-    line.append(f"{sign} {event.host}{' ' if event.host else ''}{event.text}", style)
-    return line
-
-
-def _clock(moment: float) -> str:
-    return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%H:%M:%S ")
 
 
 def _footer(ui: Ui, width: int) -> Text:
@@ -404,7 +356,3 @@ def _footer(ui: Ui, width: int) -> Text:
     extra += ["odd ones only"] if ui.odd_only else []
     extra += [f"by {ui.sort}"] if ui.sort != SORTS[0] else []
     return Text(f"{keys}{f'  [{chr(44).join(extra)}]' if extra else ''}", "reverse")
-
-
-def _rule(title: str, width: int) -> Text:
-    return Text(f"── {title} {'─' * max(0, width - len(title) - 4)}", "dim")

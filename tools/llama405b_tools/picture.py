@@ -104,7 +104,7 @@ class Training:
     """The run as a whole."""
 
     run: str
-    phase: str  # LOADING | TRAIN | EVAL | CKPT | HUNG | FAILED | STOPPED | DONE | STARTING | UNKNOWN (no host is heard)
+    phase: str  # LOADING | TRAIN | EVAL | CKPT | HUNG | FAILED | STOPPED | DONE | STARTING | UNKNOWN (not all its hosts are heard)
     phase_s: float | None
     world: int
     attempt: int  # restarts + 1

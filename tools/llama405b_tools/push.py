@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from llama405b.errors import FAILED, GOOD, UserError
 from llama405b_tools import sourcetree, wire
 from llama405b_tools.commands import shell_path
-from llama405b_tools.fleet import Fleet, read_hosts
+from llama405b_tools.fleet import Fleet, Outcome, read_hosts
 from llama405b_tools.hosts import Host
 from llama405b_tools.status import VerbParser, print_table
 from llama405b_tools.streams import Dialogue
@@ -181,8 +181,10 @@ class Chain:
         faults |= {name: found["fault"] for name, found in ready.items() if isinstance(found, dict) and "end" in found}
         self.dead = set(faults)
         order = [name for name in self.targets if name not in faults]
-        self.same = self._sharing(order, dialogues)
-        order = [name for name in order if name not in self.same]
+        seen = self.fleet.each(lambda name: _look(dialogues[name]), order)
+        faults |= {name: str(found) for name, found in seen.items() if isinstance(found, HostError)}
+        self.same = _sharing(seen)
+        order = [name for name in order if name not in self.same and name not in faults]
         below: list[dict[str, Any] | None] = []
         for name in order:
             found = ready[name]
@@ -211,18 +213,6 @@ class Chain:
             k: v for k, v in faults.items() if k in self.targets
         }
 
-    def _sharing(self, order: Sequence[str], dialogues: Mapping[str, Dialogue]) -> dict[str, str]:
-        """The hosts that see the directory of one before them, and whose it is."""
-
-        def sees(name: str) -> dict[str, Any]:
-            dialogues[name].say("look\n")
-            return dialogues[name].answer(READY_S)
-
-        outcomes = self.fleet.each(sees, order)
-        seen = {name: found["sees"] for name, found in outcomes.items() if isinstance(found, dict)}
-        firsts = {name: next((other for other in order if other in seen.get(name, ())), name) for name in order}
-        return {name: first for name, first in firsts.items() if first != name}
-
     def _send(self, first: str, below: dict[str, Any], faults: dict[str, str]) -> None:
         """Feed the first host: from here by TCP, or through its SSH connection, or from the host that has the files."""
         try:
@@ -249,6 +239,18 @@ class Chain:
                 self.progress.at(name, news["done"], news["done"])
                 return news
             self.progress.at(name, news["done"], news["total"])
+
+
+def _look(dialogue: Dialogue) -> dict[str, Any]:
+    dialogue.say("look\n")
+    return dialogue.answer(READY_S)
+
+
+def _sharing(seen: Mapping[str, Outcome]) -> dict[str, str]:
+    """The hosts that see the directory of one before them, and whose it is."""
+    sees = {name: found["sees"] for name, found in seen.items() if isinstance(found, dict)}
+    firsts = {name: next((other for other in sees if other in marks), name) for name, marks in sees.items()}
+    return {name: first for name, first in firsts.items() if first != name}
 
 
 def _faults(ends: Mapping[str, Any], known: Mapping[str, str]) -> dict[str, str]:

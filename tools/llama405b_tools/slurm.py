@@ -61,21 +61,10 @@ def submit(asked: "Asked", options: str) -> str:
         raise UserError(
             f"--run: {asked.run!r} is job {earlier['job']} already; `llama405b stop --run {asked.run}` ends it"
         )
-    request = {
-        "run": asked.run,
-        "program": asked.training_program(),
-        "program_again": dataclasses.replace(asked, resume="auto").training_program(),  # if Slurm requeues the job
-        "env": dict(asked.env),
-        "setup": asked.setup,
-        "secrets": sorted(asked.secrets),
-        "checkpoint_dir": asked.config.checkpoint.dir if asked.config else "",
-        "on_cpu": bool(asked.config and asked.config.parallel.device == "cpu"),
-        "grace_s": SIGNAL_BEFORE_S - 60,
-    }
     for leftover in (run.path / "status").glob("*") if (run.path / "status").is_dir() else ():
         if leftover.suffix in (".stop", ".where"):
             leftover.unlink()
-    write_json(run.path / "request.json", request)
+    write_json(run.path / "request.json", _request(asked))
     if asked.secrets:
         from llama405b_tools.agent import write_secrets
 
@@ -99,6 +88,21 @@ def submit(asked: "Asked", options: str) -> str:
     job = done.stdout.strip().partition(";")[0]
     write_json(run.path / "slurm.json", {"job": job, "options": options})
     return job
+
+
+def _request(asked: "Asked") -> dict[str, Any]:
+    """What the nodes make the plan from."""
+    return {
+        "run": asked.run,
+        "program": asked.training_program(),
+        "program_again": dataclasses.replace(asked, resume="auto").training_program(),  # if Slurm requeues the job
+        "env": dict(asked.env),
+        "setup": asked.setup,
+        "secrets": sorted(asked.secrets),
+        "checkpoint_dir": asked.config.checkpoint.dir if asked.config else "",
+        "on_cpu": bool(asked.config and asked.config.parallel.device == "cpu"),
+        "grace_s": SIGNAL_BEFORE_S - 60,
+    }
 
 
 def job_script(name: str, directory: Path) -> str:

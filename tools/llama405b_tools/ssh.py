@@ -221,36 +221,35 @@ def _login(
             banner_timeout=CONNECT_TIMEOUT_S,
             auth_timeout=CONNECT_TIMEOUT_S,
         )
-    except paramiko.BadHostKeyException as error:
-        raise HostError(
-            f"its host key has CHANGED: known_hosts does not have {error.key.fingerprint}; if the machine was "
-            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {name}` once; else someone may be listening",
-            kind="AUTH",
-        ) from None
-    except paramiko.PasswordRequiredException:
-        raise HostError("its private key needs a passphrase; run `ssh-add` first", kind="AUTH") from None
-    except paramiko.AuthenticationException:
-        raise HostError(
-            f"login as {user or os.environ.get('USER', 'this user')} was refused; install your public key there",
-            kind="AUTH",
-        ) from None
-    except paramiko.SSHException as error:
-        if "known_hosts" in str(error):
-            raise HostError(
-                f"its host key is not in known_hosts; run `ssh {name}` once, and compare it", kind="AUTH"
-            ) from None
-        if "banner" in str(error) or "No existing session" in str(error):  # it connects, and says nothing
-            words = f"its sshd takes the connection, but says nothing within {CONNECT_TIMEOUT_S:.0f} s"
-            raise HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT") from None
-        raise HostError(f"SSH failed ({error}); try `ssh -v {name}`", "DOWN") from None
-    except (OSError, EOFError) as error:
-        kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
-        raise HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {name}`", kind) from None
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        raise _refusal(error, name, hostname, user) from None
     transport = client.get_transport()
     assert transport
     transport.set_keepalive(DEAD_AFTER_S // 3)
     transport.sock.settimeout(WAKE_S)
     return client
+
+
+def _refusal(error: Exception, name: str, hostname: str, user: str | None) -> HostError:
+    """Why a login failed, in our own words."""
+    if isinstance(error, paramiko.BadHostKeyException):
+        return HostError(
+            f"its host key has CHANGED: known_hosts does not have {error.key.fingerprint}; if the machine was "
+            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {name}` once; else someone may be listening",
+            kind="AUTH",
+        )
+    if isinstance(error, paramiko.PasswordRequiredException):
+        return HostError("its private key needs a passphrase; run `ssh-add` first", kind="AUTH")
+    if isinstance(error, paramiko.AuthenticationException):
+        who = user or os.environ.get("USER", "this user")
+        return HostError(f"login as {who} was refused; install your public key there", kind="AUTH")
+    if "known_hosts" in str(error):
+        return HostError(f"its host key is not in known_hosts; run `ssh {name}` once, and compare it", kind="AUTH")
+    if "banner" in str(error) or "No existing session" in str(error):  # it connects, and says nothing
+        words = f"its sshd takes the connection, but says nothing within {CONNECT_TIMEOUT_S:.0f} s"
+        return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
+    kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
+    return HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {name}`", kind)
 
 
 def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Any:

@@ -241,11 +241,7 @@ def _print(args: argparse.Namespace, session: Session) -> int:
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING
     except BrokenPipeError:  # `| head` has what it wants
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise RunError(f"standard output cannot be written ({error.strerror})") from None
 
 
 def _await_all(session: Session, *, watches: bool) -> None:
@@ -269,7 +265,7 @@ def _await_all(session: Session, *, watches: bool) -> None:
 
 def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
     if args.json:
-        print(json.dumps(dataclasses.asdict(pic)), flush=True)
+        _write(f"{json.dumps(dataclasses.asdict(pic))}\n")
         return
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
@@ -280,7 +276,23 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
     )
     for line in panels.report(pic, session.ui, width):
         console.print(line, no_wrap=True, crop=tty, overflow="ellipsis" if tty else "ignore", soft_wrap=not tty)
-    print(text.getvalue(), end="\n" if args.watch else "", flush=True)
+    _write(text.getvalue() + ("\n" if args.watch else ""))
+
+
+def _write(text: str) -> None:
+    """Write to standard output.
+
+    Raises:
+        BrokenPipeError: Nobody reads any more.
+        RunError: It cannot be written.
+    """
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's end tries once more
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise RunError(f"standard output cannot be written ({error.strerror})") from None
 
 
 def entry() -> int:

@@ -6,10 +6,12 @@ judged on what is not known.
 
 import statistics
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from llama405b_tools import picture
 from llama405b_tools.gpus import Gpu
-from llama405b_tools.runs import STATES
+from llama405b_tools.picture import HostRow, Training
+from llama405b_tools.runs import STATES, Failure, first_failure
 
 FEW = 4  # GPUs that have to tell before one can deviate
 LOW_POWER, LOW_CLOCK = 0.75, 0.9  # of the median
@@ -36,6 +38,14 @@ IB_ERRORS = {
     "out_of_sequence": "packets out of order",
     "packet_seq_err": "sequence errors",
 }
+
+
+class Hang(NamedTuple):
+    """A rank that is silent."""
+
+    host: str
+    age_s: float
+    words: str
 
 
 def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], str]:
@@ -146,3 +156,36 @@ def phase_of(phases: Sequence[str]) -> str:
     order = ("failed", "start", "data", "load", "resume", "checkpoint", "eval", "train", "done")
     known = [phase for phase in order if phase in phases]
     return PHASES[known[0]] if known else "STARTING"
+
+
+def verdict(
+    hosts: Sequence[HostRow],
+    training: Training | None,
+    hang: Hang | None,
+    failures: Sequence[Failure],
+    stall: str,
+) -> tuple[str, str, int]:
+    """The one word for the whole, why, and the exit code."""
+    if hang:
+        return "HUNG", f"{hang.host}: {hang.words}", 3
+    if failures:
+        worst = first_failure(failures)
+        return "FAILED", f"{worst.host}: {worst.what}", 3
+    lost = [row for row in hosts if picture.SEVERITY[row.state] == 2]
+    if lost:
+        return (
+            "DOWN",
+            f"{lost[0].name}: {lost[0].state} {lost[0].why}" + (f", and {len(lost) - 1} more" if lost[1:] else ""),
+            3,
+        )
+    reasons = [stall] if stall else []
+    if training and "GONE" in training.guard and training.phase not in ("DONE", "STOPPED"):
+        reasons.append("its guard is gone: nobody restarts this run")
+    reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if picture.SEVERITY[row.state] == 1]
+    reasons += [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
+    if training and training.network == "SOCKET":
+        reasons.insert(0, "training runs over TCP sockets")
+    if reasons:
+        return "DEGRADED", reasons[0] + (f", and {len(reasons) - 1} more" if reasons[1:] else ""), 1
+    waiting = [row.name for row in hosts if row.state == picture.CONNECTING]
+    return ("CONNECTING", f"waiting for {len(waiting)} hosts", 1) if waiting else ("HEALTHY", "", 0)
