@@ -1,22 +1,27 @@
 """Checkpoints that are whole or not there.
 
-Written by DCP into ``step-N.tmp``; every rank fsyncs and hashes its own files; rank 0 gathers the manifest, and
-only then is the directory renamed to ``step-N``. A directory is never written into again. Resume reads only what
-verifies against its manifest: DCP itself loads torn directories and flipped bits without an error.
+Written by DCP into ``step-N.<run>.tmp``; every rank fsyncs and hashes its own files; rank 0 gathers the manifest, and
+only then is the directory renamed to ``step-N``. A committed directory is never written into, replaced or deleted for
+being damaged. Resume reads only what verifies against its manifest: DCP itself loads torn directories and flipped
+bits without an error.
 
 Knows directories, hashes and DCP; not the loss or the data. What a checkpoint holds: model, optimizer (FP32 or
 BF16 as kept), and every rank's random state. The step number fixes schedule and data position.
 """
 
 import contextlib
+import dataclasses
 import datetime
+import enum
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +34,38 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from llama405b import ranks
 from llama405b.errors import UserError
 from llama405b.ranks import Ranks
-from llama405b.rundir import read_json, write_json
+from llama405b.rundir import write_json
 
 STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
 
 
+class Fault(enum.StrEnum):
+    """Why a checkpoint cannot be used."""
+
+    DAMAGED = "damaged"  # what is there is not what was saved: no later look will find it whole
+    UNREADABLE = "unreadable"  # a permission, a mount or a disk keeps it back: it may be whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unusable:
+    """A checkpoint that resume cannot take."""
+
+    path: Path
+    fault: Fault
+    why: str  # names the file
+
+    def __str__(self) -> str:
+        return self.why
+
+
 class Store:
     """The checkpoints of one run, in one directory that every host sees."""
 
-    def __init__(self, root: Path, keep: int, me: Ranks, timeout_s: int = 1800) -> None:
-        self.root, self.keep, self.me = root, keep, me
+    def __init__(self, root: Path, keep: int, me: Ranks, timeout_s: int = 1800, *, run: str = "run") -> None:
+        """``run``: its name, which marks the directories that it is still writing as its own."""
+        self.root, self.keep, self.me, self.run = root, keep, me, run
         # DCP on the process group that trains can deadlock with it: it gets one of its own.
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
@@ -79,15 +104,12 @@ class Store:
         """Write ``step-N``, then delete all but the newest ``keep``.
 
         Raises:
-            UserError: A rank could not write or read back its files; earlier checkpoints are untouched.
+            UserError: A rank could not write or read back its files, or the step is there already; earlier checkpoints
+            are untouched.
         """
         final = self.root / f"step-{step:08d}"
-        partial = final.with_suffix(".tmp")
-        if self.me.leads:
-            for leftover in self.root.glob("step-*.tmp"):
-                shutil.rmtree(leftover)
-            partial.mkdir()
-        dist.barrier(self.group)
+        partial = self._partial(final)
+        self._on_rank0(lambda: self._begin(partial, final), partial)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {
             "model": model_state,
@@ -104,20 +126,56 @@ class Store:
             ) from None
         mine = {path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)}
         files = {name: entry for part in ranks.agreed(mine) for name, entry in part.items()}
-        if self.me.leads:
-            self._commit(partial, final, step, files)
-            self._retire(step)
-        dist.barrier(self.group)
+        self._on_rank0(lambda: self._commit(partial, final, step, files), final)
+        self._on_rank0(lambda: self._retire(step), self.root)
         return final
 
-    def find(self, resume: str) -> tuple[Path | None, list[str]]:
-        """The checkpoint that ``resume`` (no, auto, a step, a path) means, and why newer ones were passed over.
+    def _partial(self, final: Path) -> Path:
+        """Where this run writes, or deletes, a checkpoint: no other run takes it for its own."""
+        return final.with_name(f"{final.name}.{self.run}.tmp")
+
+    def _on_rank0(self, act: Callable[[], None], where: Path) -> None:
+        """Have rank 0 do something with the directory, and every rank refuse where it cannot.
 
         Raises:
-            UserError: A named checkpoint is not there or does not verify, or the directory holds checkpoints of a
-            run that this one does not go on with.
+            UserError: On every rank.
         """
-        present = ranks.from_rank0(_committed(self.root) if self.me.leads else None)
+        error: UserError | None = None
+        try:
+            if self.me.leads:
+                act()
+        except UserError as found:
+            error = found
+        except OSError as found:
+            error = UserError(f"{where}: cannot be written ({found.strerror or found}); free space, then resume")
+        ranks.refuse_together(error)
+
+    def _begin(self, partial: Path, final: Path) -> None:
+        """Make an empty directory to write into, after deleting those that this run left half written."""
+        if final.exists():
+            raise UserError(
+                f"{final}: exists already, and a checkpoint is never replaced; another run may write here: "
+                "give this one a --checkpoint.dir of its own"
+            )
+        own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run)}\.tmp")
+        for leftover in [path for path in self.root.iterdir() if own.fullmatch(path.name)]:
+            shutil.rmtree(leftover)
+        partial.mkdir()
+
+    def find(self, resume: str) -> tuple[Path | None, list[str]]:
+        """The checkpoint that ``resume`` (no, auto, a step, a path) means, and what became of newer ones.
+
+        Raises:
+            UserError: A named checkpoint is not there or does not verify; ``auto`` finds checkpoints, but none that
+            verifies, or a newer one that cannot be read; or the directory holds checkpoints of another run.
+        """
+        present: list[Path] = []
+
+        def look() -> None:
+            present.extend(_committed(self.root))
+
+        self._on_rank0(look, self.root)
+        present = ranks.from_rank0(present)
         if resume == "no":
             if present:
                 raise UserError(
@@ -126,38 +184,71 @@ class Store:
                 )
             return None, []
         if resume == "auto":
-            passed_over: list[str] = []
-            for path in reversed(present):
-                if not (why := self._verify(path)):
-                    return path, passed_over
-                passed_over.append(why)
-            return None, passed_over
+            return self._newest(present)
         path = self.root / f"step-{int(resume):08d}" if resume.isdecimal() else Path(resume)
-        if why := self._verify(path):
-            raise UserError(f"--resume: {why}; take another, or auto")
-        return path, self._set_aside([later for later in present if step_of(later) > step_of(path)], path)
-
-    def _set_aside(self, later: list[Path], path: Path) -> list[str]:
-        """Going back to ``path``: what was saved after it is kept, under names that ``auto`` does not take."""
+        if unusable := self._verify(path):
+            raise UserError(f"--resume: {unusable}; take another, or auto")
+        later = [found for found in present if step_of(found) > step_of(path)]
         if later and path.parent.resolve() != self.root.resolve():
             raise UserError(
                 f"--checkpoint.dir: {self.root} holds checkpoints up to {later[-1].name}, of another run; "
                 "take another directory"
             )
-        mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
-        for old in later if self.me.leads else []:
-            old.rename(old.with_name(f"{old.name}.{mark}"))
-        dist.barrier(self.group)
-        return [f"{old}: saved after {path.name}; renamed to …aside" for old in later]
+        self._set_aside(later)
+        return path, [f"{old}: saved after {path.name}; renamed to …aside" for old in later]
 
-    def _verify(self, path: Path) -> str:
-        """Hash the files, shared out over the ranks; returns the first fault found, as a clause, or ''."""
-        why = ""
+    def _newest(self, present: list[Path]) -> tuple[Path | None, list[str]]:
+        """The newest of these that verifies; newer ones that are damaged are set aside.
+
+        Raises:
+            UserError: There are checkpoints but none verifies, or a newer one may be whole and cannot be read.
+        """
+        passed_over: list[Unusable] = []
+        for path in reversed(present):
+            unusable = self._verify(path)
+            if unusable is None:
+                self._set_aside([newer.path for newer in passed_over])
+                return path, [f"{newer}; renamed to …aside" for newer in passed_over]
+            if unusable.fault is Fault.UNREADABLE:
+                raise UserError(
+                    f"--resume auto: {unusable}; it may be whole: make it readable, or name the step to go back to "
+                    "with --resume STEP"
+                )
+            passed_over.append(unusable)
+        if passed_over:
+            raise UserError(
+                f"--resume auto: {self.root} has {len(present)} checkpoints, and none verifies "
+                f"({'; '.join(map(str, passed_over))}); to start from the model's weights, take another --checkpoint.dir"
+            )
+        return None, []
+
+    def _set_aside(self, paths: list[Path]) -> None:
+        """Keep checkpoints under names that ``auto`` does not take.
+
+        Raises:
+            UserError: They cannot be renamed.
+        """
+        mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
+
+        def rename() -> None:
+            for old in paths:
+                old.rename(old.with_name(f"{old.name}.{mark}"))
+
+        self._on_rank0(rename, self.root)
+
+    def _verify(self, path: Path) -> Unusable | None:
+        """Hash the files, shared out over the ranks; returns the first fault found, one that hides a checkpoint first."""
+        fault, why = None, ""
         try:
-            why = _fault(path, self.me.rank, self.me.world)
+            if why := _damage(path, self.me.rank, self.me.world):
+                fault = Fault.DAMAGED
+        except UnreadableError as error:
+            fault, why = Fault.UNREADABLE, str(error)
         except OSError as error:
-            why = f"{path}: cannot be read ({error.strerror})"
-        return next((found for found in ranks.agreed(why) if found), "")
+            fault, why = Fault.UNREADABLE, f"{path}: cannot be read ({error.strerror}) on {self.me.host}"
+        found = [(str(fault), why) for fault, why in ranks.agreed((fault and str(fault), why)) if fault]
+        found.sort(key=lambda entry: entry[0] != Fault.UNREADABLE)
+        return Unusable(path, Fault(found[0][0]), found[0][1]) if found else None
 
     def _is_mine(self, name: str) -> bool:
         return name.startswith(f"__{self.me.rank}_") or (self.me.leads and not name.startswith("__"))
@@ -176,17 +267,12 @@ class Store:
         )
         _fsync(partial / MANIFEST)
         _fsync(partial)
-        if final.exists():  # an earlier attempt's, from before this run went back: replaced whole, never written into
-            aside = final.with_suffix(".old")
-            shutil.rmtree(aside, ignore_errors=True)
-            final.rename(aside)
-        partial.rename(final)
+        partial.rename(final)  # onto a checkpoint that another run put there meanwhile it raises
         _fsync(self.root)
-        shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
 
     def _retire(self, step: int) -> None:
         for old in [path for path in _committed(self.root) if step_of(path) <= step][: -self.keep]:
-            doomed = old.with_suffix(".tmp")  # first the name, so that a kill leaves nothing that looks whole
+            doomed = self._partial(old)  # first the name, so that a kill leaves nothing that looks whole
             old.rename(doomed)
             shutil.rmtree(doomed)
 
@@ -229,26 +315,48 @@ def _committed(root: Path) -> list[Path]:
     return []
 
 
-def _fault(path: Path, part: int, parts: int) -> str:
-    """What is wrong with a checkpoint, looking at every ``parts``-th file from ``part`` on; '' where nothing is."""
+class UnreadableError(Exception):
+    """Something keeps a checkpoint back that is not damage of it."""
+
+
+def _damage(path: Path, part: int, parts: int) -> str:
+    """What is damaged in a checkpoint, looking at every ``parts``-th file from ``part`` on; '' where nothing is.
+
+    Raises:
+        UnreadableError: It is not there, or another user's.
+        OSError: A disk, a mount or a permission.
+    """
     if not path.is_dir():
-        return f"{path}: no such checkpoint"
+        raise UnreadableError(f"{path}: no such checkpoint")
     if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read it only from our own hand
-        return f"{path}: it belongs to another user"
-    manifest = read_json(path / MANIFEST)
+        raise UnreadableError(f"{path}: it belongs to another user")
+    manifest = _read_manifest(path)
     if manifest is None or not isinstance(manifest.get("files"), dict):
         return f"{path}: it has no manifest that can be read"
     if manifest.get("step") != step_of(path):
         return f"{path}: its manifest is of step {manifest.get('step')}"
     for name, entry in list(manifest["files"].items())[part::parts]:
         file = path / name
-        if not file.is_file():
+        if not file.exists():
             return f"{file}: missing"
         if file.stat().st_size != entry["bytes"]:
             return f"{file}: {file.stat().st_size} bytes where the manifest says {entry['bytes']}"
         if _sha256(file) != entry["sha256"]:
             return f"{file}: its content differs from its checksum"
     return ""
+
+
+def _read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint; None where there is none, or it is no JSON object.
+
+    Raises:
+        OSError: It is there and cannot be read.
+    """
+    try:
+        found = json.loads((path / MANIFEST).read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _seal(path: Path) -> dict[str, Any]:

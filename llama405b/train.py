@@ -86,7 +86,7 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, sto
     batches = data.open_batches(config.data, files, run.path.parent / ".cache", me)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
     root = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
-    store = checkpoint.Store(root, config.checkpoint.keep, me, config.timeouts.load)
+    store = checkpoint.Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run.name)
     if config.checkpoint.every:
         store.prove_shared()
     start, passed_over = store.find(resume)
@@ -104,7 +104,7 @@ def train(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, sto
         done = checkpoint.restore(start, module, optimizer, me)
         _log(me, f"resumed from {start}")
     elif resume == "auto":
-        _log(me, "no checkpoint that verifies: starting from the model's weights")
+        _log(me, "no checkpoint yet: starting from the model's weights")
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{accumulate} micro-batches on each of {me.world} ranks"
     _log(me, f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")

@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import signal
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from conftest import ROOT
 from ranks_rig import run_ranks
 
 
@@ -37,11 +39,11 @@ def _step(me, module, optimizer, number):
     return train_step(module, optimizer, [(x, y)], max_norm=1.0, world=me.world).loss
 
 
-def _save_four(me, directory, root, tear_at=None, keep=3):
+def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
     from llama405b import checkpoint
 
     module, optimizer = _trainer(me, directory)
-    store = checkpoint.Store(Path(root), keep, me)
+    store = checkpoint.Store(Path(root), keep, me, run=run)
     store.prove_shared()
     losses = []
     for number in range(1, 9):
@@ -128,31 +130,88 @@ def _flip(path):
 def test_damage_is_passed_over_and_named(tiny, copy, damage, words):
     root, losses = copy
     damage(root / "step-00000008")
+    named = run_ranks(1, _resume, tiny, root, "8")[0]
+    assert named.startswith("--resume: ")
+    assert words in named
     name, passed_over, resumed = run_ranks(2, _resume, tiny, root)[0]
     assert name == "step-00000006"
     assert len(passed_over) == 1
     assert words in passed_over[0]
     assert resumed == losses[6:]
-    named = run_ranks(1, _resume, tiny, root, "8")[0]
-    assert named.startswith("--resume: ")
-    assert words in named
+    assert not (root / "step-00000008").exists()  # its name is free for what is saved next
+    assert [p.name[:19] for p in root.iterdir() if "aside" in p.name] == ["step-00000008.aside"]
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tiny, tmp_path):
     root = tmp_path / "checkpoints"
     outcomes = run_ranks(2, _save_four, tiny, root, 6, may_fail=True)
     assert outcomes[1] == ("gone", -signal.SIGKILL)
-    assert (root / "step-00000006.tmp").is_dir()
+    assert (root / "step-00000006.run.tmp").is_dir()
     assert not (root / "step-00000006").exists()
     assert run_ranks(2, _resume, tiny, root)[0][0] == "step-00000004"
 
 
-def test_saving_a_step_again_replaces_it_whole(tiny, copy):
-    root, losses = copy
-    before = (root / "step-00000008" / "manifest.json").stat().st_ino
-    assert run_ranks(2, _save_four, tiny, root)[0][0] == losses
-    assert (root / "step-00000008" / "manifest.json").stat().st_ino != before
-    assert run_ranks(2, _resume, tiny, root)[0][:2] == ("step-00000008", [])
+def _contents(root):
+    return {path.relative_to(root): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
+    root, _ = copy
+    for path in root.iterdir():
+        _flip(path / "__0_0.distcp")
+    before = _contents(root)
+    words = run_ranks(2, _resume, tiny, root)
+    assert words[1].startswith(f"--resume auto: {root} has 3 checkpoints, and none verifies (")
+    for step in (4, 6, 8):
+        assert f"step-0000000{step}/__0_0.distcp: its content differs" in words[0]
+    assert _contents(root) == before
+
+
+def _find_with_a_bad_disk(me, root):
+    from llama405b import checkpoint
+
+    true_hash = checkpoint._sha256
+
+    def broken(path):
+        if path.name == "__1_0.distcp" and "step-00000008" in str(path):
+            raise OSError(5, "Input/output error")
+        return true_hash(path)
+
+    checkpoint._sha256 = broken
+    return _find(me, root, "auto")
+
+
+@pytest.mark.parametrize("cause", ["another user's", "an I/O error"])
+def test_a_newer_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_renamed(copy, cause):
+    root, _ = copy
+    if cause == "another user's":
+        os.chown(root / "step-00000008", 12345, -1)
+        found, why = run_ranks(2, _find, root, "auto"), "it belongs to another user"
+    else:
+        found, why = run_ranks(2, _find_with_a_bad_disk, root), "cannot be read (Input/output error) on host-"
+    assert all("--resume auto: " in words and why in words and "--resume STEP" in words for words in found)
+    assert sorted(p.name for p in root.iterdir()) == ["step-00000004", "step-00000006", "step-00000008"]
+
+
+def test_a_committed_step_is_never_replaced(tiny, copy):
+    root, _ = copy
+    for step in (4, 6):
+        shutil.rmtree(root / f"step-0000000{step}")
+    before = _contents(root)
+    with pytest.raises(AssertionError, match="step-00000008: exists already, and a checkpoint is never replaced"):
+        run_ranks(2, _save_four, tiny, root)
+    after = _contents(root)
+    assert {name: after[name] for name in before} == before
+
+
+def test_only_its_own_half_written_directories_are_deleted(tiny, tmp_path):
+    root = tmp_path / "checkpoints"
+    others = ["step-00000001.tmp", "step-00000001.other.tmp", "step-00000001.b.a.tmp", "step-00000003.xa.tmp"]
+    for name in [*others, "step-00000001.a.tmp"]:
+        (root / name).mkdir(parents=True)
+    run_ranks(1, _save_four, tiny, root, None, 3, "a")
+    kept = sorted(p.name for p in root.iterdir())
+    assert kept == sorted([*others, "step-00000004", "step-00000006", "step-00000008"])
 
 
 def _find(me, root, resume):
@@ -217,3 +276,22 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     words = run_ranks(2, _prove, tmp_path)
     assert words[1].startswith("--checkpoint.dir: rank 1 on host-1 does not see")
     assert words[0] == f"stopped with rank 1: {words[1]}"
+
+
+LOSSES_OF_0_1 = [
+    4.925077438354492,
+    4.902658780415853,
+    4.87653923034668,
+    4.919869740804036,
+]  # steps 5 to 8, as 0.1 took them
+
+
+def test_a_checkpoint_of_version_0_1_resumes(tmp_path):
+    from tiny_models import write_llama
+
+    with tarfile.open(ROOT / "tests/data/written-by-0.1/checkpoint.tar.gz") as archive:
+        archive.extractall(tmp_path / "checkpoints", filter="data")
+    model = write_llama(tmp_path / "model", layers=1)
+    for name, passed_over, losses in run_ranks(2, _resume, model, tmp_path / "checkpoints"):
+        assert (name, passed_over) == ("step-00000004", [])
+        assert losses == pytest.approx(LOSSES_OF_0_1, abs=1e-6)
