@@ -8,8 +8,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.command import OneLineParser
-from llama405b.errors import UserError
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig
 
 from llama405b import load, model, ranks, shard
-from llama405b.config import PRESET_DIR
-from llama405b.errors import UserError
+from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Numerics, Optimizer, Parallel
 from llama405b.optim import build_optimizer
-from llama405b.schema import Numerics, Optimizer, Parallel
 from llama405b.step import train_step
 from llama405b.timer import Laps
 

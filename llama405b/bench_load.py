@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import LlamaForCausalLM
 
-from llama405b import load, model, ranks, shard, weights
-from llama405b.errors import RunError
-from llama405b.schema import Numerics, Parallel
+from llama405b import load, model, ranks, shard
+from llama405b.contract import weights
+from llama405b.contract.errors import RunError
+from llama405b.contract.schema import Numerics, Parallel
 
 GIB = 1 << 30
 SAMPLE_S = 0.002

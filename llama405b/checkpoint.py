@@ -32,9 +32,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from llama405b import ranks
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import write_json
 from llama405b.ranks import Ranks
-from llama405b.rundir import write_json
 
 STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from llama405b import ranks
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Data
 from llama405b.ranks import Ranks
-from llama405b.schema import Data
 from llama405b.step import IGNORE_INDEX
 from llama405b.text import documents, expand
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b.text import STDLIB, documents, expand
 
 VOCAB = 2048

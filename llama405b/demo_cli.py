@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.command import OneLineParser
+from llama405b.contract.command import OneLineParser
 from llama405b.demo import make_demo
 
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama405b import weights
-from llama405b.command import OneLineParser
-from llama405b.errors import RunError, UserError
-from llama405b.rundir import write_json
+from llama405b.contract import weights
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.files import write_json
 
 RECORD = ".llama405b-download.json"  # name -> [bytes, mtime_ns, sha256]: what was verified, and not touched since
 AT_ONCE = 4

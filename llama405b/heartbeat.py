@@ -7,8 +7,10 @@ import contextlib
 import os
 import time
 
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Heartbeat, Metrics
 from llama405b.ranks import Ranks
-from llama405b.rundir import Heartbeat, Metrics, RunDir, write_json
 
 INTERVAL_S = 1.0
 

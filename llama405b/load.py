@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llama405b import ranks, weights
-from llama405b.errors import UserError
+from llama405b import ranks
+from llama405b.contract import weights
+from llama405b.contract.errors import UserError
 from llama405b.model import restore_buffers, tie_head
 from llama405b.ranks import Ranks
 from llama405b.shard import units

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 
 def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-master") -> tuple[str, str]:

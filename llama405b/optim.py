@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from llama405b.schema import Optimizer
+from llama405b.contract.schema import Optimizer
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

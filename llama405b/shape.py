@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
-from llama405b import config as configuration
-from llama405b import model, shard, weights
-from llama405b.schema import BYTES_PER_PARAMETER, Config
+from llama405b import model, shard
+from llama405b.contract import config as configuration
+from llama405b.contract import weights
+from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 
 GIB = 1 << 30
 

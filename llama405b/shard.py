@@ -19,8 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from llama405b.errors import UserError
-from llama405b.schema import Parallel
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Parallel
 
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
 

@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 STDLIB = "stdlib"  # the one path that every machine has: the Python standard library's own source
 Document = tuple[str, str]  # (prompt, which is read but not learnt; text to learn)

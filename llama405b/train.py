@@ -16,15 +16,18 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from llama405b import checkpoint, command, data, fsdp1, load, model, ranks, shard, weights
-from llama405b.config import DEMO_MODEL, check_world, to_toml
+from llama405b import checkpoint, data, fsdp1, load, model, ranks, shard
+from llama405b.contract import command, weights
+from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
+from llama405b.contract.errors import FAILED, RunError, UserError
+from llama405b.contract.files import write_atomic
+from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.records import Metrics
+from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 from llama405b.demo import make_demo
-from llama405b.errors import FAILED, RunError, UserError
 from llama405b.heartbeat import Pulse
 from llama405b.optim import build_optimizer, lr_at, set_lr
 from llama405b.ranks import Ranks
-from llama405b.rundir import UMASK, Metrics, RunDir, write_atomic
-from llama405b.schema import BYTES_PER_PARAMETER, Config
 from llama405b.step import NonFiniteError, StepResult, train_step
 from llama405b.timer import Laps
 
@@ -173,7 +176,7 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks) -> Path:
         except UserError as found:
             error = found
     ranks.refuse_together(error)
-    target = run.path / "model" / me.host
+    target = run.model(me.host)
     for name, content in ranks.from_rank0(small).items():
         if me.local_rank == 0:
             target.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,8 @@ from ranks_rig import run_ranks
 
 def _trainer(me, directory, load_weights=True):
     from llama405b import load, model, shard
+    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim import build_optimizer
-    from llama405b.schema import Optimizer, Parallel
 
     module = model.build_on_meta(model.read_config(directory), "sdpa", torch.float32)
     shard.shard(module, Parallel(numerics="fp32"), me.device)
@@ -57,7 +57,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
 
 def _resume(me, directory, root, resume="auto"):
     from llama405b import checkpoint
-    from llama405b.errors import UserError
+    from llama405b.contract.errors import UserError
 
     module, optimizer = _trainer(me, directory, load_weights=False)
     torch.manual_seed(99 + me.rank)
@@ -216,7 +216,7 @@ def test_only_its_own_half_written_directories_are_deleted(tiny, tmp_path):
 
 def _find(me, root, resume):
     from llama405b import checkpoint
-    from llama405b.errors import UserError
+    from llama405b.contract.errors import UserError
 
     try:
         return [str(found) for found in checkpoint.Store(Path(root), 2, me).find(resume)]
@@ -261,7 +261,7 @@ def test_optimizer_settings_are_those_of_now(tiny, saved):
 
 def _prove(me, root):
     from llama405b import checkpoint
-    from llama405b.errors import UserError
+    from llama405b.contract.errors import UserError
 
     checkpoint.SEEN_WITHIN_S = 1.0
     store = checkpoint.Store(Path(root) / ("shared" if me.leads else "elsewhere"), 2, me)

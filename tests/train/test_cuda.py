@@ -8,8 +8,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def _losses(directory, kind, offload, numerics="fp32"):
     from llama405b import fsdp1, load, model, ranks, shard
+    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim import build_optimizer
-    from llama405b.schema import Optimizer, Parallel
     from llama405b.step import train_step
 
     me = ranks.join("cuda", 60)

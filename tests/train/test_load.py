@@ -21,7 +21,7 @@ def _read(directory):
 
 def _load_and_compare(me, directory, numerics, checkpointing):
     from llama405b import load, model, shard
-    from llama405b.schema import Parallel
+    from llama405b.contract.schema import Parallel
 
     whole, faults = _read(directory), []
     for how in ("rank0", "local"):
@@ -66,8 +66,8 @@ def test_bf16_files_into_either_dtype(tmp_path):
 
 def _load_where_only_rank0_reads(me, directory, how):
     from llama405b import load, model, shard
-    from llama405b.errors import UserError
-    from llama405b.schema import Parallel
+    from llama405b.contract.errors import UserError
+    from llama405b.contract.schema import Parallel
 
     module = model.build_on_meta(model.read_config(directory), "sdpa", torch.float32)
     shard.shard(module, Parallel(numerics="fp32"), me.device)
@@ -86,8 +86,9 @@ def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
 
 
 def _load_random_layers(me, directory):
-    from llama405b import load, model, shard, weights
-    from llama405b.schema import Parallel
+    from llama405b import load, model, shard
+    from llama405b.contract import weights
+    from llama405b.contract.schema import Parallel
 
     module = model.build_on_meta(model.read_config(directory, 1), "sdpa", torch.float32)
     shard.shard(module, Parallel(numerics="fp32"), me.device)

@@ -27,7 +27,7 @@ def _batches():
 
 def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32"):
     from llama405b import load, model, shard
-    from llama405b.schema import Parallel
+    from llama405b.contract.schema import Parallel
 
     module = model.build_on_meta(model.read_config(directory), "sdpa", shard.kept_dtype(numerics))
     shard.shard(module, Parallel(numerics=numerics, cpu_offload=offload), me.device)
@@ -38,8 +38,8 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
 
 
 def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32"):
+    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim import build_optimizer
-    from llama405b.schema import Optimizer, Parallel
     from llama405b.step import train_step
 
     if kind == "fsdp1":
@@ -133,8 +133,8 @@ def test_bf16_numerics_learn(tiny, plain, numerics):
 def _count(me, directory):
     from torch.distributed.tensor.debug import CommDebugMode
 
+    from llama405b.contract.schema import Optimizer
     from llama405b.optim import build_optimizer
-    from llama405b.schema import Optimizer
     from llama405b.step import train_step
 
     module = _sharded(me, directory)
@@ -162,8 +162,8 @@ def test_each_unit_costs_what_it_must(tiny, tiny_tied):
 
 
 def _poison(me, directory):
+    from llama405b.contract.schema import Optimizer
     from llama405b.optim import build_optimizer
-    from llama405b.schema import Optimizer
     from llama405b.step import NonFiniteError, train_step
 
     module = _sharded(me, directory)

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from llama405b.errors import UserError
-from llama405b.trust import refuse_others_writing
+from llama405b.contract.errors import UserError
+from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools import asked
 
 HERE = {"HF_TOKEN": "t0p"}

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools import commands
 from llama405b_tools.commands import Node, Plan
 

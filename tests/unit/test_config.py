@@ -1,7 +1,7 @@
 import pytest
 
-from llama405b import command, config, schema
-from llama405b.errors import UserError
+from llama405b.contract import command, config, schema
+from llama405b.contract.errors import UserError
 
 GIVEN = ["--model.path", "m", "--data.paths", "d"]
 

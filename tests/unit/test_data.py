@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from llama405b.contract.errors import UserError
 from llama405b.data import NOT_LEARNT, Batches
-from llama405b.errors import UserError
 from llama405b.ranks import Ranks
 from llama405b.text import documents, expand
 

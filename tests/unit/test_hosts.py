@@ -1,6 +1,6 @@
 import pytest
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools.hosts import parse
 
 

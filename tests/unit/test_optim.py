@@ -1,7 +1,7 @@
 import pytest
 
+from llama405b.contract.schema import Optimizer
 from llama405b.optim import lr_at
-from llama405b.schema import Optimizer
 
 
 def test_schedule():

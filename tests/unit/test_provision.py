@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools import provision
 from llama405b_tools.provision import Wishes
 

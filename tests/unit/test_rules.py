@@ -42,7 +42,7 @@ def test_the_rules_hold(tree):
     [
         ("tools/llama405b_tools/status.py", "import torch", "never import torch"),
         ("tools/llama405b_tools/status.py", "from llama405b import optim", "never import torch"),
-        ("llama405b/config.py", "import subprocess", "The trainer knows nothing"),
+        ("llama405b/contract/config.py", "import subprocess", "The trainer knows nothing"),
         ("llama405b/data.py", "from llama405b_tools import hosts", "The trainer knows nothing"),
         ("tools/llama405b_tools/hosts.py", "import pathlib", "Pure modules"),
         ("tools/llama405b_tools/commands.py", "import time", "Pure modules"),
@@ -71,7 +71,11 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     [wheel] = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"llama405b", "llama405b_tools"}
-    assert {"llama405b/presets/demo.toml", "llama405b/presets/architectures.json", "llama405b/py.typed"} <= set(names)
+    assert {
+        "llama405b/contract/presets/demo.toml",
+        "llama405b/contract/presets/architectures.json",
+        "llama405b/py.typed",
+    } <= set(names)
     [metadata] = [name for name in names if name.endswith("METADATA")]
     needs = re.findall(
         r"^Requires-Dist: ([\w-]+)(?!.*extra)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE

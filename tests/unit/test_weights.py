@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama405b import config, weights
-from llama405b.errors import UserError
+from llama405b.contract import config, weights
+from llama405b.contract.errors import UserError
 
 
 @pytest.fixture

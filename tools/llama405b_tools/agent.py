@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llama405b.rundir import UMASK, RunDir, read_json, write_json
+from llama405b.contract.files import read_json, write_json
+from llama405b.contract.paths import UMASK, RunDir
 from llama405b_tools import procs
 from llama405b_tools.commands import KEEP, REHEARSAL, tmux_session, tmux_socket
-from llama405b_tools.node import GRACE_S, is_alive, run_of, secrets_path, stop_path, take_lock
+from llama405b_tools.node import GRACE_S, is_alive, run_of, take_lock
 from llama405b_tools.tail import Tail
 
 Request = dict[str, Any]
@@ -53,20 +54,20 @@ def _start(request: Request) -> dict[str, Any]:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request["host"], request["plan"]
     run = run_of(plan["run"])
-    claim = take_lock(run.lock(f"{host}.start"))  # two launches of one name at once: the other one is told
+    claim = take_lock(run.start_lock(host))  # two launches of one name at once: the other one is told
     if claim is None or is_alive(run, host):
         owner = (read_json(run.plan) or {}).get("owner") or "somebody else"
         return {"error": f"run {run.name} was started by {owner} just now"}
     if not request["again"]:
-        stop_path(run, host).unlink(missing_ok=True)
-    elif stop_path(run, host).exists():
-        return {"error": f"run {run.name} was stopped: {(read_json(stop_path(run, host)) or {}).get('by', '')}"}
+        run.stop(host).unlink(missing_ok=True)
+    elif run.stop(host).exists():
+        return {"error": f"run {run.name} was stopped: {(read_json(run.stop(host)) or {}).get('by', '')}"}
     write_json(run.plan, plan)
     run.status(host).unlink(missing_ok=True)
     for rank in request["ranks"]:
         run.heartbeat(rank).unlink(missing_ok=True)
     if request["secrets"]:
-        write_secrets(secrets_path(run, host), request["secrets"])
+        write_secrets(run.secrets(host), request["secrets"])
     if fault := _start_tmux(run, host):
         return {"error": fault}
     deadline = time.monotonic() + START_WITHIN_S
@@ -103,13 +104,13 @@ def stop(request: Request) -> dict[str, Any]:
     run, host = run_of(request["run"]), request["host"]
     grace_s = float(request.get("grace_s", 0))
     if request.get("only") not in (None, (read_json(run.plan) or {}).get("rdzv_id")):
-        by = (read_json(stop_path(run, host)) or {}).get("by", "")  # another launch's: not ours to end
+        by = (read_json(run.stop(host)) or {}).get("by", "")  # another launch's: not ours to end
         return {"known": True, "was_alive": False, "swept": 0, "left": [], "status": None, "stopped_by": by}
     plan = read_json(run.plan)
     runner = read_json(run.status(host)) or {}
     was_alive = is_alive(run, host)
     if request.get("by") and run.path.is_dir():
-        write_json(stop_path(run, host), {"by": request["by"], "grace_s": grace_s, "time": time.time()})
+        write_json(run.stop(host), {"by": request["by"], "grace_s": grace_s, "time": time.time()})
     if was_alive and procs.same_process(runner.get("pid", 0), runner.get("pid_start", -1)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(runner["pid"], signal.SIGKILL if request.get("hard") else signal.SIGTERM)
@@ -127,7 +128,7 @@ def stop(request: Request) -> dict[str, Any]:
         check=False,
     )
     with contextlib.suppress(OSError):
-        secrets_path(run, host).unlink()
+        run.secrets(host).unlink()
     if request.get("discard") and plan and run.name.endswith(REHEARSAL) and not left:
         shutil.rmtree(_checkpoints(run, plan), ignore_errors=True)
     return {
@@ -136,7 +137,7 @@ def stop(request: Request) -> dict[str, Any]:
         "swept": ended,
         "left": left,
         "status": read_json(run.status(host)),
-        "stopped_by": (read_json(stop_path(run, host)) or {}).get("by", ""),
+        "stopped_by": (read_json(run.stop(host)) or {}).get("by", ""),
         "node": _describe(run, plan, host) if plan else None,
     }
 
@@ -176,7 +177,7 @@ def stream(request: Request) -> None:
         state = {"alive": alive, "status": read_json(run.status(host))}
         if json.dumps(state) != last:
             last = json.dumps(state)
-            _print(state | {"stopped_by": (read_json(stop_path(run, host)) or {}).get("by", "")})
+            _print(state | {"stopped_by": (read_json(run.stop(host)) or {}).get("by", "")})
         if request.get("beats") and (last_pass or time.monotonic() > beats_at + BEATS_EVERY_S):
             beats_at = time.monotonic()
             _print({"beats": _beats(run, _node(plan, host)), "now": time.time()})
@@ -219,7 +220,7 @@ def _start_tmux(run: RunDir, host: str) -> str:
         check=False,
     )
     if done.returncode:
-        secrets_path(run, host).unlink(missing_ok=True)
+        run.secrets(host).unlink(missing_ok=True)
         return f"tmux would not start a session ({done.stderr.strip() or done.returncode})"
     return ""
 
@@ -262,7 +263,7 @@ def _describe(run: RunDir, plan: dict[str, Any], host: str) -> dict[str, Any]:
         "status": read_json(run.status(host)),
         "heartbeats": _beats(run, node),
         "ends": _ends(run, host),
-        "stopped_by": (read_json(stop_path(run, host)) or {}).get("by", ""),
+        "stopped_by": (read_json(run.stop(host)) or {}).get("by", ""),
         "metrics": _last_line(run.metrics),
         "checkpoint": str(root / saved[-1]) if saved else None,
         "now": time.time(),

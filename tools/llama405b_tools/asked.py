@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from llama405b import command, config
-from llama405b.errors import UserError
-from llama405b.schema import Config
-from llama405b.trust import refuse_others_writing
+from llama405b.contract import command, config
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Config
+from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools import commands
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools import slurm
 from llama405b_tools.commands import tmux_session, tmux_socket
 from llama405b_tools.fleet import Fleet, is_local, read_hosts

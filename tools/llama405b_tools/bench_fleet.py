@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools import asked, commands
 from llama405b_tools.commands import KEEP
 from llama405b_tools.fleet import MAX_AT_ONCE, Fleet, Reply, read_hosts

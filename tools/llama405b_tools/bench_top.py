@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools import commands, sources
 from llama405b_tools.bench_fleet import RUN, least, ssh_argv, stub_run
 from llama405b_tools.fleet import MAX_AT_ONCE, Fleet

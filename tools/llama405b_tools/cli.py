@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from llama405b import __version__
-from llama405b.errors import STOPPED_FOLLOWING, UserError
+from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "doctor": ("llama405b_tools.doctor", "are these hosts fit to train, and do they agree?"),
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _verb(verb: str, args: list[str]) -> int:
     if verb == "train":  # what is wrong with the command is said without waiting for torch
-        from llama405b.command import parse
+        from llama405b.contract.command import parse
 
         parse(args)
     name = (

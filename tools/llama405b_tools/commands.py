@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 SETUP_FAILED = "the setup line failed"

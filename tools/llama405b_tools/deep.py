@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools import asked
 from llama405b_tools.findings import Finding
 from llama405b_tools.fleet import Fleet

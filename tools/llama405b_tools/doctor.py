@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llama405b import command, config, weights
-from llama405b.errors import FAILED, GOOD, UNFIT, UserError
-from llama405b.schema import BYTES_PER_PARAMETER, Config
+from llama405b.contract import command, config, weights
+from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
+from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 from llama405b_tools import fabric, findings, gpus
 from llama405b_tools.clean import clean
 from llama405b_tools.findings import Finding, Peers

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import llama405b
-from llama405b import weights
-from llama405b.errors import UserError
-from llama405b.rundir import RunDir, read_json
+from llama405b.contract import weights
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_json
+from llama405b.contract.paths import RunDir
 from llama405b_tools import hostprobe, procs
 from llama405b_tools.node import is_alive, run_of
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llama405b.errors import UserError
-from llama405b.rundir import read_json
-from llama405b.trust import refuse_others_writing
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_json
+from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.commands import agent_command
 from llama405b_tools.hosts import Host, parse
 from llama405b_tools.transport import Connection, HostError, Local, Result, Stream

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from llama405b.errors import FAILED, GOOD, REFUSED, STOPPED_FOLLOWING
+from llama405b.contract.errors import FAILED, GOOD, REFUSED, STOPPED_FOLLOWING
 from llama405b_tools import runs
 from llama405b_tools.clean import clean
 from llama405b_tools.commands import Plan

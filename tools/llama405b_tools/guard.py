@@ -17,8 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
-from llama405b.rundir import UMASK, RunDir, read_json, write_json
+from llama405b.contract.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.files import read_json, write_json
+from llama405b.contract.paths import UMASK, RunDir
 from llama405b_tools import procs
 from llama405b_tools.asked import Asked
 from llama405b_tools.commands import Plan, plan_from_json
@@ -53,20 +54,10 @@ class Guard:
     time: float = 0.0
 
 
-def log_path(run: str) -> Path:
-    """Where the guard of a run says what it does."""
-    return Path("runs") / run / "guard.log"
-
-
-def state_path(run: str) -> Path:
-    """Where the guard of a run keeps its record."""
-    return Path("runs") / run / "guard.json"
-
-
 def spawn(asked: Asked, hosts: Sequence[Host], plan: Plan) -> "subprocess.Popen[bytes]":
     """Start the guard of a run that is up, in a session of its own; secrets go through a pipe."""
-    log_path(plan.run).parent.mkdir(parents=True, exist_ok=True)
-    with log_path(plan.run).open("ab") as log:
+    RunDir.here(plan.run).guard_log.parent.mkdir(parents=True, exist_ok=True)
+    with RunDir.here(plan.run).guard_log.open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "llama405b_tools.guard"],
             stdin=subprocess.PIPE,
@@ -83,7 +74,7 @@ def spawn(asked: Asked, hosts: Sequence[Host], plan: Plan) -> "subprocess.Popen[
 def follow_log(child: "subprocess.Popen[bytes]", run: str, begin: int, hosts: str) -> int:
     """Print what the guard says until it ends, from ``begin`` (bytes) on; Ctrl-C only stops following."""
     try:
-        with log_path(run).open(encoding="utf-8", errors="replace") as log:
+        with RunDir.here(run).guard_log.open(encoding="utf-8", errors="replace") as log:
             log.seek(begin)
             while True:
                 ended = child.poll() is not None
@@ -99,7 +90,7 @@ def follow_log(child: "subprocess.Popen[bytes]", run: str, begin: int, hosts: st
 
 def of_run(run: str) -> tuple[dict[str, object], bool | None] | None:
     """The record of a run's guard, and whether it lives; None where it is another machine's, so that nobody knows."""
-    record = read_json(state_path(run))
+    record = read_json(RunDir.here(run).guard)
     fields = {field.name for field in dataclasses.fields(Guard)}
     if record is None or not fields <= set(record) or not all(type(record[key]) is int for key in ("pid", "pid_start")):
         return None
@@ -125,7 +116,7 @@ def unguarded(asked: Asked, fleet: Fleet) -> Plan | None:
     known = of_run(asked.run)
     if known and known[1] is not False and known[0]["state"] in ("watching", "recovering"):
         return None
-    record = read_json(RunDir(Path("runs") / asked.run).plan)
+    record = read_json(RunDir.here(asked.run).plan)
     try:
         plan = plan_from_json(record or {})
         _, seen = ask(fleet, asked.run)
@@ -244,7 +235,7 @@ class Watchman:
     def say(self, state: str, message: str) -> None:
         """Write the record, and a line of the log."""
         self.record.state, self.record.message, self.record.time = state, message, time.time()
-        write_json(state_path(self.plan.run), self.record)
+        write_json(RunDir.here(self.plan.run).guard, self.record)
         print(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {state}{f': {message}' if message else ''}", flush=True)
 
     def notify(self, event: str, message: str) -> None:

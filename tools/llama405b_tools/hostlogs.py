@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llama405b.rundir import RunDir, read_json
+from llama405b.contract.files import read_json
+from llama405b.contract.paths import RunDir
 from llama405b_tools.blocks import Blocks, split_lines, time_of
 from llama405b_tools.merge import Entry, Merge
 from llama405b_tools.tail import Tail
@@ -39,7 +40,7 @@ class HostLogs:
         self.attempt = wanted or min([newest, *marked])  # a reader that comes back goes on where it was
         self.follow_attempts = wanted == 0
         self.tail = Tail(self.root, wants=self._wants)
-        self.times = Times(self.root / "times")
+        self.times = Times(run.times(host))
         self.blocks: dict[str, Blocks] = {}
         self.idle: set[str] = set()
         self.merge = Merge()

@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 TARGET = re.compile(
     r"(?:(?P<user>[A-Za-z_][A-Za-z0-9_.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*(?:\[[0-9]{1,9}-[0-9]{1,9}\])?[A-Za-z0-9.-]*?)(?::(?P<port>[0-9]{1,9}))?"

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama405b import command, config
-from llama405b.errors import GOOD, STOPPED_FOLLOWING, RunError
-from llama405b.rundir import UMASK, read_json
+from llama405b.contract import command, config
+from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
+from llama405b.contract.files import read_json
+from llama405b.contract.paths import UMASK, RunDir
 from llama405b_tools import commands, guard, slurm
 from llama405b_tools.asked import Asked, parse
 from llama405b_tools.commands import Node, Plan
@@ -48,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
         else:
             plan = launch(asked, hosts, fleet)
             guard.dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
-            guard.state_path(plan.run).unlink(missing_ok=True)
+            RunDir.here(plan.run).guard.unlink(missing_ok=True)
         print_next(asked.hosts_file, plan.run)
         if not asked.restart:
             return follow(fleet, plan, hosts_argument(asked.hosts_file)).code if asked.follow else GOOD
-    begin = guard.log_path(plan.run).stat().st_size if guard.log_path(plan.run).is_file() else 0
+    begin = RunDir.here(plan.run).guard_log.stat().st_size if RunDir.here(plan.run).guard_log.is_file() else 0
     guarding = guard.spawn(asked, hosts, plan)
     print(
-        f"guarded by process {guarding.pid} of this machine, which this terminal may leave: {guard.log_path(plan.run)}"
+        f"guarded by process {guarding.pid} of this machine, which this terminal may leave: {RunDir.here(plan.run).guard_log}"
     )
     return guard.follow_log(guarding, plan.run, begin, hosts_argument(asked.hosts_file)) if asked.follow else GOOD
 
@@ -113,7 +114,7 @@ def in_slurm(asked: Asked, options: str) -> int:
 
 
 def _plan(run: str) -> dict[str, Any]:
-    return read_json(Path("runs") / run / "plan.json") or {}
+    return read_json(RunDir.here(run).plan) or {}
 
 
 def print_dry_run(asked: Asked, hosts: Sequence[Host]) -> None:

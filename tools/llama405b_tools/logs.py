@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from llama405b.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
+from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b_tools import first_error, guard, slurm
 from llama405b_tools.fleet import Fleet
 from llama405b_tools.merge import Entry, Merge

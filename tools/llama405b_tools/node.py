@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llama405b.rundir import UMASK, NodeStatus, RunDir, read_json, write_json
+from llama405b.contract.files import read_json, write_json
+from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.records import NodeStatus
 from llama405b_tools import fabric, procs
 from llama405b_tools.commands import SETUP_FAILED, Plan, node_env, plan_from_json, setup_argv, torchrun_argv
 from llama405b_tools.tail import Tail
@@ -57,7 +59,7 @@ class NodeRunner:
         if lock is None:
             raise SystemExit(f"{self.run.name} runs on {self.host} already")
         self.report("starting")
-        if asked := read_json(stop_path(self.run, self.host)):  # between the agent's look and ours
+        if asked := read_json(self.run.stop(self.host)):  # between the agent's look and ours
             self.report("stopped", reason=f"stopped by {asked['by']}")
             return 128 + signal.SIGTERM
         guardian, line = self.start_guardian()
@@ -98,7 +100,7 @@ class NodeRunner:
 
     def report_end(self, code: int) -> None:
         """Say how torchrun ended, and which rank was the first to fail."""
-        asked = read_json(stop_path(self.run, self.host))
+        asked = read_json(self.run.stop(self.host))
         if self.fell_back:
             said = f"NCCL fell back to TCP sockets although RDMA ports are up ({self.fell_back.strip()[:200]}); "
             self.report("exited", exit_code=code, reason=f"{said}set NCCL_IB_HCA with --env, or take --allow-sockets")
@@ -115,7 +117,7 @@ class NodeRunner:
 
     def first_failure(self) -> str:
         """The first failure of this attempt on this host, from torchrun's summary and the rank's own words."""
-        log = self.run.logs(self.host) / "torchrun.log"
+        log = self.run.agent_log(self.host)
         text = log.read_text(encoding="utf-8", errors="replace").rpartition(f"\nattempt {self.plan.attempt}: ")[2]
         match = ROOT_CAUSE.search(text)
         if setup := re.search(rf"^{SETUP_FAILED}.*", text, re.MULTILINE):
@@ -160,7 +162,7 @@ class NodeRunner:
         torchrun = torchrun_argv(self.plan, self.host, str(logs))
         torchrun[0] = str(Path(torchrun[0]).expanduser())
         argv = setup_argv(self.plan.setup, torchrun)
-        with (logs / "torchrun.log").open("ab") as log:
+        with self.run.agent_log(self.host).open("ab") as log:
             log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
             return subprocess.Popen(
                 argv,
@@ -181,7 +183,7 @@ class NodeRunner:
 
     def take_secrets(self) -> dict[str, str]:
         """Read the secrets' file, and delete it."""
-        path = secrets_path(self.run, self.host)
+        path = self.run.secrets(self.host)
         try:
             secrets = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -192,13 +194,13 @@ class NodeRunner:
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with its time."""
         while not self.stop_signal:
-            if self.plan.slurm_job and stop_path(self.run, self.host).exists():  # no signal reaches this process alone
+            if self.plan.slurm_job and self.run.stop(self.host).exists():  # no signal reaches this process alone
                 self.stop_signal = signal.SIGTERM
                 break
             if (code := child.poll()) is not None:  # Popen.wait with a timeout would wake up twenty times a second
                 return code
             time.sleep(SLURM_POLL_S if self.plan.slurm_job else POLL_S)
-        grace_s = float((read_json(stop_path(self.run, self.host)) or {}).get("grace_s", self.plan.grace_s))
+        grace_s = float((read_json(self.run.stop(self.host)) or {}).get("grace_s", self.plan.grace_s))
         ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:
             return code
@@ -234,7 +236,7 @@ class NodeRunner:
         def follow() -> None:
             ends: dict[Path, int] = {}  # arrived, and not noted yet
             noted: dict[Path, float] = {}
-            with (root / "times").open("a", encoding="utf-8") as times:
+            with self.run.times(self.host).open("a", encoding="utf-8") as times:
                 while True:
                     ended = child.poll() is not None
                     for piece in tail.all(final=ended):
@@ -289,16 +291,6 @@ def is_alive(run: RunDir, host: str) -> bool:
 def run_of(name: str) -> RunDir:
     """The run's directory, below this process's working directory."""
     return RunDir(Path.cwd() / "runs" / name)
-
-
-def stop_path(run: RunDir, host: str) -> Path:
-    """Who asked for the run to be stopped here, and the grace; a new launch deletes it."""
-    return run.path / "status" / f"{host}.stop"
-
-
-def secrets_path(run: RunDir, host: str) -> Path:
-    """Where the secrets wait, for the moment between the agent and the node runner."""
-    return run.path / "status" / f".{host}.secrets"
 
 
 def _signal_name(number: int) -> str:

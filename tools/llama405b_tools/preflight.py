@@ -8,8 +8,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from llama405b import command, config
-from llama405b.errors import RunError, UserError
+from llama405b.contract import command, config
+from llama405b.contract.errors import RunError, UserError
 from llama405b_tools import commands, fabric
 from llama405b_tools.asked import Asked
 from llama405b_tools.commands import Node, Plan

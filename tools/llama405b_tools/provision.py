@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 UV_PYTHON = "3.12"
 LEAST_PYTHON = (3, 11)

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from llama405b.errors import FAILED, GOOD, UserError
+from llama405b.contract.errors import FAILED, GOOD, UserError
 from llama405b_tools import sourcetree, wire
 from llama405b_tools.commands import shell_path
 from llama405b_tools.fleet import Fleet, Outcome, read_hosts

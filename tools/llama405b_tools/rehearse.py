@@ -8,8 +8,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from llama405b import command
-from llama405b.errors import FAILED, GOOD, RunError
+from llama405b.contract import command
+from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b_tools.asked import Asked
 from llama405b_tools.commands import REHEARSAL, Plan
 from llama405b_tools.fleet import Fleet, Outcome, front_door

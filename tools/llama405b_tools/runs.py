@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools.clean import clean
 
 # What a rank says that lost its peer. gloo may also abort the process then, in a thread of its own.

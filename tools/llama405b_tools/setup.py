@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import llama405b
-from llama405b.errors import FAILED, GOOD, UserError
-from llama405b.rundir import read_json, write_json
+from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.contract.files import read_json, write_json
 from llama405b_tools import provision, push, sourcetree
 from llama405b_tools.commands import shell_path
 from llama405b_tools.fleet import Fleet, Outcome, Reply, front_door, hosts_argument, read_hosts, setup_path

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools.asked import seconds
 from llama405b_tools.clean import clean, redact
 from llama405b_tools.fold import Fold, text_of, where_of

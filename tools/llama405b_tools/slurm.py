@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama405b.errors import RunError, UserError
-from llama405b.rundir import RunDir, read_json, write_json
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.files import read_json, write_json
+from llama405b.contract.paths import RunDir
 from llama405b_tools.hosts import Host
 
 if TYPE_CHECKING:
@@ -39,11 +40,6 @@ GONE = (
 )
 
 
-def record_path(run: str) -> Path:
-    """Where a run says which job it is."""
-    return Path("runs") / run / "slurm.json"
-
-
 def submit(asked: "Asked", options: str) -> str:
     """Submit the job of a run; returns its id.
 
@@ -56,7 +52,7 @@ def submit(asked: "Asked", options: str) -> str:
     new = not run.path.exists()
     if run.path.exists() and asked.resume == "no":
         raise UserError(f"--run: {asked.run!r} exists here; take another name, or go on with --resume auto")
-    earlier = read_json(run.path / "slurm.json")
+    earlier = read_json(run.job)
     if earlier and state_of(earlier["job"]) not in GONE:
         raise UserError(
             f"--run: {asked.run!r} is job {earlier['job']} already; `llama405b stop --run {asked.run}` ends it"
@@ -64,12 +60,12 @@ def submit(asked: "Asked", options: str) -> str:
     for leftover in (run.path / "status").glob("*") if (run.path / "status").is_dir() else ():
         if leftover.suffix in (".stop", ".where"):
             leftover.unlink()
-    write_json(run.path / "request.json", _request(asked))
+    write_json(run.job_request, _request(asked))
     if asked.secrets:
         from llama405b_tools.agent import write_secrets
 
-        write_secrets(run.path / "status" / ".slurm.secrets", dict(asked.secrets))
-    script = run.path / "job.sh"
+        write_secrets(run.job_secrets, dict(asked.secrets))
+    script = run.job_script
     script.write_text(job_script(asked.run, run.path), encoding="utf-8")
     own = [
         "--parsable",
@@ -81,12 +77,12 @@ def submit(asked: "Asked", options: str) -> str:
     ]
     done = _call(["sbatch", *own, *given, str(script)])
     if done.returncode:
-        (run.path / "status" / ".slurm.secrets").unlink(missing_ok=True)
+        run.job_secrets.unlink(missing_ok=True)
         if new:
             shutil.rmtree(run.path)
         raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
     job = done.stdout.strip().partition(";")[0]
-    write_json(run.path / "slurm.json", {"job": job, "options": options})
+    write_json(run.job, {"job": job, "options": options})
     return job
 
 
@@ -173,7 +169,7 @@ def stop(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -
 def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
     """Leave the word on which the node runners let the trainer save, and end."""
     for host in hosts:
-        write_json(run.path / "status" / f"{host}.stop", {"by": by, "grace_s": grace_s, "time": time.time()})
+        write_json(run.stop(host), {"by": by, "grace_s": grace_s, "time": time.time()})
 
 
 def _until_gone(job: str, seconds: float) -> None:
@@ -189,8 +185,8 @@ def waits(run: str) -> bool:
 
 def hosts_of(run: str) -> tuple[Host, ...]:
     """The nodes of a run that is a job, as hosts whose files are here; () before the job has begun."""
-    plan = read_json(Path("runs") / run / "plan.json")
-    where = f"job {(read_json(record_path(run)) or {}).get('job')}"
+    plan = read_json(RunDir.here(run).plan)
+    where = f"job {(read_json(RunDir.here(run).job) or {}).get('job')}"
     names: Sequence[dict[str, Any]] = plan["nodes"] if plan else ()
     return tuple(Host(node["name"], where, address="localhost", python=sys.executable) for node in names)
 
@@ -198,7 +194,7 @@ def hosts_of(run: str) -> tuple[Host, ...]:
 def run_asked(run: str | None, hosts_file: Path) -> str | None:
     """The run that is meant, where it is a job: the one named, or the newest here where there is no hosts file."""
     if run:
-        return run if re.fullmatch(r"[\w.-]+", run) and "job" in (read_json(record_path(run)) or {}) else None
+        return run if re.fullmatch(r"[\w.-]+", run) and "job" in (read_json(RunDir.here(run).job) or {}) else None
     if hosts_file.exists():
         return None
     jobs = [path for path in Path("runs").glob("*/slurm.json") if "job" in (read_json(path) or {})]
@@ -208,7 +204,7 @@ def run_asked(run: str | None, hosts_file: Path) -> str | None:
 
 def job_of(run: str) -> str:
     """The job that a run is."""
-    return str((read_json(record_path(run)) or {})["job"])
+    return str((read_json(RunDir.here(run).job) or {})["job"])
 
 
 def words_of(run: str) -> str:

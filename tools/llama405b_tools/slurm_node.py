@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llama405b.rundir import UMASK, RunDir, read_json, write_json
+from llama405b.contract.files import read_json, write_json
+from llama405b.contract.paths import UMASK, RunDir
 from llama405b_tools import commands, facts, hostprobe, slurm
 from llama405b_tools.commands import Node, Plan
-from llama405b_tools.node import NodeRunner, secrets_path, stop_path
+from llama405b_tools.node import NodeRunner
 
 MEET_S = 120.0
 PORTS = range(20_000, 30_000)
@@ -30,7 +31,7 @@ def main() -> int:
     """Meet the others, and run this node's part; returns torchrun's exit code."""
     os.umask(UMASK)
     run = RunDir(Path(sys.argv[1]))
-    request = read_json(run.path / "request.json")
+    request = read_json(run.job_request)
     if request is None:
         raise SystemExit(f"{run.path} is not seen on {socket.gethostname()}: it must be on a disk that all nodes share")
     name, job, restarts = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"], restart_count()
@@ -40,18 +41,18 @@ def main() -> int:
         return 0
     this = f"job {job}{f', requeued {restarts} x' if restarts else ''}"
     if restarts:  # what was asked of the job before is not asked of this one
-        stop_path(run, name).unlink(missing_ok=True)
-    write_json(run.path / "status" / f"{name}.where", _where(names[0]) | {"job": this})
+        run.stop(name).unlink(missing_ok=True)
+    write_json(run.where(name), _where(names[0]) | {"job": this})
     if name == names[0]:
         _make_plan(run, request, names, this)
     _wait(lambda: (read_json(run.plan) or {}).get("owner") == this, f"{names[0]} made no plan")
-    secrets = read_json(run.path / "status" / ".slurm.secrets")
+    secrets = read_json(run.job_secrets)
     if secrets and request["secrets"]:
-        write_json(secrets_path(run, name), secrets)
-    write_json(run.path / "status" / f"{name}.where", {"job": this, "ready": True})
+        write_json(run.secrets(name), secrets)
+    write_json(run.where(name), {"job": this, "ready": True})
     if name == names[0]:
         _wait(lambda: all((_read_where(run, n, this) or {}).get("ready") for n in names), "a node did not get ready")
-        (run.path / "status" / ".slurm.secrets").unlink(missing_ok=True)
+        run.job_secrets.unlink(missing_ok=True)
     return NodeRunner(run, name).main()
 
 
@@ -145,7 +146,7 @@ def _free_port() -> int:
 
 
 def _read_where(run: RunDir, name: str, this: str) -> dict[str, Any] | None:
-    found = read_json(run.path / "status" / f"{name}.where")
+    found = read_json(run.where(name))
     return found if found and found["job"] == this else None
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools import picture, simulate
 from llama405b_tools.clean import CONTROLS, clean
 from llama405b_tools.fleet import MAX_AT_ONCE, Fleet

@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 from llama405b_tools.commands import shell_path
 from llama405b_tools.transport import Connection, HostError, Result
 

@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from llama405b.errors import RunError
-from llama405b.rundir import RunDir, write_json
+from llama405b.contract.errors import RunError
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
 from llama405b_tools import slurm
 from llama405b_tools.commands import KEEP, Plan
 from llama405b_tools.fleet import Fleet, Outcome, Reply, front_door
@@ -69,7 +70,7 @@ def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool =
     if faults := faults_of(outcomes):
         raise StartError(plan, _undo(plan, faults, fleet))
     with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
-        write_json(RunDir(Path("runs") / plan.run).plan, plan)
+        write_json(RunDir.here(plan.run).plan, plan)
 
 
 def _first_step(fleet: Fleet, name: str, request: Reply, starting: dict[str, Dialogue]) -> Reply:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llama405b.errors import FAILED, GOOD, UserError
-from llama405b.rundir import RunDir, read_json
+from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.contract.files import read_json
+from llama405b.contract.paths import RunDir
 from llama405b_tools import runs, slurm
 from llama405b_tools.clean import clean
 from llama405b_tools.fleet import Fleet, read_hosts
@@ -83,7 +84,7 @@ def check_hosts(fleet: Fleet, run: str) -> None:
         UserError: It is on others, whose hosts file was not named.
     """
     try:
-        names = [str(node["name"]) for node in (read_json(RunDir(Path("runs") / run).plan) or {})["nodes"]]
+        names = [str(node["name"]) for node in (read_json(RunDir.here(run).plan) or {})["nodes"]]
     except (KeyError, TypeError):  # not launched from here
         return
     if names and not set(names) & set(fleet.hosts):

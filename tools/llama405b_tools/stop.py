@@ -5,8 +5,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llama405b.errors import FAILED, GOOD, UserError
-from llama405b.rundir import RunDir
+from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.contract.paths import RunDir
 from llama405b_tools import guard, runs, slurm
 from llama405b_tools.asked import seconds
 from llama405b_tools.commands import check_run_name

@@ -20,7 +20,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from llama405b.errors import STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.errors import STOPPED_FOLLOWING, RunError, UserError
 from llama405b_tools import guard, panels, picture, slurm, sources
 from llama405b_tools.asked import seconds
 from llama405b_tools.cluster import Cluster

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from llama405b.errors import RunError
+from llama405b.contract.errors import RunError
 
 # All that a run may inherit from whoever launches it; everything else, secrets above all, is given on purpose.
 INHERITED = (

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 DTYPE_BYTES = {
     "F64": 8,

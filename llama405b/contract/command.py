@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from llama405b import config as configuration
-from llama405b.config import Setting
-from llama405b.errors import UserError
-from llama405b.schema import Config
+from llama405b.contract import config as configuration
+from llama405b.contract.config import Setting
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Config
 
 MAX_WORLD = 1_000_000
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from llama405b.errors import UserError
-from llama405b.schema import TYPES, Config, Training, fields
-from llama405b.trust import refuse_others_writing
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import TYPES, Config, Training, fields
+from llama405b.contract.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # made on the spot by rank 0 where it is missing

@@ -6,7 +6,7 @@ import pwd
 import stat
 from pathlib import Path
 
-from llama405b.errors import UserError
+from llama405b.contract.errors import UserError
 
 
 def refuse_others_writing(path: Path) -> None:
