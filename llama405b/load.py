@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from llama405b import ranks
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
-from llama405b.model import restore_buffers, tie_head
+from llama405b.model.llama import restore_buffers, tie_head
+from llama405b.parallel.fsdp2 import units
 from llama405b.ranks import Ranks
-from llama405b.shard import units
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from llama405b import checkpoint, data, fsdp1, load, model, ranks, shard
+from llama405b import load, ranks
+from llama405b.checkpoint import store as checkpoint
 from llama405b.contract import command, weights
 from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
 from llama405b.contract.errors import FAILED, RunError, UserError
@@ -24,9 +25,12 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.records import Metrics
 from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
-from llama405b.demo import make_demo
+from llama405b.data import batches as data
 from llama405b.heartbeat import Pulse
-from llama405b.optim import build_optimizer, lr_at, set_lr
+from llama405b.model import llama as model
+from llama405b.model.demo import make_demo
+from llama405b.optim.adamw import build_optimizer, lr_at, set_lr
+from llama405b.parallel import fsdp1, fsdp2
 from llama405b.ranks import Ranks
 from llama405b.step import NonFiniteError, StepResult, train_step
 from llama405b.timer import Laps
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = command.parse(sys.argv[1:] if argv is None else argv)
         stop = StopAsked()
         if asked.dry_run:
-            from llama405b.shape import report
+            from llama405b.commands.shape import report
 
             print(report(asked.config, asked.preset, asked.world))
             return 0
@@ -205,8 +209,8 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
         module = fsdp1.build(None if random else weights_in, hf_config, attention, parallel, me)
         how = "rank 0 broadcast the weights"
     else:
-        module = model.build_on_meta(hf_config, attention, shard.kept_dtype(parallel.numerics))
-        shard.shard(module, parallel, me.device)
+        module = model.build_on_meta(hf_config, attention, fsdp2.kept_dtype(parallel.numerics))
+        fsdp2.shard(module, parallel, me.device)
         if start:
             load.materialise(module, me, offload=parallel.cpu_offload)
             how = "weights come from the checkpoint"
@@ -221,7 +225,7 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
                 random=llama if random else None,
             )
     if config.model.activation_checkpointing:
-        shard.checkpoint_activations(module)
+        fsdp2.checkpoint_activations(module)
     n, each = llama.parameters, BYTES_PER_PARAMETER[parallel.numerics]
     what = f"{n:,} parameters, {parallel.numerics} at {each} bytes each"
     _log(me, f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")

@@ -15,17 +15,19 @@ from ranks_rig import run_ranks
 
 
 def _trainer(me, directory, load_weights=True):
-    from llama405b import load, model, shard
+    from llama405b import load
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim import build_optimizer
+    from llama405b.model import llama
+    from llama405b.optim.adamw import build_optimizer
+    from llama405b.parallel import fsdp2
 
-    module = model.build_on_meta(model.read_config(directory), "sdpa", torch.float32)
-    shard.shard(module, Parallel(numerics="fp32"), me.device)
+    module = llama.build_on_meta(llama.read_config(directory), "sdpa", torch.float32)
+    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     if load_weights:
         load.load(module, directory, "auto", me, lambda *_: None)
     else:
         load.materialise(module, me)
-    shard.checkpoint_activations(module)
+    fsdp2.checkpoint_activations(module)
     return module, build_optimizer(module, Optimizer(lr=1e-2))
 
 
@@ -40,7 +42,7 @@ def _step(me, module, optimizer, number):
 
 
 def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
-    from llama405b import checkpoint
+    from llama405b.checkpoint import store as checkpoint
 
     module, optimizer = _trainer(me, directory)
     store = checkpoint.Store(Path(root), keep, me, run=run)
@@ -56,7 +58,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
 
 
 def _resume(me, directory, root, resume="auto"):
-    from llama405b import checkpoint
+    from llama405b.checkpoint import store as checkpoint
     from llama405b.contract.errors import UserError
 
     module, optimizer = _trainer(me, directory, load_weights=False)
@@ -168,7 +170,7 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
 
 
 def _find_with_a_bad_disk(me, root):
-    from llama405b import checkpoint
+    from llama405b.checkpoint import store as checkpoint
 
     true_hash = checkpoint._sha256
 
@@ -215,7 +217,7 @@ def test_only_its_own_half_written_directories_are_deleted(tiny, tmp_path):
 
 
 def _find(me, root, resume):
-    from llama405b import checkpoint
+    from llama405b.checkpoint import store as checkpoint
     from llama405b.contract.errors import UserError
 
     try:
@@ -244,7 +246,7 @@ def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
 
 
 def _settings_after_resume(me, directory, root):
-    from llama405b import checkpoint
+    from llama405b.checkpoint import store as checkpoint
 
     module, optimizer = _trainer(me, directory, load_weights=False)
     for group in optimizer.param_groups:
@@ -260,7 +262,7 @@ def test_optimizer_settings_are_those_of_now(tiny, saved):
 
 
 def _prove(me, root):
-    from llama405b import checkpoint
+    from llama405b.checkpoint import store as checkpoint
     from llama405b.contract.errors import UserError
 
     checkpoint.SEEN_WITHIN_S = 1.0

@@ -7,22 +7,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def _losses(directory, kind, offload, numerics="fp32"):
-    from llama405b import fsdp1, load, model, ranks, shard
+    from llama405b import load, ranks
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim import build_optimizer
+    from llama405b.model import llama
+    from llama405b.optim.adamw import build_optimizer
+    from llama405b.parallel import fsdp1, fsdp2
     from llama405b.step import train_step
 
     me = ranks.join("cuda", 60)
     try:
         parallel = Parallel(fsdp=kind, cpu_offload=offload, numerics=numerics)
-        config = model.read_config(directory)
+        config = llama.read_config(directory)
         if kind == "fsdp1":
             module = fsdp1.build(directory, config, "sdpa", parallel, me)
         else:
-            module = model.build_on_meta(config, "sdpa", shard.kept_dtype(numerics))
-            shard.shard(module, parallel, me.device)
+            module = llama.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
+            fsdp2.shard(module, parallel, me.device)
             load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
-        shard.checkpoint_activations(module)
+        fsdp2.checkpoint_activations(module)
         optimizer = build_optimizer(module, Optimizer(lr=3e-3))
         losses = []
         for step in range(10):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from llama405b import download
+from llama405b.commands import download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -20,21 +20,23 @@ def _read(directory):
 
 
 def _load_and_compare(me, directory, numerics, checkpointing):
-    from llama405b import load, model, shard
+    from llama405b import load
     from llama405b.contract.schema import Parallel
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp2
 
     whole, faults = _read(directory), []
     for how in ("rank0", "local"):
-        config = model.read_config(directory)
-        module = model.build_on_meta(config, "sdpa", shard.kept_dtype(numerics))
-        shard.shard(module, Parallel(numerics=numerics), me.device)
+        config = llama.read_config(directory)
+        module = llama.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
+        fsdp2.shard(module, Parallel(numerics=numerics), me.device)
         if checkpointing:
-            shard.checkpoint_activations(module)
+            fsdp2.checkpoint_activations(module)
         calls = []
         load.load(module, Path(directory), how, me, lambda done, total, calls=calls: calls.append((done, total)))
         assert calls[-1][0] == calls[-1][1] == sum(t.numel() * t.element_size() for t in whole.values())
         seen = set()
-        for _, parameters in shard.units(module):
+        for _, parameters in fsdp2.units(module):
             for name, parameter in parameters.items():
                 start, stop = load.rows_of(whole[name].shape[0], me.rank, me.world)
                 local = parameter.to_local()
@@ -65,12 +67,14 @@ def test_bf16_files_into_either_dtype(tmp_path):
 
 
 def _load_where_only_rank0_reads(me, directory, how):
-    from llama405b import load, model, shard
+    from llama405b import load
     from llama405b.contract.errors import UserError
     from llama405b.contract.schema import Parallel
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp2
 
-    module = model.build_on_meta(model.read_config(directory), "sdpa", torch.float32)
-    shard.shard(module, Parallel(numerics="fp32"), me.device)
+    module = llama.build_on_meta(llama.read_config(directory), "sdpa", torch.float32)
+    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     mine = Path(directory) if me.leads else Path("/nonexistent")
     try:
         return load.load(module, mine, how, me, lambda *_: None)
@@ -86,12 +90,14 @@ def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
 
 
 def _load_random_layers(me, directory):
-    from llama405b import load, model, shard
+    from llama405b import load
     from llama405b.contract import weights
     from llama405b.contract.schema import Parallel
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp2
 
-    module = model.build_on_meta(model.read_config(directory, 1), "sdpa", torch.float32)
-    shard.shard(module, Parallel(numerics="fp32"), me.device)
+    module = llama.build_on_meta(llama.read_config(directory, 1), "sdpa", torch.float32)
+    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     calls = []
     how = load.load(
         module, Path("/nonexistent"), "auto", me, lambda *c: calls.append(c), random=weights.read_llama(directory, 1)

@@ -26,10 +26,12 @@ def _batches():
 
 
 def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32"):
-    from llama405b import load, model, shard
+    from llama405b import load
     from llama405b.contract.schema import Parallel
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp2 as shard
 
-    module = model.build_on_meta(model.read_config(directory), "sdpa", shard.kept_dtype(numerics))
+    module = llama.build_on_meta(llama.read_config(directory), "sdpa", shard.kept_dtype(numerics))
     shard.shard(module, Parallel(numerics=numerics, cpu_offload=offload), me.device)
     load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
     if checkpointing:
@@ -39,17 +41,19 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
 
 def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32"):
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim import build_optimizer
+    from llama405b.optim.adamw import build_optimizer
     from llama405b.step import train_step
 
     if kind == "fsdp1":
         import torch.distributed.fsdp._init_utils as init_utils
 
-        from llama405b import fsdp1, model, shard
+        from llama405b.model import llama
+        from llama405b.parallel import fsdp1
+        from llama405b.parallel import fsdp2 as shard
 
         init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
         module = fsdp1.build(
-            directory, model.read_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me
+            directory, llama.read_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me
         )
         shard.checkpoint_activations(module)
     else:
@@ -134,7 +138,7 @@ def _count(me, directory):
     from torch.distributed.tensor.debug import CommDebugMode
 
     from llama405b.contract.schema import Optimizer
-    from llama405b.optim import build_optimizer
+    from llama405b.optim.adamw import build_optimizer
     from llama405b.step import train_step
 
     module = _sharded(me, directory)
@@ -163,7 +167,7 @@ def test_each_unit_costs_what_it_must(tiny, tiny_tied):
 
 def _poison(me, directory):
     from llama405b.contract.schema import Optimizer
-    from llama405b.optim import build_optimizer
+    from llama405b.optim.adamw import build_optimizer
     from llama405b.step import NonFiniteError, train_step
 
     module = _sharded(me, directory)

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from llama405b.contract.errors import UserError
-from llama405b.data import NOT_LEARNT, Batches
+from llama405b.data.batches import NOT_LEARNT, Batches
+from llama405b.data.text import documents, expand
 from llama405b.ranks import Ranks
-from llama405b.text import documents, expand
 
 
 def rank(number, world):

@@ -1,7 +1,7 @@
 import pytest
 
 from llama405b.contract.schema import Optimizer
-from llama405b.optim import lr_at
+from llama405b.optim.adamw import lr_at
 
 
 def test_schedule():

@@ -18,9 +18,9 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "attach": ("llama405b_tools.attach", "one tmux session with a window on every host"),
     "stop": ("llama405b_tools.stop", "end a run on every host, and verify it"),
     "train": ("llama405b.train", "the training program; launch runs it under torchrun"),
-    "download": ("llama405b.download", "a model from the Hugging Face Hub, verified"),
-    "demo": ("llama405b.demo_cli", "write a small Llama checkpoint to try things on"),
-    "bench": ("llama405b.bench", "measure against a named baseline"),
+    "download": ("llama405b.commands.download", "a model from the Hugging Face Hub, verified"),
+    "demo": ("llama405b.commands.demo", "write a small Llama checkpoint to try things on"),
+    "bench": ("llama405b.commands.bench", "measure against a named baseline"),
 }
 OPERATOR, HOSTS = (
     ("setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),

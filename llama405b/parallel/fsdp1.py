@@ -21,9 +21,9 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.contract.schema import Parallel
-from llama405b.model import build_on_meta, restore_buffers, tie_head
+from llama405b.model.llama import build_on_meta, restore_buffers, tie_head
+from llama405b.parallel.fsdp2 import check_wrap, kept_dtype
 from llama405b.ranks import Ranks
-from llama405b.shard import check_wrap, kept_dtype
 
 
 def build(directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> Any:

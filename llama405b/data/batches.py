@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 from llama405b import ranks
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
+from llama405b.data.text import documents, expand
 from llama405b.ranks import Ranks
 from llama405b.step import IGNORE_INDEX
-from llama405b.text import documents, expand
 
 NOT_LEARNT = np.uint32(1 << 31)
 CHUNK_TOKENS = 16 << 20  # sent at a time

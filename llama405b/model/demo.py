@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import UserError
-from llama405b.text import STDLIB, documents, expand
+from llama405b.data.text import STDLIB, documents, expand
 
 VOCAB = 2048
 TOKENIZER_TEXT_BYTES = 2_000_000

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
-from llama405b.demo import make_demo
+from llama405b.model.demo import make_demo
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from llama405b import load, model, ranks, shard
+from llama405b import load, ranks
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Numerics, Optimizer, Parallel
-from llama405b.optim import build_optimizer
+from llama405b.model import llama
+from llama405b.optim.adamw import build_optimizer
+from llama405b.parallel import fsdp2
 from llama405b.step import train_step
 from llama405b.timer import Laps
 
@@ -54,13 +56,13 @@ def bench_layers(layers: int, seq_len: int, steps: int) -> tuple[dict[str, Any],
 def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: Parallel) -> dict[str, Any]:
     known = json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"]
     config = LlamaConfig(**(known | {"num_hidden_layers": layers, "vocab_size": VOCAB}))
-    attention, _ = model.choose_attention("auto", me.device)
-    module = model.build_on_meta(config, attention, shard.kept_dtype(parallel.numerics))
-    shard.shard(module, parallel, me.device)
+    attention, _ = llama.choose_attention("auto", me.device)
+    module = llama.build_on_meta(config, attention, fsdp2.kept_dtype(parallel.numerics))
+    fsdp2.shard(module, parallel, me.device)
     load.materialise(module, me, offload=parallel.cpu_offload)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter.data.to_local(), std=0.02)
-    shard.checkpoint_activations(module)
+    fsdp2.checkpoint_activations(module)
     optimizer = build_optimizer(module, Optimizer())
     x = torch.randint(0, VOCAB, (1, seq_len), device=me.device)
     torch.cuda.reset_peak_memory_stats()

@@ -19,10 +19,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import LlamaForCausalLM
 
-from llama405b import load, model, ranks, shard
+from llama405b import load, ranks
 from llama405b.contract import weights
 from llama405b.contract.errors import RunError
 from llama405b.contract.schema import Numerics, Parallel
+from llama405b.model import llama as model
+from llama405b.parallel import fsdp2
 
 GIB = 1 << 30
 SAMPLE_S = 0.002
@@ -47,7 +49,7 @@ def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | No
     finally:
         if directory is None:
             shutil.rmtree(scratch)
-    unit = largest_unit(llama) * shard.kept_dtype(numerics).itemsize
+    unit = largest_unit(llama) * fsdp2.kept_dtype(numerics).itemsize
     report = {
         "checkpoint_bytes": file_bytes,
         "ranks": n_ranks,
@@ -57,7 +59,7 @@ def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | No
         "torch": torch.__version__,
     }
     lines = [
-        f"checkpoint {file_bytes / 1e9:.2f} GB in BF16, {n_ranks} ranks (gloo, CPU), kept in {shard.kept_dtype(numerics)}, "
+        f"checkpoint {file_bytes / 1e9:.2f} GB in BF16, {n_ranks} ranks (gloo, CPU), kept in {fsdp2.kept_dtype(numerics)}, "
         f"largest unit {unit / GIB:.3f} GiB, torch {torch.__version__}",
         f"{'form':40} {'seconds':>8} {'rank 0 peak above its shards':>29} {'in largest units':>17}",
     ]
@@ -133,15 +135,15 @@ def _rank(rank: int, n_ranks: int, meeting: str, form: str, directory: Path, num
     torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
     me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
     config = model.read_config(directory)
-    module = model.build_on_meta(config, "sdpa", shard.kept_dtype(numerics))
-    shard.shard(module, Parallel(numerics=numerics), me.device)
+    module = model.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
+    fsdp2.shard(module, Parallel(numerics=numerics), me.device)
     ranks.agreed(None)  # connections and buffers of the first collective are not the load's
     with _Peak() as peak:
         began = time.perf_counter()
         if form == "streamed":
             load.load(module, directory, "rank0", me, lambda *_: None)
         else:
-            _baseline(module, directory, me, shard.kept_dtype(numerics))
+            _baseline(module, directory, me, fsdp2.kept_dtype(numerics))
         torch.distributed.barrier()
         seconds = time.perf_counter() - began
     shards = sum(p.data.to_local().nbytes for p in module.parameters())

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
-from llama405b import model, shard
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
+from llama405b.model import llama
+from llama405b.parallel import fsdp2
 
 GIB = 1 << 30
 
@@ -29,10 +30,10 @@ def report(config: Config, preset: str, world: int) -> str:
     accumulate = configuration.check_world(config, world)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        module = model.build_on_meta(hf_config, "sdpa", shard.kept_dtype(config.parallel.numerics))
+        module = llama.build_on_meta(hf_config, "sdpa", fsdp2.kept_dtype(config.parallel.numerics))
         mesh = dist.init_device_mesh("cpu", (world,))
-        shard.shard(module, config.parallel, torch.device("cpu"), mesh)
-        units = [(name, list(parameters.values())) for name, parameters in shard.units(module)]
+        fsdp2.shard(module, config.parallel, torch.device("cpu"), mesh)
+        units = [(name, list(parameters.values())) for name, parameters in fsdp2.units(module)]
     finally:
         dist.destroy_process_group()
     total = sum(p.numel() for _, parameters in units for p in parameters)

@@ -1,0 +1,1 @@
+"""Checkpoints that are whole or not there: written, verified, restored."""

@@ -1,0 +1,1 @@
+"""What runs on a GPU host beside training: a module for each command."""
