@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from llama405b import load, ranks
 from llama405b.checkpoint import store as checkpoint
+from llama405b.commands.make_demo import make_demo
+from llama405b.commands.shape import report
 from llama405b.contract import command, weights
 from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
 from llama405b.contract.errors import FAILED, RunError, UserError
@@ -28,7 +30,6 @@ from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 from llama405b.data import batches as data
 from llama405b.heartbeat import Pulse
 from llama405b.model import llama as model
-from llama405b.model.demo import make_demo
 from llama405b.optim.adamw import build_optimizer, lr_at, set_lr
 from llama405b.parallel import fsdp1, fsdp2
 from llama405b.ranks import Ranks
@@ -43,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = command.parse(sys.argv[1:] if argv is None else argv)
         stop = StopAsked()
         if asked.dry_run:
-            from llama405b.commands.shape import report
-
             print(report(asked.config, asked.preset, asked.world))
             return 0
         os.umask(UMASK)

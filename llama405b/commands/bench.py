@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from llama405b.commands.bench_layers import bench_layers
+from llama405b.commands.bench_load import bench_load
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 
@@ -39,9 +41,5 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace) -> tuple[dict[str, object], str]:
     if args.what == "load":
-        from llama405b.commands.bench_load import bench_load
-
         return bench_load(args.gb, args.ranks, args.numerics, args.dir)
-    from llama405b.commands.bench_layers import bench_layers
-
     return bench_layers(args.layers, args.seq_len, args.steps)

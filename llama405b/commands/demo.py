@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from llama405b.commands.make_demo import make_demo
 from llama405b.contract.command import OneLineParser
-from llama405b.model.demo import make_demo
 
 
 def main(argv: Sequence[str]) -> int:

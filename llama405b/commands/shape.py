@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
 
 from llama405b.contract import config as configuration
@@ -26,6 +25,8 @@ def report(config: Config, preset: str, world: int) -> str:
     Raises:
         UserError: Neither the model's directory nor the preset tells its shape, or the batch does not divide.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # heavy, and only needed here
+
     hf_config = _shape(config, preset)
     accumulate = configuration.check_world(config, world)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from conftest import ROOT
-from llama405b_tools import procs
+from llama405b_tools.remote import processes
 from ops_rig import heartbeat, metrics, settings, wait_for
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, de
     guard = json.loads((work / "runs/h/guard.json").read_text())
     stopped = cli(work, "stop", "--run", "h")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    assert not procs.same_process(guard["pid"], guard["pid_start"])  # a zombie counts as gone: PID 1 may not reap
+    assert not processes.same_process(guard["pid"], guard["pid_start"])  # a zombie counts as gone: PID 1 may not reap
     assert "guard: stopped" in cli(work, "status", "--run", "h").stdout
 
 
@@ -197,7 +197,7 @@ def test_leftovers_of_a_run_whose_launcher_is_gone(work, cli, demo, corpus):
     wait_for(lambda: heartbeat(work, "o", 1)["step"] >= 1)
     runner = status(work, "o", "node-b")["pid"]
     kin = subprocess.run(
-        ["pgrep", "-P", str(runner), "-f", "llama405b_tools.node"], capture_output=True, text=True, check=True
+        ["pgrep", "-P", str(runner), "-f", "llama405b_tools.remote.node"], capture_output=True, text=True, check=True
     )
     for pid in (*map(int, kin.stdout.split()), runner):  # the guardian first
         os.kill(pid, signal.SIGKILL)

@@ -96,7 +96,7 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
     )  # fmt: skip
     wait_for(lambda: "rank 0 line 5" in cli(hosts2, "logs", "--run", "g").stdout)
     for pid in subprocess.run(
-        ["pgrep", "-f", "llama405b_tools.agent stream"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", "llama405b_tools.remote.agent stream"], capture_output=True, text=True, check=False
     ).stdout.split():
         os.kill(int(pid), signal.SIGKILL)
     out, _ = follower.communicate(timeout=120)

@@ -249,7 +249,7 @@ def test_a_cut_connection_does_not_end_a_healthy_run(hosts, operator):
         lambda: "step" in hosts.exec(1, "sh", "-c", f"cat {hosts.workdir(1)}/runs/cut/metrics.jsonl || true").stdout
     )
     for i in (1, 2):
-        hosts.exec(i, "pkill", "-f", "llama405b_tools.agent stream")
+        hosts.exec(i, "pkill", "-f", "llama405b_tools.remote.agent stream")
     out, err = follower.communicate(timeout=120)
     assert follower.returncode == 0, err
     steps = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from conftest import ROOT
-from llama405b_tools import slurm
+from llama405b_tools.remote import slurm
 from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(400)]

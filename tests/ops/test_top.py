@@ -13,7 +13,7 @@ import pytest
 
 import hosts_rig
 from conftest import ROOT
-from llama405b_tools import procs
+from llama405b_tools.remote import processes
 from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -144,7 +144,7 @@ def test_however_it_ends_nothing_stays(hosts, operator, terminal, end):
     else:
         os.kill(pid, getattr(signal, f"SIG{end}"))
     wait_for(lambda: samplers(hosts) == [], 5)
-    wait_for(lambda: procs.start_time(pid) is None, 5)
+    wait_for(lambda: processes.start_time(pid) is None, 5)
     if end in ("TERM", "HUP", "INT"):
         top.shows(r"^rc=(143|129|130|0)$", 5)
         assert (

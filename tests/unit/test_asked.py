@@ -4,20 +4,20 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.trust import refuse_others_writing
-from llama405b_tools import asked
+from llama405b_tools.run import request
 
 HERE = {"HF_TOKEN": "t0p"}
 
 
 def parse(*words):
-    return asked.parse(["--preset", "demo", *words], 0.0)
+    return request.parse(["--preset", "demo", *words], 0.0)
 
 
 def test_variables_and_secrets_part_ways(tmp_path):
     path = tmp_path / "run.env"
     path.write_text("# ours\nexport NCCL_DEBUG='INFO'\nWANDB_API_KEY=abc\n\nEMPTY=\n")
-    env, secrets = asked.read_env(["A=x=y z", "NCCL_DEBUG=WARN"], [path], ["HF_TOKEN"], HERE)
-    assert asked.read_env(["TOKENIZERS_PARALLELISM=false"], [], [], {})[0]
+    env, secrets = request.read_env(["A=x=y z", "NCCL_DEBUG=WARN"], [path], ["HF_TOKEN"], HERE)
+    assert request.read_env(["TOKENIZERS_PARALLELISM=false"], [], [], {})[0]
     assert env == {"NCCL_DEBUG": "WARN", "EMPTY": "", "A": "x=y z"}
     assert secrets == {"WANDB_API_KEY": "abc", "HF_TOKEN": "t0p"}
 
@@ -36,7 +36,7 @@ def test_variables_and_secrets_part_ways(tmp_path):
 )
 def test_what_cannot_be_handed_on_is_refused(pairs, names, words):
     with pytest.raises(UserError, match=words) as refused:
-        asked.read_env(pairs, [], names, HERE)
+        request.read_env(pairs, [], names, HERE)
     assert "abc" not in str(refused.value)
 
 
@@ -44,16 +44,16 @@ def test_a_bad_line_of_an_env_file_is_named(tmp_path):
     path = tmp_path / "run.env"
     path.write_text("A=1\nB\n")
     with pytest.raises(UserError, match=r"run\.env:2: no '=' in it"):
-        asked.read_env([], [path], [], {})
+        request.read_env([], [path], [], {})
     with pytest.raises(UserError, match="cannot be read"):
-        asked.read_env([], [tmp_path / "none"], [], {})
+        request.read_env([], [tmp_path / "none"], [], {})
 
 
 def test_times():
-    assert [asked.seconds(text, "--x") for text in ("30", "30s", "1.5m", "2h")] == [30, 30, 90, 7200]
+    assert [request.seconds(text, "--x") for text in ("30", "30s", "1.5m", "2h")] == [30, 30, 90, 7200]
     for text in ("", "x", "-1", "1d", "1e9", "s"):
         with pytest.raises(UserError, match="--x: "):
-            asked.seconds(text, "--x")
+            request.seconds(text, "--x")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_options_that_do_not_fit(words, fault):
 
 
 def test_a_rehearsal_keeps_the_shapes_and_cuts_the_rest(tmp_path):
-    from llama405b_tools.rehearse import trial_of
+    from llama405b_tools.run.rehearse import trial_of
 
     whole = parse("--rehearse", "--run", "r", "--checkpoint.dir", "/shared/r/", "--optimizer.lr", "0.01")
     trial = trial_of(whole)

@@ -8,9 +8,11 @@ import re
 import pytest
 
 from conftest import ROOT
-from llama405b_tools import panels, picture, sampler, simulate
-from llama405b_tools.clean import CONTROLS
-from llama405b_tools.cluster import Cluster
+from llama405b_tools.remote import sampler
+from llama405b_tools.text.clean import CONTROLS
+from llama405b_tools.top.draw import panels
+from llama405b_tools.top.state import picture, simulate
+from llama405b_tools.top.state.cluster import Cluster
 
 T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
 

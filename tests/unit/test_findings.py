@@ -7,9 +7,10 @@ import re
 import pytest
 
 from conftest import ROOT
-from llama405b_tools import fabric, findings, gpus
-from llama405b_tools.findings import Peers
-from llama405b_tools.host_rules import BAD, NOTE, WARN, Needs
+from llama405b_tools.doctor.rules import findings
+from llama405b_tools.doctor.rules.findings import Peers
+from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
+from llama405b_tools.machine import fabric, gpus
 
 DATA = ROOT / "tests/data/doctor"
 FIELDS = [
@@ -226,7 +227,7 @@ def test_the_line_by_which_nccl_falls_back():
 
 
 def test_the_odd_one_out():
-    from llama405b_tools.deep import judge
+    from llama405b_tools.doctor.deep import judge
 
     devices = [{"rank": i, "host": f"h{i // 2}", "local_rank": i % 2, "tflops": 700.0} for i in range(8)]
     devices[5]["tflops"] = 610.0

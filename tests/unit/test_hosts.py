@@ -1,7 +1,7 @@
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.hosts import parse
+from llama405b_tools.hosts.inventory import parse
 
 
 def test_everything_a_line_can_say():

@@ -6,7 +6,7 @@ import subprocess
 import paramiko
 import pytest
 
-from llama405b_tools.ssh import load_known_hosts
+from llama405b_tools.hosts.ssh import load_known_hosts
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="NOT RUN: needs ssh-keygen")
 

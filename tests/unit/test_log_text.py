@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from llama405b_tools.blocks import Blocks, time_of
-from llama405b_tools.clean import clean
-from llama405b_tools.fold import Fold, fold_names, text_of, where_of
-from llama405b_tools.merge import Entry, Merge
+from llama405b_tools.text.blocks import Blocks, time_of
+from llama405b_tools.text.clean import clean
+from llama405b_tools.text.fold import Fold, fold_names, text_of, where_of
+from llama405b_tools.text.merge import Entry, Merge
 
 TRACE = """Traceback (most recent call last):
   File "x.py", line 1, in <module>

@@ -1,6 +1,6 @@
-from llama405b_tools import preflight
-from llama405b_tools.hosts import Host
-from llama405b_tools.preflight import Way
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.run import preflight
+from llama405b_tools.run.preflight import Way
 
 A = Host("a", "hosts:1")
 OWN = {

@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-from llama405b_tools import procs
-from llama405b_tools.commands import MARKER
+from llama405b_tools.remote import processes
+from llama405b_tools.remote.torchrun import MARKER
 
 
 def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
@@ -23,12 +23,12 @@ def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
     try:
         parent.wait(10)
         deadline = time.monotonic() + 10
-        while len(procs.marked(value)) < 2 and time.monotonic() < deadline:
+        while len(processes.marked(value)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert len(procs.marked(value)) == 2
-        ended, left = procs.sweep(value)
+        assert len(processes.marked(value)) == 2
+        ended, left = processes.sweep(value)
         assert (ended, left) == (2, [])
-        assert procs.marked(value) == []
+        assert processes.marked(value) == []
         assert other.poll() is None
     finally:
         other.kill()
@@ -36,7 +36,7 @@ def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
 
 
 def test_a_pid_alone_proves_nothing():
-    began = procs.start_time(os.getpid())
-    assert procs.same_process(os.getpid(), began)
-    assert not procs.same_process(os.getpid(), began + 1)
-    assert procs.start_time(2**22 + 1) is None
+    began = processes.start_time(os.getpid())
+    assert processes.same_process(os.getpid(), began)
+    assert not processes.same_process(os.getpid(), began + 1)
+    assert processes.start_time(2**22 + 1) is None

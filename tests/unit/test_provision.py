@@ -3,8 +3,8 @@ import subprocess
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools import provision
-from llama405b_tools.provision import Wishes
+from llama405b_tools.deliver import plan
+from llama405b_tools.deliver.plan import Wishes
 
 BARE = {
     "arch": "x86_64",
@@ -20,14 +20,13 @@ BARE = {
 
 def lines(facts=None, **wishes):
     return {
-        step.name: step.line
-        for step in provision.plan(BARE | (facts or {}), Wishes(stamp="s", **wishes), "3.12 x86_64")
+        step.name: step.line for step in plan.plan(BARE | (facts or {}), Wishes(stamp="s", **wishes), "3.12 x86_64")
     }
 
 
 def test_facts_come_from_a_plain_shell():
-    facts = provision.parse_facts(
-        subprocess.run(["sh", "-s"], input=provision.FACTS, capture_output=True, text=True, check=True).stdout
+    facts = plan.parse_facts(
+        subprocess.run(["sh", "-s"], input=plan.FACTS, capture_output=True, text=True, check=True).stdout
     )
     assert facts["arch"] in ("x86_64", "aarch64")
     assert facts["has_tar"] == "yes"
@@ -47,7 +46,7 @@ def test_the_systems_python_where_it_will_do():
 )
 def test_uv_where_it_will_not(facts, python):
     facts = {key: value for key, value in (BARE | facts).items() if value or key == "driver"}
-    steps = {s.name: s.line for s in provision.plan(facts, Wishes(stamp="s"), "")}
+    steps = {s.name: s.line for s in plan.plan(facts, Wishes(stamp="s"), "")}
     assert f"uv venv -q --allow-existing --seed --python {python} .venv" in steps["making .venv"]
     assert "astral.sh/uv/install.sh" in steps["making .venv"]
 
@@ -64,18 +63,18 @@ def test_torchs_build_follows_the_driver(driver, build):
 
 def test_programs_by_root_or_sudo_or_not_at_all():
     bare = {key: value for key, value in BARE.items() if key not in ("has_tmux", "has_ip")}
-    root = provision.plan(bare | {"uid": "0"}, Wishes(), "")[0]
+    root = plan.plan(bare | {"uid": "0"}, Wishes(), "")[0]
     assert root.line == "apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tmux iproute2"
-    assert "sudo -n apt-get" in provision.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
+    assert "sudo -n apt-get" in plan.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
     with pytest.raises(UserError, match="type there: sudo apt-get install -y tmux iproute2"):
-        provision.plan(bare, Wishes(), "")
+        plan.plan(bare, Wishes(), "")
 
 
 def test_other_ways():
     assert lines(module="module load python/3.12")["checking"].startswith("module load python/3.12 && ")
     assert "conda run -n 'my env'" in lines(conda="my env")["finding the conda environment"]
     assert "--no-index --find-links .wheelhouse " in lines(offline=".wheelhouse")["installing packages"]
-    container = provision.plan(BARE | {"has_apptainer": "yes"}, Wishes(container="docker://x/y:1"), "")
+    container = plan.plan(BARE | {"has_apptainer": "yes"}, Wishes(container="docker://x/y:1"), "")
     assert "exec apptainer exec --nv" in container[0].line
 
 
@@ -94,11 +93,11 @@ def test_what_cannot_be_had(facts, wishes, words):
 
 
 def test_a_package_is_compiled_once_and_its_wheel_installed():
-    folder, make, install = provision.build("flash-attn>=2.7")
+    folder, make, install = plan.build("flash-attn>=2.7")
     assert make.line.startswith(f"ls {folder}/*.whl")  # a wheel that is there is not built again
     assert (
         f"pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new 'flash-attn>=2.7'"
         in make.line
     )
     assert install.line.endswith(f"--no-deps --no-index {folder}/*.whl")
-    assert provision.build("other")[0] != folder
+    assert plan.build("other")[0] != folder

@@ -40,14 +40,41 @@ def test_the_rules_hold(tree):
 @pytest.mark.parametrize(
     ("file", "line", "rule"),
     [
-        ("tools/llama405b_tools/status.py", "import torch", "never import torch"),
-        ("tools/llama405b_tools/status.py", "from llama405b.optim import adamw", "never import torch"),
+        ("tools/llama405b_tools/run/query.py", "import torch", "never import torch"),
+        ("tools/llama405b_tools/run/query.py", "from llama405b.optim import adamw", "never import torch"),
+        (
+            "tools/llama405b_tools/run/query.py",
+            "from llama405b import timer",
+            "Of the trainer the tools import the contract",
+        ),
         ("llama405b/contract/config.py", "import subprocess", "The trainer knows nothing"),
         ("llama405b/data/batches.py", "from llama405b_tools import hosts", "The trainer knows nothing"),
-        ("tools/llama405b_tools/hosts.py", "import pathlib", "Pure modules"),
-        ("tools/llama405b_tools/commands.py", "import time", "Pure modules"),
-        ("tools/llama405b_tools/stop.py", "import paramiko", "Only ssh.py"),
-        ("tools/llama405b_tools/logs.py", "import libtmux", "Only attach.py"),
+        ("tools/llama405b_tools/hosts/inventory.py", "import pathlib", "Pure modules"),
+        ("tools/llama405b_tools/run/plan.py", "import time", "Pure modules"),
+        ("tools/llama405b_tools/top/state/cluster.py", "import os", "Pure modules"),
+        ("tools/llama405b_tools/verbs/stop.py", "import paramiko", "Only hosts.ssh"),
+        ("tools/llama405b_tools/verbs/logs.py", "import libtmux", "Only run.attach"),
+        ("tools/llama405b_tools/verbs/top.py", "import textual", "Only top.app"),
+        (
+            "tools/llama405b_tools/run/judge.py",
+            "from llama405b_tools.logs import reader",
+            "The tools' rooms are layers",
+        ),
+        (
+            "tools/llama405b_tools/remote/tail.py",
+            "def f():\n    from llama405b_tools.hosts import fleet",
+            "The tools' rooms are layers",
+        ),
+        (
+            "llama405b/model/llama.py",
+            "def f():\n    from llama405b.parallel import fsdp2",
+            "The trainer's rooms are layers",
+        ),
+        (
+            "tools/llama405b_tools/run/start.py",
+            "def f():\n    from llama405b_tools.run import guard",
+            "No circle between siblings",
+        ),
     ],
 )
 def test_a_broken_rule_is_found(tree, file, line, rule):

@@ -1,8 +1,8 @@
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools import runs
-from llama405b_tools.runs import Heard
+from llama405b_tools.run import judge
+from llama405b_tools.run.judge import Heard
 
 
 def run(name, created=0.0, alive=False, **status):
@@ -11,15 +11,15 @@ def run(name, created=0.0, alive=False, **status):
 
 
 def test_the_only_live_run_else_the_newest():
-    assert runs.choose({"a": [run("x", 1, alive=True), run("y", 2)]}, None) == "x"
-    assert runs.choose({"a": [run("x", 1)], "b": [run("y", 2)]}, None) == "y"
-    assert runs.choose({"a": [run("x")]}, "x") == "x"
+    assert judge.choose({"a": [run("x", 1, alive=True), run("y", 2)]}, None) == "x"
+    assert judge.choose({"a": [run("x", 1)], "b": [run("y", 2)]}, None) == "y"
+    assert judge.choose({"a": [run("x")]}, "x") == "x"
     with pytest.raises(UserError, match="2 runs are alive; say which: x, y"):
-        runs.choose({"a": [run("y", alive=True)], "b": [run("x", alive=True)]}, None)
+        judge.choose({"a": [run("y", alive=True)], "b": [run("x", alive=True)]}, None)
     with pytest.raises(UserError, match="no host knows a run 'z'"):
-        runs.choose({"a": [run("x")]}, "z")
+        judge.choose({"a": [run("x")]}, "z")
     with pytest.raises(UserError, match="no run on these hosts yet"):
-        runs.choose({"a": []}, None)
+        judge.choose({"a": []}, None)
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,22 @@ def test_the_only_live_run_else_the_newest():
     ],
 )
 def test_states(described, state):
-    assert runs.state_of(described) == state
-    assert (runs.failure_of("h", described) is None) == (state in ("running", "exited 0"))
+    assert judge.state_of(described) == state
+    assert (judge.failure_of("h", described) is None) == (state in ("running", "exited 0"))
 
 
 def test_the_host_where_it_began_is_named():
-    lost = runs.failure_of("a", run("x", exit_code=1, reason="rank 0 exited with 1: lost contact with another rank: …"))
-    own = runs.failure_of("b", run("x", exit_code=1, reason="rank 1 was killed by SIGKILL"))
-    assert runs.first_failure([lost, own]).host == "b"
-    assert runs.first_failure([lost]).host == "a"
+    lost = judge.failure_of(
+        "a", run("x", exit_code=1, reason="rank 0 exited with 1: lost contact with another rank: …")
+    )
+    own = judge.failure_of("b", run("x", exit_code=1, reason="rank 1 was killed by SIGKILL"))
+    assert judge.first_failure([lost, own]).host == "b"
+    assert judge.first_failure([lost]).host == "a"
     for effect in ("rank 0 exited with 2: stopped with rank 1: x", "torchrun failed; see /x"):
-        assert runs.failure_of("a", run("x", exit_code=1, reason=effect)).origin == 0
-    aborted = runs.failure_of("c", run("x", exit_code=1, reason="rank 2 was killed by SIGABRT"))
-    assert runs.first_failure([lost, aborted]).host == "c"
-    assert runs.first_failure([aborted, own]).host == "b"
+        assert judge.failure_of("a", run("x", exit_code=1, reason=effect)).origin == 0
+    aborted = judge.failure_of("c", run("x", exit_code=1, reason="rank 2 was killed by SIGABRT"))
+    assert judge.first_failure([lost, aborted]).host == "c"
+    assert judge.first_failure([aborted, own]).host == "b"
 
 
 def beat(rank, *, time, step=7, phase="train", since=0.0, state="S"):
@@ -58,7 +60,7 @@ def beat(rank, *, time, step=7, phase="train", since=0.0, state="S"):
 
 def test_a_rank_that_is_silent_for_too_long():
     def hung(*beats, now=1000.0, heard_at=50.0, at=50.0):
-        return runs.hung({"a": Heard(beats, now, heard_at)}, at, 100.0, 500.0)
+        return judge.hung({"a": Heard(beats, now, heard_at)}, at, 100.0, 500.0)
 
     assert hung(beat(0, time=901.0)) is None
     assert "rank 0 is silent for 101 s, in phase train at step 7" in hung(beat(0, time=899.0)).what
@@ -75,8 +77,8 @@ def test_a_rank_that_is_silent_for_too_long():
 
 
 def test_who_is_lost_is_named_before_who_waits_for_it():
-    from llama405b_tools.commands import Node, Plan
-    from llama405b_tools.follow import Limits, Watch
+    from llama405b.contract.plan import Node, Plan
+    from llama405b_tools.run.follow import Limits, Watch
 
     nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
     watch = Watch(Plan("r", 1, 0.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), nodes))

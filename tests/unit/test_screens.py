@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console, Group
 
 from conftest import ROOT
-from llama405b_tools import panels, simulate
-from llama405b_tools.cluster import Cluster
-from llama405b_tools.logpane import LogPane
+from llama405b_tools.top.draw import panels
+from llama405b_tools.top.logpane import LogPane
+from llama405b_tools.top.state import simulate
+from llama405b_tools.top.state.cluster import Cluster
 
 SCREENS = ROOT / "tests/data/screens"
 UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))

@@ -1,4 +1,4 @@
-from llama405b_tools.tail import Tail
+from llama405b_tools.remote.tail import Tail
 
 
 def drain(tail, **how):

@@ -5,18 +5,19 @@ import sys
 from collections.abc import Sequence
 
 from llama405b import __version__
+from llama405b.contract import command
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
-    "doctor": ("llama405b_tools.doctor", "are these hosts fit to train, and do they agree?"),
-    "setup": ("llama405b_tools.setup", "the project and its environment on bare hosts"),
-    "push": ("llama405b_tools.push", "code or a checkpoint to every host, as a chain"),
-    "launch": ("llama405b_tools.launch", "start a run on every host, all or nothing"),
-    "status": ("llama405b_tools.status", "what runs where, and how it goes"),
-    "top": ("llama405b_tools.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
-    "logs": ("llama405b_tools.logs", "the logs of every rank of every host"),
-    "attach": ("llama405b_tools.attach", "one tmux session with a window on every host"),
-    "stop": ("llama405b_tools.stop", "end a run on every host, and verify it"),
+    "doctor": ("llama405b_tools.verbs.doctor", "are these hosts fit to train, and do they agree?"),
+    "setup": ("llama405b_tools.verbs.setup", "the project and its environment on bare hosts"),
+    "push": ("llama405b_tools.verbs.push", "code or a checkpoint to every host, as a chain"),
+    "launch": ("llama405b_tools.verbs.launch", "start a run on every host, all or nothing"),
+    "status": ("llama405b_tools.verbs.status", "what runs where, and how it goes"),
+    "top": ("llama405b_tools.verbs.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
+    "logs": ("llama405b_tools.verbs.logs", "the logs of every rank of every host"),
+    "attach": ("llama405b_tools.verbs.attach", "one tmux session with a window on every host"),
+    "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify it"),
     "train": ("llama405b.train", "the training program; launch runs it under torchrun"),
     "download": ("llama405b.commands.download", "a model from the Hugging Face Hub, verified"),
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint to try things on"),
@@ -65,13 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def cluster_top() -> int:
+    """Entry point of ``cluster-top``."""
+    return main(["top", *sys.argv[1:]])
+
+
 def _verb(verb: str, args: list[str]) -> int:
     if verb == "train":  # what is wrong with the command is said without waiting for torch
-        from llama405b.contract.command import parse
-
-        parse(args)
+        command.parse(args)
     name = (
-        "llama405b_tools.bench_fleet"
+        "llama405b_tools.bench.command"
         if verb == "bench" and args[:1] in (["fleet"], ["logs"], ["top"])
         else VERBS[verb][0]
     )

@@ -1,0 +1,76 @@
+"""What runs where: the types of ``plan.json``, and their reader. Pure."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llama405b.contract.errors import UserError
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+REHEARSAL = "-rehearsal"  # at the end of a run's name: its checkpoints may be deleted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One host's part in a run."""
+
+    name: str
+    slots: int
+    first_rank: int
+    workdir: str
+    python: str
+    address: str  # its own, on the training network
+    interface: str  # that carries the address
+    env: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """``plan.json``: everything a node runner needs to know."""
+
+    run: str
+    attempt: int
+    created: float  # operator's clock, seconds since the epoch
+    rdzv_id: str  # fresh for every attempt
+    endpoint: str  # host:port of the rendezvous store, on the head
+    program: tuple[str, ...]  # what follows torchrun's own arguments
+    secrets: tuple[str, ...]  # names only
+    nodes: tuple[Node, ...]
+    checkpoint_dir: str = ""
+    owner: str = ""  # who launched it, for whoever finds it running
+    setup: str = ""  # a shell line that goes before torchrun
+    refuse_sockets: bool = False  # end the run if NCCL falls back to TCP although there is RDMA
+    grace_s: float = 0.0  # for the trainer to save, where SIGTERM comes without a word
+    slurm_job: str = ""  # the job it runs in, if it does
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs our trainer, which saves when asked to stop and writes heartbeats."""
+        return self.program[:2] == ("-m", "llama405b.train")
+
+    @property
+    def world(self) -> int:
+        """Ranks over all hosts."""
+        return sum(node.slots for node in self.nodes)
+
+    def node(self, name: str) -> Node:
+        """The part of one host."""
+        return next(node for node in self.nodes if node.name == name)
+
+
+def plan_from_json(record: Mapping[str, Any]) -> Plan:
+    """Read back what ``dataclasses.asdict`` wrote."""
+    nodes = tuple(Node(**node) for node in record["nodes"])
+    return Plan(**{**record, "nodes": nodes, "program": tuple(record["program"]), "secrets": tuple(record["secrets"])})
+
+
+def check_run_name(run: str) -> str:
+    """Return the name.
+
+    Raises:
+        UserError: It would not do as a directory and a tmux server.
+    """
+    if not RUN_NAME.fullmatch(run):
+        raise UserError(f"--run: {run!r} will not do as a name; take letters, digits, '.', '_' and '-', at most 100")
+    return run

@@ -1,0 +1,1 @@
+"""The operator's side, measured against named baselines."""

@@ -1,0 +1,111 @@
+"""``bench fleet``: fan-out, status and a whole launch, beside what people use otherwise."""
+
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.plan import plan_from_json
+from llama405b_tools.bench.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
+from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.ssh import Ssh
+from llama405b_tools.remote.messages import KEEP
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask
+from llama405b_tools.run.start import stop_this
+from llama405b_tools.text.tables import table
+
+
+def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> int:
+    """Measure the fan-out."""
+    rows: list[tuple[str, Cost]] = []
+    for name, do in _fan_outs(hosts).items():
+        rows.append((name, least(do, repeat)))
+    rows.append(("llama405b status", least(lambda: _status(hosts), repeat)))
+    if launches:
+        said: Said = {}
+        launched = least(lambda: stub_launch(hosts, path, said=said), repeat)
+        rows.append(("a launch's commands, bare paramiko", least(lambda: _replay(hosts, said), repeat)))
+        rows.append(("llama405b launch, all checks", launched))
+    bare = rows[0][1]
+    shown = [
+        (name, f"{cost.wall_s:.2f}", f"{cost.cpu_s / len(hosts) * 1000:.1f}", f"{cost.wall_s / bare.wall_s:.2f}")
+        for name, cost in rows
+    ]
+    print(table((f"{len(hosts)} hosts", "wall s", "CPU ms a host", "x bare true"), shown), flush=True)
+    if launches:
+        print(f"launch: {rows[-1][1].wall_s / rows[-2][1].wall_s:.2f} x the bare fan-out of the same commands")
+    return 0
+
+
+def _fan_outs(hosts: Sequence[Host]) -> dict[str, Callable[[], None]]:
+    """``true`` on every host, by everything that is installed."""
+    names = ",".join(host.name for host in hosts)
+    config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
+    ssh = f"-F {config}" if config else ""
+    found: dict[str, Callable[[], None]] = {"bare paramiko, true": lambda: _bare(hosts, _true)}
+    if shutil.which("pdsh"):
+        env = os.environ | {"PDSH_SSH_ARGS_APPEND": ssh}
+        found["pdsh, true"] = lambda: checked(["pdsh", "-R", "ssh", "-f", str(MAX_AT_ONCE), "-w", names, "true"], env)
+    if shutil.which("clush"):
+        found["clush, true"] = lambda: checked(["clush", "-f", str(MAX_AT_ONCE), "-o", ssh, "-w", names, "true"], None)
+    return found
+
+
+def _bare(hosts: Sequence[Host], do: Callable[[Host, Ssh], None]) -> None:
+    """Connect to every host, and do something there: the least any tool on paramiko can do."""
+
+    def one(host: Host) -> None:
+        connection = Ssh(host)
+        try:
+            do(host, connection)
+        finally:
+            connection.close()
+
+    with concurrent.futures.ThreadPoolExecutor(min(MAX_AT_ONCE, len(hosts))) as pool:
+        list(pool.map(one, hosts))
+
+
+def _true(host: Host, connection: Ssh) -> None:
+    result = connection.run("true", "", STATUS_TIMEOUT_S)
+    if result.code:
+        raise UserError(f"bench: {host.name}: {result.err.strip()[:200]}")
+
+
+def _replay(hosts: Sequence[Host], said: Said) -> Cost:
+    """Send each host what a launch sent it, for a run of another name; ending that is not counted."""
+    stubbed_hosts = stubbed(hosts)
+    plan = next(request["plan"] for action, request in said[hosts[0].name] if action == "start")
+    other = {**plan, "run": BARE_RUN, "rdzv_id": f"{plan['rdzv_id']}-bare"}
+
+    def one(host: Host, connection: Ssh) -> None:
+        for action, request in said[host.name]:
+            line, words = found.command(host.name, action), {**request, "run": BARE_RUN, "plan": other}
+            stream = connection.stream(line, json.dumps(words) + "\n")
+            answers = iter(stream)
+            answer = next(answers, "nothing")
+            if action == "start":
+                stream.send(KEEP)
+                answer = next(answers, answer)
+                if "kept" not in answer:
+                    raise UserError(f"bench: {host.name}: {answer.strip()[:200]}")
+            stream.end_input()
+            collections.deque(answers, maxlen=0)  # until it ends
+
+    with Fleet(stubbed_hosts) as found:
+        begin = now()
+        try:
+            _bare(stubbed_hosts, one)
+            return now() - begin
+        finally:
+            stop_this(plan_from_json(other), found)
+
+
+def _status(hosts: Sequence[Host]) -> None:
+    with Fleet(hosts) as found, contextlib.suppress(UserError):  # that there is no run yet
+        ask(found, None)

@@ -1,0 +1,41 @@
+"""``bench logs``: the hosts' lines through ``logs``, beside ``ssh … tail``."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b_tools.bench.rig import RUN, SETTLE_S, checked, least, ssh_argv, stub_launch
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.text.tables import table
+
+
+def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
+    """Measure reading a log of so many lines from every host."""
+    stub_launch(hosts, path, str(lines))
+    time.sleep(SETTLE_S)
+    total = lines * len(hosts)
+    env = [sys.executable, "-m", "llama405b_tools.cli", "logs", str(path), "--run", RUN]
+    rows = [
+        ("ssh … tail, a child each", least(lambda: _tails(hosts), repeat)),
+        ("llama405b logs -o raw", least(lambda: checked([*env, "-o", "raw"], None), repeat)),
+        ("llama405b logs", least(lambda: checked(env, None), repeat)),
+        ("llama405b logs --fold", least(lambda: checked([*env, "--fold"], None), repeat)),
+    ]
+    shown = [(n, f"{c.wall_s:.2f}", f"{total / c.wall_s:,.0f}", f"{c.cpu_s:.2f}") for n, c in rows]
+    print(table((f"{len(hosts)} hosts, {total:,} lines", "wall s", "lines/s", "CPU s here"), shown), flush=True)
+    return 0
+
+
+def _tails(hosts: Sequence[Host]) -> None:
+    """What people type: one ssh a host, each with tail on its files."""
+    children = []
+    for host in hosts:
+        files = f"{host.workdir or Path.cwd()}/runs/{RUN}/logs/{host.name}/{RUN}-*/attempt_0/0/stdout.log"
+        newest = f"tail -q -n +1 $(ls -td {files} | head -1)"
+        children.append(subprocess.Popen([*ssh_argv(), host.name, newest], stdout=subprocess.DEVNULL))
+    for child in children:
+        if child.wait():
+            raise UserError("bench: ssh failed; is every host reached by ssh?")

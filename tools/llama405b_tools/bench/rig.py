@@ -1,0 +1,145 @@
+"""What the benchmarks of the operator's side share: a run with a stub in torchrun's place, and what things cost."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b_tools.hosts.fleet import Fleet, Reply
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import Stream
+from llama405b_tools.run import request as asked
+from llama405b_tools.run.launch import launch
+from llama405b_tools.run.query import STATUS_TIMEOUT_S
+from llama405b_tools.run.start import stop_this
+from llama405b_tools.text.shell import shell_path
+
+RUN, BARE_RUN, SETTLE_S = "bench-fleet", "bench-bare", 5.0
+Said = dict[str, list[tuple[str, Reply]]]  # by host, what it was asked: action and request
+STUB = """#!/bin/sh
+# in python's place on a host: torchrun becomes a stub, everything else is the real one
+case "$*" in *torch.distributed.run*) exec {python} -c '{body}' "$@" ;; esac
+exec {python} "$@"
+"""
+BODY = """import os, sys, time
+log = next(a[10:] for a in sys.argv if a.startswith("--log-dir=")) + "/"
+log += next(a[10:] for a in sys.argv if a.startswith("--rdzv-id=")) + "_stub/attempt_0/0"
+if sys.argv[-1] == "stub": time.sleep(600)
+os.makedirs(log)
+with open(log + "/stdout.log", "w") as file:
+    for i in range(int(sys.argv[-1])): file.write("step %d loss 4.0358 grad 0.683 lr 3.00e-04 6,152 tokens/s\\n" % i)
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """What something took."""
+
+    wall_s: float
+    cpu_s: float  # of this process and its children
+
+    def __sub__(self, before: "Cost") -> "Cost":
+        """What was spent since."""
+        return Cost(self.wall_s - before.wall_s, self.cpu_s - before.cpu_s)
+
+
+def checked(argv: Sequence[str], env: dict[str, str] | None) -> None:
+    """Run a command.
+
+    Raises:
+        UserError: It fails.
+    """
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"bench: {argv[0]} failed ({done.stderr.strip()[:200]}); is every host reached by ssh?")
+
+
+class Overheard(Fleet):
+    """Remembers what each host is asked."""
+
+    def __init__(self, hosts: Sequence[Host], said: Said) -> None:
+        super().__init__(hosts)
+        self.said = said
+
+    def ask(self, name: str, action: str, request: Reply, timeout_s: float) -> Reply:
+        """See ``Fleet``."""
+        self.said.setdefault(name, []).append((action, request))
+        return super().ask(name, action, request, timeout_s)
+
+    def stream(self, name: str, action: str, request: Reply) -> Stream:
+        """See ``Fleet``."""
+        self.said.setdefault(name, []).append((action, request))
+        return super().stream(name, action, request)
+
+
+def stub_launch(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Cost:
+    """A whole launch with a stub in torchrun's place; ending it is not counted. ``said``: takes what it asked."""
+    with stub_run(hosts, path, program, said) as cost:
+        return cost
+
+
+def stubbed(hosts: Sequence[Host]) -> list[Host]:
+    """These hosts, with the stub as their Python."""
+    return [dataclasses.replace(host, python=f"{host.workdir or Path.cwd()}/.bench-python") for host in hosts]
+
+
+@contextlib.contextmanager
+def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Iterator[Cost]:
+    """A run of the stub, and what its launch took; ended at the end."""
+    request = asked.parse([str(path), "--run", RUN, "--resume", "auto", "--", program], time.time())
+    stubbed_hosts = stubbed(hosts)
+    with Fleet(hosts) as found:
+        found.each(lambda name: _write_stub(found, name))
+    heard: Said = {}
+    with Overheard(stubbed_hosts, heard) as found:
+        begin = now()
+        with contextlib.redirect_stdout(io.StringIO()):
+            plan = launch(request, stubbed_hosts, found)
+        cost = now() - begin
+        if said is not None:
+            said.update({name: list(asked_of) for name, asked_of in heard.items()})
+        try:
+            yield cost
+        finally:
+            if program == "stub":
+                stop_this(plan, found)
+
+
+def _write_stub(found: Fleet, name: str) -> dict[str, object]:
+    place = f"{found.workdir(name)}/.bench-python"
+    script = STUB.format(python=found.python(name), body=BODY)
+    path = shell_path(place)
+    line = f"cat >{path}.$$ && chmod +x {path}.$$ && mv {path}.$$ {path}"
+    found.connection(name).run(line, script, STATUS_TIMEOUT_S)
+    return {}
+
+
+def least(do: Callable[[], Cost | None], repeat: int) -> Cost:
+    """The try with the least wall time; ``do`` may count for itself."""
+    costs = []
+    for _ in range(repeat):
+        begin = now()
+        own = do()
+        costs.append(own or now() - begin)
+    return min(costs, key=lambda cost: cost.wall_s)
+
+
+def now() -> Cost:
+    """What this process and its children have cost so far."""
+    cpu = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        used = resource.getrusage(who)
+        cpu += used.ru_utime + used.ru_stime
+    return Cost(time.monotonic(), cpu)
+
+
+def ssh_argv() -> list[str]:
+    """OpenSSH's client, reading the configuration that we read."""
+    config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
+    return ["ssh", *(["-F", config] if config else []), "-o", "BatchMode=yes"]

@@ -1,0 +1,173 @@
+"""``llama405b bench top``: what cluster-top costs on both sides, beside a fresh ``ssh host nvidia-smi`` per refresh."""
+
+import concurrent.futures
+import fcntl
+import json
+import os
+import pty
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b_tools.bench.rig import RUN, least, ssh_argv, stub_run
+from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.text.shell import shell_path
+from llama405b_tools.text.tables import table
+from llama405b_tools.top import sources
+
+INTERVAL_S = 2.0
+COLUMNS, LINES = 120, 40
+RUN_HOSTS = 64  # whose launch a machine that plays all hosts can take
+WARM_S, PER_HOST_S = 12.0, 0.15  # until every host has sent frames for a while
+CHANGES, FIRST_STEP, DELAY_MOST_S = 9, 400_001, 30.0
+QUERY = "nvidia-smi --query-gpu=index,utilization.gpu,memory.used,power.draw --format=csv,noheader || true"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Top:
+    """A cluster-top of its own process, with a terminal that nobody sees."""
+
+    def __init__(self, hosts_file: Path, *args: str) -> None:
+        mine, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+        argv = [
+            sys.executable,
+            "-m",
+            "llama405b_tools.cli",
+            "top",
+            str(hosts_file),
+            "--interval",
+            f"{INTERVAL_S:g}",
+            *args,
+        ]
+        env = {**os.environ, "TERM": "xterm-256color"}
+        self.child = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
+        os.close(theirs)
+        self.seen = b""
+        threading.Thread(target=self._drain, args=(mine,), daemon=True).start()
+
+    def _drain(self, terminal: int) -> None:
+        while True:
+            try:
+                self.seen = (self.seen + os.read(terminal, 1 << 16))[-(1 << 18) :]
+            except OSError:
+                return
+
+    def spent(self) -> tuple[float, float]:
+        """CPU seconds so far, and resident megabytes."""
+        words = Path(f"/proc/{self.child.pid}/stat").read_text(encoding="ascii").rpartition(") ")[2].split()
+        return (int(words[11]) + int(words[12])) / TICKS, int(words[21]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    def over(self, seconds: float) -> tuple[float, float]:
+        """CPU seconds per second, and resident megabytes at the end."""
+        begin, before = time.monotonic(), self.spent()[0]
+        time.sleep(seconds)
+        if self.child.poll() is not None:
+            raise UserError(f"bench: cluster-top ended with {self.child.returncode}: {self.seen[-300:]!r}")
+        cpu_s, megabytes = self.spent()
+        return (cpu_s - before) / (time.monotonic() - begin), megabytes
+
+    def close(self) -> None:
+        """End it."""
+        self.child.send_signal(signal.SIGTERM)
+        try:
+            self.child.wait(10)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+
+
+def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
+    """Measure."""
+    fresh = least(lambda: _fresh(hosts), repeat)
+    rows: list[tuple[str, float, float | None]] = [
+        ("ssh host nvidia-smi, a child a host", fresh.cpu_s / INTERVAL_S, None)
+    ]
+    with stub_run(hosts[:RUN_HOSTS], path), Fleet(hosts[:1]) as fleet:
+        shown = Top(path)
+        try:
+            time.sleep(WARM_S + PER_HOST_S * len(hosts))
+            rows.append(("cluster-top, its screen", *shown.over(seconds)))
+            delays = [_delay(fleet, shown, FIRST_STEP + i) for i in range(CHANGES)]
+        finally:
+            shown.close()
+        printed = Top(path, "--json", "--watch", f"{INTERVAL_S:g}")
+        try:
+            time.sleep(WARM_S + PER_HOST_S * len(hosts))
+            rows.append(("cluster-top --json --watch 2", *printed.over(seconds)))
+        finally:
+            printed.close()
+        sampler_share, sampler_mb = _sampler(fleet, seconds)
+    shown_rows = [
+        (
+            name,
+            f"{100 * share:.1f}",
+            f"{1000 * INTERVAL_S * share:.0f}",
+            f"{megabytes:.0f}" if megabytes else "",
+            f"{rows[0][1] / share:.0f}" if share else "",  # less than a tick
+        )
+        for name, share, megabytes in rows
+    ]
+    heads = (f"{len(hosts)} hosts", "% of a core", "CPU ms a refresh", "RSS MB", "times less")
+    print(table(heads, shown_rows), flush=True)
+    print(
+        f"a refresh every {INTERVAL_S:g} s; screen {COLUMNS}x{LINES}; a run, with its logs, on {len(hosts[:RUN_HOSTS])} of the hosts"
+    )
+    print(f"the sampler on a host: {100 * sampler_share:.2f}% of a core, {sampler_mb:.0f} MB")
+    print(
+        f"from a change on a host to the screen: median {statistics.median(delays):.1f} s, at most {max(delays):.1f} s "
+        f"of {CHANGES}"
+    )
+    return 0
+
+
+def _fresh(hosts: Sequence[Host]) -> None:
+    """One refresh as scripts do it: a child of ssh for every host. Where there is no nvidia-smi, sh says so there."""
+
+    def one(host: Host) -> None:
+        done = subprocess.run(
+            [*ssh_argv(), host.name, QUERY], stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+        if done.returncode:
+            raise UserError(f"bench: ssh {host.name} failed ({done.stderr.decode(errors='replace').strip()[:200]})")
+
+    with concurrent.futures.ThreadPoolExecutor(min(MAX_AT_ONCE, len(hosts))) as pool:
+        list(pool.map(one, hosts))
+
+
+def _delay(fleet: Fleet, shown: Top, step: int) -> float:
+    """Seconds from a heartbeat that is written on the host to its step on the screen."""
+    [name] = fleet.hosts
+    time.sleep(INTERVAL_S * (step - FIRST_STEP) / CHANGES)  # or each would come right after a sample
+    beat = dict.fromkeys(("rank", "pid", "done_bytes", "total_bytes"), 0) | {"step": step, "phase": "train"}
+    begin = time.monotonic()
+    beat |= {"time": time.time(), "phase_since": time.time() - 1}
+    folder = f"{shell_path(fleet.workdir(name))}/runs/{RUN}/heartbeat"
+    line = f"mkdir -p {folder} && cat >{folder}/new && mv {folder}/new {folder}/rank-0.json"
+    fleet.connection(name).run(line, json.dumps(beat), DELAY_MOST_S)
+    while str(step).encode() not in shown.seen:
+        if time.monotonic() > begin + DELAY_MOST_S:
+            raise UserError(f"bench: step {step} is not on the screen after {DELAY_MOST_S:g} s")
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def _sampler(fleet: Fleet, seconds: float) -> tuple[float, float]:
+    """CPU seconds per second and megabytes of one sampler, as it counts them itself."""
+    live, found = sources.Live(fleet, RUN, INTERVAL_S), []
+    try:
+        end = live.now() + seconds
+        while live.now() < end:
+            found += [event["frame"] for event in live.events(end) if "frame" in event]
+    finally:
+        live.close()
+    (first, _), (last, most) = found[1]["own"], found[-1]["own"]
+    return (last - first) / (found[-1]["now"] - found[1]["now"]), most / 1e6

@@ -1,0 +1,1 @@
+"""The environment, the code and big files, to where they are needed."""

@@ -1,0 +1,164 @@
+"""The project and one locked environment on hosts that have only sh and sshd."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama405b
+from llama405b.contract.errors import UserError
+from llama405b_tools.deliver import plan, push, sourcetree
+from llama405b_tools.deliver.plan import FACTS, Wishes
+from llama405b_tools.hosts.fleet import Fleet, Outcome, Reply
+from llama405b_tools.hosts.transport import Connection, HostError
+from llama405b_tools.text.shell import shell_path
+
+STEP_TIMEOUT_S, FACTS_TIMEOUT_S = 1800.0, 30.0
+WHEELHOUSE = ".wheelhouse"
+BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs to install the project itself
+
+
+def project_root() -> Path:
+    """The checkout that this program runs from.
+
+    Raises:
+        UserError: It is installed without its sources.
+    """
+    root = Path(llama405b.__file__).resolve().parent.parent
+    if not (root / "pyproject.toml").is_file() or not (root / "constraints.txt").is_file():
+        raise UserError(f"setup: {root} is no checkout of the project; clone it, and run setup from there")
+    return root
+
+
+def make_wheelhouse(root: Path) -> Path:
+    """Fetch every wheel of the environment, for hosts with the same Python and architecture as here.
+
+    Raises:
+        UserError: pip could not.
+    """
+    folder = Path(WHEELHOUSE)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "-d", str(folder)]
+    what = ["-c", str(root / "constraints.txt"), f"{root}[train]", *BUILD_TOOLS]
+    print(f"fetching wheels into {folder}", flush=True)
+    done = subprocess.run([*command, *what], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(
+            f"--offline: pip could not fetch the wheels ({_last(done.stderr)}); see that it works here first"
+        )
+    for own in folder.glob("llama405b-*"):  # the project itself goes as code
+        own.unlink()
+    return folder
+
+
+class Work:
+    """What is done on every host, in three parts that each go on at once everywhere."""
+
+    def __init__(self, fleet: Fleet, root: Path, lines: str, wishes: Wishes, here: str) -> None:
+        self.fleet, self.root, self.lines, self.wishes, self.here = fleet, root, lines, wishes, here
+        self.facts: dict[str, dict[str, str]] = {}
+        self.lock, self.began = threading.Lock(), time.monotonic()
+
+    def say(self, host: str, what: str) -> None:
+        """Print a line."""
+        with self.lock:
+            print(f"{time.monotonic() - self.began:5.0f} s  {host}: {what}", flush=True)
+
+    def bring_code(self, name: str) -> Reply:
+        """Look at the host, and make its directory equal to the checkout.
+
+        Raises:
+            HostError: It has no plain shell, or the directory cannot be written.
+        """
+        connection, host = self.fleet.connection(name), self.fleet.hosts[name]
+        workdir = host.workdir or (str(self.root) if self.fleet.is_local(name) else "~/llama405b")
+        asked = f"set -- {shlex.quote(self.wishes.python)}\n" if self.wishes.python else ""
+        before = f"{self.wishes.module} && " if self.wishes.module else ""
+        said = connection.run(f"{before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
+        facts = self.facts[name] = plan.parse_facts(said.out)
+        if "arch" not in facts:
+            raise HostError(
+                f"its shell does not run a plain script ({_last(said.err) or said.code}); try `ssh {name} sh`"
+            )
+        if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
+            raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
+        sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
+        self.say(name, f"code in {workdir}: {sent} files sent, {gone} deleted")
+        python = self.wishes.python or "python3"
+        self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
+        return {}
+
+    def bring_wheels(self, wheels: Path, names: Sequence[str]) -> None:
+        """Push the wheels down a chain of these hosts."""
+        self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
+        targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
+        if targets:
+            push.push_files(self.fleet, push.Source("", str(wheels)), targets)
+
+    def install(self, name: str) -> Reply:
+        """Make the environment, or see that it is made.
+
+        Raises:
+            HostError: It failed; says at which step, and what to do.
+        """
+        connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
+        directory = shell_path(workdir)
+        material = [
+            line for line in self.lines.splitlines() if line.endswith(("./pyproject.toml", "./constraints.txt"))
+        ]
+        text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
+        wishes = dataclasses.replace(self.wishes, stamp=hashlib.sha256(text.encode()).hexdigest())
+        fresh = connection.run(f"cd {directory} && {plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0
+        try:
+            steps = plan.plan(facts, wishes, self.here)
+        except UserError as error:
+            raise HostError(str(error)) from None
+        if fresh:
+            steps = [step for step in steps if step.always]
+        version = ""
+        for step in steps:
+            self.say(name, step.name)
+            version = _run(connection, directory, step, locked="has_flock" in facts)
+        python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
+        said = f"{'was set up already' if fresh else 'set up'}: torch {version or 'as in the image'}, {python}"
+        return {"use": {"python": python, "workdir": workdir, "prefix": self.wishes.module}, "said": said}
+
+    def build(self, requirement: str, names: Sequence[str]) -> dict[str, Outcome]:
+        """Compile a package on the first of these hosts, push its wheel down a chain, and install it everywhere."""
+        if not names:
+            return {}
+        first, *others = names
+        folder, make, install = plan.build(requirement)
+
+        def on(name: str, step: plan.Step) -> Reply:
+            self.say(name, step.name)
+            _run(self.fleet.connection(name), shell_path(self.fleet.workdir(name)), step, locked=False)
+            return {}
+
+        outcomes = self.fleet.each(lambda name: on(name, make), [first])
+        if isinstance(outcomes[first], HostError):
+            why = HostError(f"{requirement} could not be built on {first}")
+            return outcomes | dict.fromkeys(others, why)
+        if others:
+            targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
+            push.push_files(self.fleet, push.Source(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
+        outcomes = self.fleet.each(lambda name: on(name, install), names)
+        return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
+
+
+def _run(connection: Connection, directory: str, step: plan.Step, *, locked: bool) -> str:
+    lock = "flock .llama405b-setup.lock " if locked else ""  # two setups at once take turns
+    done = connection.run(f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}", "", STEP_TIMEOUT_S)
+    if done.code:
+        raise HostError(f"{step.name} failed ({_last(done.err or done.out)}); {step.remedy}")
+    return done.out.strip().splitlines()[-1] if done.out.strip() else ""
+
+
+def _last(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if not line.startswith(("WARNING: Location", "[notice]"))]
+    return lines[-1][:300] if lines else ""

@@ -1,0 +1,110 @@
+"""Put a source tree on hosts that have only sh, tar and sha256sum: what differs, and what .gitignore lets through.
+
+What an earlier push put there and the tree no longer has is deleted; nothing else is.
+"""
+
+import base64
+import hashlib
+import io
+import secrets
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b_tools.hosts.transport import Connection, HostError, Result
+from llama405b_tools.text.shell import shell_path
+
+MANIFEST = ".llama405b-code"  # on the host: what the last push put there, as sha256sum writes it
+TIMEOUT_S = 300.0
+MAX_BYTES = 200 << 20
+SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # where git cannot be asked
+
+
+def tree_files(root: Path) -> list[str] | None:
+    """The files of a source tree, as git sees it; None where ``root`` is in none, or ignored by it."""
+    try:
+        ignored = subprocess.run(["git", "-C", str(root), "check-ignore", "-q", "."], capture_output=True, check=False)
+        if ignored.returncode != 1:
+            return None
+        listed = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z", "-c", "-o", "--exclude-standard", "."],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return sorted({name for name in listed.stdout.split("\0") if name and (root / name).is_file()})
+
+
+def walk(root: Path) -> list[str]:
+    """The files of a source tree that no git knows, without caches and runs."""
+    found = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink())
+    return [str(name) for name in found if not any(part in SKIPPED or part.startswith(".") for part in name.parts)]
+
+
+def manifest(root: Path, names: Sequence[str]) -> str:
+    """``sha256sum`` lines of the files.
+
+    Raises:
+        UserError: They are too many bytes for code, or a name has a line break.
+    """
+    total = sum((root / name).stat().st_size for name in names)
+    if total > MAX_BYTES:
+        raise UserError(
+            f"{root}: {total / 1e6:,.0f} MB are too much for code; let .gitignore name what is data, and push that by itself"
+        )
+    if bad := [name for name in names if "\n" in name or "\\" in name]:
+        raise UserError(f"{root / bad[0]!s}: its name has a line break or backslash in it; rename it")
+    return "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  ./{name}\n" for name in names)
+
+
+def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, int]:
+    """Make a host's directory equal to the tree; returns how many files were sent, and how many deleted.
+
+    Hosts may share the directory, and be pushed to at once.
+
+    Raises:
+        HostError: The directory cannot be made or written.
+    """
+    directory, new = shell_path(to), f"{MANIFEST}.{secrets.token_hex(4)}"
+    compare = (
+        f"mkdir -p {directory} && cd {directory} && cat >{new} && {{ sha256sum -c {new} 2>/dev/null "
+        f"| sed -n 's/: FAILED.*$//p'; }} && echo === && {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }}"
+    )
+    there = connection.run(compare, lines, TIMEOUT_S)
+    if there.code:
+        raise HostError(f"{to} cannot be made or written ({_last(there.err)}); set workdir= to a directory of your own")
+    differ, _, before = there.out.partition("===\n")
+    wanted = {line[66:] for line in lines.splitlines()}
+    send = [name for name in differ.splitlines() if name in wanted]
+    gone = [name for name in before.splitlines() if name.startswith("./") and name not in wanted and "/../" not in name]
+    if gone:
+        _checked(connection.run(f"cd {directory} && xargs -0 rm -f --", "\0".join(gone), TIMEOUT_S))
+    unpack = f"cd {directory} && base64 -d | tar -xzf - && mv {new} {MANIFEST}"
+    _checked(connection.run(unpack, _archive(root, send), TIMEOUT_S))
+    return len(send), len(gone)
+
+
+def _archive(root: Path, names: Sequence[str]) -> str:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
+        for name in names:
+            info = archive.gettarinfo(str(root / name), arcname=name)
+            info.uid = info.gid = 0
+            info.uname = info.gname = ""
+            with (root / name).open("rb") as file:
+                archive.addfile(info, file)
+    return base64.encodebytes(buffer.getvalue()).decode()
+
+
+def _checked(result: Result) -> None:
+    if result.code:
+        raise HostError(f"the files could not be written ({_last(result.err)}); make room, or set workdir=")
+
+
+def _last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "no reason given"

@@ -1,0 +1,1 @@
+"""Whether machines are fit to train, and agree with each other."""

@@ -1,0 +1,71 @@
+"""What doctor prints: problems first, then all hosts side by side."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama405b_tools.doctor.rules import findings
+from llama405b_tools.doctor.rules.findings import Finding
+from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
+from llama405b_tools.doctor.visit import Visit
+from llama405b_tools.machine import fabric, gpus
+from llama405b_tools.text.clean import clean
+from llama405b_tools.text.fold import fold_names
+from llama405b_tools.text.tables import table
+
+
+def report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *, deep: bool) -> None:
+    """Print problems first, then all hosts side by side."""
+    for finding in found:
+        where = "all hosts" if len(finding.hosts) == len(names) > 1 else fold_names(finding.hosts)
+        print(clean(f"{finding.level.upper() if finding.level == BAD else finding.level}  {where}: {finding.what}"))
+        print(clean(f"     → {finding.remedy}"))
+    if found:
+        print()
+    headings = (
+        "host",
+        "fit",
+        "address",
+        "ssh",
+        "clock",
+        "GPUs",
+        "RDMA",
+        "RAM",
+        "workdir free",
+        "write",
+        "python",
+        "torch",
+    )
+    print(table(headings, [_row(name, visit, found) for name in names]), flush=True)
+    bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
+    verdict = f"not fit: {bad} problems" if bad else f"fit, with {warnings} warnings" if warnings else "fit"
+    never = "" if deep else "; links and GPUs were not loaded: --deep does that"
+    print(f"\n{len(names)} hosts: {verdict}{never}")
+
+
+def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
+    levels = {finding.level for finding in found if name in finding.hosts}
+    fit = "NO" if BAD in levels else "warn" if WARN in levels else "yes"
+    if name in visit.lost:
+        return (name, "NO", *["—"] * 10)
+    facts = visit.facts[name]
+    sound = {key: {} if isinstance(value, dict) and "probe_failed" in value else value for key, value in facts.items()}
+    all_gpus = gpus.read(sound["gpus"])[0] if sound["gpus"] else []
+    ports = [port for port in fabric.read(sound["rdma"] or {}) if port.up]
+    memory, packages = sound["memory"] or {}, (sound["environment"] or {}).get("packages") or {}
+    work: dict[str, Any] = next(
+        (entry for entry in (sound["disks"] or {}).get("filesystems", ()) if "path" in entry), {}
+    )
+    return (
+        name,
+        fit,
+        findings.training_address(name, visit.peers) or "—",
+        f"{visit.latency_ms[name]:.0f} ms",
+        f"{visit.skew_s[name]:+.1f} s",
+        f"{len(all_gpus)} {all_gpus[0].name.removeprefix('NVIDIA ')}" if all_gpus else "none",
+        f"{len(ports)} x {ports[0].gbit:g} Gb/s" if ports else "none",
+        f"{memory.get('total', 0) / GIB:.0f} GiB",
+        f"{work.get('free', 0) / 1e9:,.0f} GB",
+        f"{work['write_per_s'] / 1e9:.1f} GB/s" if "write_per_s" in work else "—",
+        packages.get("python", "—"),
+        packages.get("torch", "—"),
+    )

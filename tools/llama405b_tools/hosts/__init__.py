@@ -1,0 +1,1 @@
+"""The inventory, and the ways to reach a host: this machine, SSH, many at once."""

@@ -1,0 +1,172 @@
+"""All hosts at once: a connection each, one agent call to each, bounded concurrency. Holds no decisions."""
+
+import concurrent.futures
+import contextlib
+import functools
+import getpass
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import Connection, HostError, Local, Result, Stream
+from llama405b_tools.text.shell import shell_path
+
+MAX_AT_ONCE = 64
+Reply = dict[str, Any]
+Outcome = Reply | HostError  # what a host answered, or why it did not
+
+
+@functools.cache
+def is_local(host: Host) -> bool:
+    """Whether a host is this machine, as far as its line tells: then no sshd, and no key to itself, is needed.
+
+    Another user or a port in the line asks for SSH. Whatever else leads here is found out by ``ssh.SameMachine``.
+    """
+    if host.user not in ("", getpass.getuser()) or host.port:
+        return False
+    if host.loopback or host.name == socket.gethostname():
+        return True
+    with contextlib.suppress(OSError), socket.socket() as bound:  # only an own address can be bound
+        bound.bind((host.address, 0))
+        return bool(host.address)
+    return False
+
+
+class Fleet:
+    """Connections to hosts, made when first needed and kept."""
+
+    def __init__(self, hosts: Iterable[Host]) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self.connections: dict[str, Connection] = {}
+        self.pool = concurrent.futures.ThreadPoolExecutor(min(MAX_AT_ONCE, len(self.hosts)), "host")
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for connection in list(self.connections.values()):
+            connection.close()
+
+    def each(self, ask: Callable[[str], Reply], names: Iterable[str] | None = None) -> dict[str, Outcome]:
+        """Ask hosts at once; a host that fails does not keep the others' answers back."""
+        futures = {name: self.pool.submit(ask, name) for name in (self.hosts if names is None else names)}
+        outcomes: dict[str, Outcome] = {}
+        for name, future in futures.items():
+            try:
+                outcomes[name] = future.result()
+            except HostError as error:
+                outcomes[name] = error
+            except BaseException:  # Ctrl-C: what has not begun is not begun any more
+                for other in futures.values():
+                    other.cancel()
+                raise
+        return outcomes
+
+    def ask_all(self, action: str, requests: Mapping[str, Reply], timeout_s: float) -> dict[str, Outcome]:
+        """Run one action of the agent on each host that has a request."""
+        return self.each(lambda name: self.ask(name, action, requests[name], timeout_s), requests)
+
+    def ask(self, name: str, action: str, request: Reply, timeout_s: float) -> Reply:
+        """Run one action of the agent on a host.
+
+        Raises:
+            HostError: The host cannot be reached, or the agent cannot run there.
+        """
+        connection = self.connection(name)
+        try:
+            result = connection.run(self.command(name, action), json.dumps(request) + "\n", timeout_s)
+        except HostError:
+            self.forget(name)
+            raise
+        try:
+            reply = json.loads(result.out.splitlines()[-1]) if result.code == 0 else None
+        except (ValueError, IndexError):
+            reply = None
+        if not isinstance(reply, dict):
+            raise HostError(_explain(result, self.python(name), self.workdir(name)))
+        return reply
+
+    def stream(self, name: str, action: str, request: Reply) -> Stream:
+        """Run an action of the agent that goes on until its standard input is closed.
+
+        Raises:
+            HostError: The host cannot be reached.
+        """
+        return self.connection(name).stream(self.command(name, action), json.dumps(request) + "\n")
+
+    def connection(self, name: str) -> Connection:
+        """The kept connection to a host.
+
+        Raises:
+            HostError: It cannot be made.
+        """
+        if name not in self.connections:
+            host = self.hosts[name]
+            if is_local(host):
+                self.connections[name] = Local()
+            else:
+                from llama405b_tools.hosts.ssh import SameMachine, Ssh  # paramiko takes a while to import
+
+                try:
+                    self.connections[name] = Ssh(host)
+                except SameMachine:
+                    self.connections[name] = Local()
+        return self.connections[name]
+
+    def forget(self, name: str, *, unless_open: bool = False) -> None:
+        """Close a connection that broke; the next question makes a new one. It may be another's, who still hears."""
+        if unless_open and name in self.connections and self.connections[name].is_open():
+            return
+        if connection := self.connections.pop(name, None):
+            connection.close()
+
+    def command(self, name: str, action: str) -> str:
+        """The shell line for an action on a host."""
+        return agent_command(self.python(name), self.workdir(name), action, self.hosts[name].prefix)
+
+    def is_local(self, name: str) -> bool:
+        """Whether a host is this machine."""
+        return isinstance(self.connection(name), Local)
+
+    def python(self, name: str) -> str:
+        """The interpreter on a host."""
+        return self.hosts[name].python or sys.executable
+
+    def workdir(self, name: str) -> str:
+        """The working directory on a host."""
+        return self.hosts[name].workdir or os.getcwd()  # noqa: PTH109
+
+
+def _explain(result: Result, python: str, workdir: str) -> str:
+    """Say in one clause why the agent did not run."""
+    err = result.err.strip()
+    last = err.splitlines()[-1] if err else f"exit code {result.code}"
+    if "No module named" in err:
+        return f"{python} has no llama405b in {workdir}; put the project there, or pip install it (set workdir= or python=)"
+    if "cd:" in err or "can't cd" in err:
+        return f"there is no directory {workdir}; make it, or set workdir= in the hosts file"
+    if result.code in (126, 127):
+        return f"{python} cannot be run; set python= in the hosts file"
+    return f"the agent failed ({last})"
+
+
+def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
+    """The shell line that runs one action of the agent on a host; what to do goes in by standard input."""
+    before = f"{prefix} && " if prefix else ""
+    start = f"PYTHONPATH=tools exec {shell_path(python)} -m llama405b_tools.remote.agent {shlex.quote(action)}"
+    return f"{before}cd {shell_path(workdir)} && {start}"
+
+
+def ssh_address(host: Host) -> str:
+    """Where SSH finds a host."""
+    if host.loopback or is_local(host):
+        return host.name
+    from llama405b_tools.hosts.ssh import read_config
+
+    return str(read_config().lookup(host.name).get("hostname", host.name))

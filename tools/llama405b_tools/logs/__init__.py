@@ -1,0 +1,1 @@
+"""Every log of every rank, as one stream."""

@@ -1,0 +1,169 @@
+"""The logs of one run on this host, as blocks in order of time. Runs on the host; standard library alone.
+
+Files appear as attempts start. A block's time comes from the line itself or from ``logs/<host>/times``, in which the
+node runner notes when each part of each file arrived.
+"""
+
+import bisect
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llama405b.contract.files import read_json
+from llama405b.contract.paths import RunDir
+from llama405b_tools.remote.tail import Tail
+from llama405b_tools.text.blocks import Blocks, split_lines, time_of
+from llama405b_tools.text.merge import Entry, Merge
+
+ATTEMPT_DIR = re.compile(r".+-(\d+)-[0-9a-f]{8}_\w+")
+ATTEMPT_LINE = b"\nattempt "
+BATCH = 500  # entries in one message
+AGENT_LOG = "torchrun.log"
+
+
+class HostLogs:
+    """What is new in the logs of a run."""
+
+    def __init__(self, run: RunDir, host: str, request: Mapping[str, Any]) -> None:
+        """Take from the request what is wanted.
+
+        ``attempt`` (0: the newest, and those that follow; -1: all), ``marks`` to go on from, ``since_s`` (seconds ago),
+        ``tail`` (lines of each file), ``agent`` (torchrun's own log too), ``stderr`` (only that).
+        """
+        self.run, self.host, self.request = run, host, request
+        self.root = run.logs(host)
+        wanted = int(request.get("attempt", 0))
+        marked = [int(m[1]) for file in request.get("marks") or {} if (m := ATTEMPT_DIR.fullmatch(file.split("/")[0]))]
+        newest = int((read_json(run.plan) or {}).get("attempt", 0))
+        self.attempt = wanted or min([newest, *marked])  # a reader that comes back goes on where it was
+        self.follow_attempts = wanted == 0
+        self.tail = Tail(self.root, wants=self._wants)
+        self.times = Times(run.times(host))
+        self.blocks: dict[str, Blocks] = {}
+        self.idle: set[str] = set()
+        self.merge = Merge()
+        self.utc_offset_s = float(time.localtime().tm_gmtoff)
+        self.marks: dict[str, tuple[int, int]] = {}
+        for file, (inode, offset) in (request.get("marks") or {}).items():
+            self.marks[file] = (inode, offset)
+            self.tail.begin_at(self.root / file, (inode, offset))
+
+    def poll(self, *, final: bool) -> Iterator[dict[str, Any]]:
+        """Yield messages until nothing is left: entries as [time, file, text], and the marks after them."""
+        batch: list[Entry] = []
+        while self._read(final=final):
+            for entry in self.merge.pop():
+                batch.append(entry)
+                if len(batch) == BATCH:
+                    yield self._message(batch)
+                    batch = []
+        batch += self.merge.pop(float("inf"))
+        if batch:
+            yield self._message(batch)
+
+    def _message(self, batch: list[Entry]) -> dict[str, Any]:
+        for entry in batch:
+            self.marks[entry.file] = (self.tail.marks[self.root / entry.file][0], entry.end)
+        marks = {entry.file: self.marks[entry.file] for entry in batch}
+        return {
+            "entries": [[entry.time, entry.file, entry.text] for entry in batch],
+            "marks": marks,
+            "now": time.time(),
+        }
+
+    def _read(self, *, final: bool) -> bool:
+        """Read a piece of every file of which nothing waits; whether there was anything."""
+        self.times.read()
+        found = False
+        for path in self.tail.files():
+            file = str(path.relative_to(self.root))
+            if file not in self.blocks:
+                self.blocks[file] = Blocks()
+                self._set_begin(path, file)
+            if self.merge.size(file):
+                found = True
+                continue
+            piece = next((piece for piece in self.tail.new_of(path, final=final)), None)
+            if piece:
+                blocks = list(self.blocks[file].feed(piece.begin, piece.data))
+            else:  # a block that may go on waits for one more pass
+                blocks = list(self.blocks[file].flush()) if final or file in self.idle else []
+            (self.idle.discard if piece else self.idle.add)(file)
+            if piece or blocks:
+                found = True
+                self.merge.push(file, [self._entry(file, block.text, block.end) for block in blocks])
+            else:
+                self.merge.end(file)
+        return found
+
+    def _entry(self, file: str, text: str, end: int) -> Entry:
+        arrived = self.times.of(file, end) or (self.root / file).stat().st_mtime
+        return Entry(time_of(text, arrived, self.utc_offset_s), self.host, file, text, end)
+
+    def _wants(self, path: Path) -> bool:
+        parts = path.relative_to(self.root).parts
+        if parts == (AGENT_LOG,):
+            return bool(self.request.get("agent"))
+        match = ATTEMPT_DIR.fullmatch(parts[0])
+        if not match or (self.request.get("stderr") and parts[-1] != "stderr.log"):
+            return False
+        attempt = int(match[1])
+        return self.attempt < 0 or attempt == self.attempt or (self.follow_attempts and attempt > self.attempt)
+
+    def _set_begin(self, path: Path, file: str) -> None:
+        """Where to begin in a file that is seen for the first time."""
+        if file in self.marks:
+            return
+        info, offset = path.stat(), 0
+        if file == AGENT_LOG and self.attempt > 0:
+            offset = max(0, path.read_bytes().rfind(ATTEMPT_LINE + f"{self.attempt}:".encode()) + 1)
+        if self.request.get("since_s"):
+            offset = max(offset, self.times.begin_of(file, time.time() - float(self.request["since_s"])))
+        if self.request.get("tail") is not None:
+            offset = max(offset, _start_of_last(path, int(self.request["tail"])))
+        self.tail.begin_at(path, (info.st_ino, offset))
+
+
+class Times:
+    """When the parts of the log files arrived: lines ``<seconds> <end in bytes> <file>``."""
+
+    def __init__(self, path: Path) -> None:
+        self.source = Tail(path)
+        self.ends: dict[str, list[int]] = {}
+        self.seconds: dict[str, list[float]] = {}
+
+    def read(self) -> None:
+        """Take what was added."""
+        for piece in self.source.all():
+            for line in piece.data.decode("utf-8", "replace").splitlines():
+                words = line.split(" ", 2)
+                if len(words) == 3:
+                    self.ends.setdefault(words[2], []).append(int(words[1]))
+                    self.seconds.setdefault(words[2], []).append(float(words[0]))
+
+    def of(self, file: str, end: int) -> float | None:
+        """When the byte before ``end`` had arrived; None where that is not noted yet."""
+        index = bisect.bisect_left(self.ends.get(file, []), end)
+        return self.seconds[file][index] if index < len(self.ends.get(file, [])) else None
+
+    def begin_of(self, file: str, since: float) -> int:
+        """Where what arrived from ``since`` on begins."""
+        self.read()
+        index = bisect.bisect_left(self.seconds.get(file, []), since)
+        return self.ends[file][index - 1] if index and file in self.ends else 0
+
+
+def _start_of_last(path: Path, lines: int) -> int:
+    """Where the last ``lines`` lines of a file begin."""
+    end = path.stat().st_size
+    with path.open("rb") as file:
+        found, position = b"", end
+        while position and found.count(b"\n") <= lines:
+            step = min(1 << 16, position)
+            position -= step
+            file.seek(position)
+            found = file.read(step) + found
+    kept = split_lines(found)[-lines:] if lines else []
+    return end - sum(map(len, kept))

@@ -1,0 +1,43 @@
+"""Who runs on this host: a lock that the node runner and its guardian hold while they live. Standard library."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from llama405b.contract.paths import RunDir
+
+
+def take_lock(path: Path, tries: int = 10) -> int | None:
+    """Hold the run's lock on this host until the process (and its guardian) ends; None where another holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(tries):  # `status` holds it for an instant to look
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def is_alive(run: RunDir, host: str) -> bool:
+    """Whether a node runner (or its guardian) holds the run's lock on this host."""
+    try:
+        descriptor = os.open(run.lock(host), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def run_of(name: str) -> RunDir:
+    """The run's directory, below this process's working directory."""
+    return RunDir(Path.cwd() / "runs" / name)

@@ -1,0 +1,118 @@
+"""Find and end the processes of a run on this machine, whoever their parents are now. Standard library, Linux."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from llama405b_tools.remote.torchrun import MARKER
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Make orphans below this process its own children, so that none gets out of sight."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None where it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def state(pid: int) -> str:
+    """A process's state as the kernel writes it (R, S, D, T, Z, …); "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def same_process(pid: int, began: int) -> bool:
+    """Whether ``pid`` still is the process that began then."""
+    return pid > 0 and start_time(pid) == began
+
+
+def marked(value: str) -> list[int]:
+    """Processes whose environment says that they belong to ``<run directory>:<host>``."""
+    return all_marked().get(value, [])
+
+
+def all_marked() -> dict[str, list[int]]:
+    """Processes of every run here that this user may look at, by the ``<run directory>:<host>`` they belong to."""
+    needle = f"{MARKER}=".encode()
+    found: dict[str, list[int]] = {}
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit() and start_time(int(entry)) is not None:
+            try:
+                environment = Path(f"/proc/{entry}/environ").read_bytes()
+            except OSError:
+                continue
+            for variable in environment.split(b"\0") if needle in environment else ():
+                if variable.startswith(needle):
+                    found.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(int(entry))
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The living processes that ``pid`` started itself."""
+    return _children().get(pid, [])
+
+
+def command_of(pid: int) -> str:
+    """A process's command line, for a person to read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def descendants(root: int) -> list[int]:
+    """All living processes below ``root``."""
+    parents = _children()
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        below = parents.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def _children() -> dict[int, list[int]]:
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
+            except OSError:
+                continue
+            if fields[0] not in "ZX":
+                parents.setdefault(int(fields[1]), []).append(int(entry))
+    return parents
+
+
+def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
+    """SIGKILL every process of ``<run directory>:<host>`` until none is left.
+
+    Returns how many were ended, and those that could not be within ``seconds`` (in a D state, say).
+    """
+    ended: set[int] = set()
+    deadline = time.monotonic() + seconds
+    while True:
+        left = set(marked(value)) | (set(descendants(below)) if below else set())
+        left -= {os.getpid(), *spare}
+        if not left or time.monotonic() > deadline:
+            return len(ended - left), sorted(left)
+        for pid in left:
+            ended.add(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        time.sleep(0.05)

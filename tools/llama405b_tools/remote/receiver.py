@@ -1,0 +1,248 @@
+"""One host of a chain: receive files, write them, and pass them on meanwhile. Standard library.
+
+A host writes into ``.<name>.part``, verifies, and renames; what broke off is gone on with at the byte.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import queue
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llama405b_tools.remote import wire
+
+AHEAD = 8  # chunks on their way to the disk or to the next host
+ACCEPT_S = 15.0
+RECORD = ".llama405b-pushed.json"  # what was verified here: name -> [bytes, mtime_ns, sha256]
+
+
+class Receiver:
+    """Receives files into ``root``, and passes them on to the next host, if there is one."""
+
+    def __init__(self, root: Path, token: str) -> None:
+        self.root, self.token = root, token
+        self.listener = socket.create_server(("", 0))
+        self.listener.settimeout(ACCEPT_S)
+        self.port = self.listener.getsockname()[1]
+        self.done = self.total = 0
+        self.file = ""
+        self.bad: list[str] = []
+        self.next: socket.socket | None = None
+        self.next_fault = ""
+        self.verified: dict[str, list[Any]] = _read_record(root)
+
+    def run(self, below: dict[str, Any] | None) -> None:
+        """Receive everything; ``below``: the next host's addresses, port and token.
+
+        Raises:
+            wire.BrokenLinkError: The host before is gone; what came until then is kept.
+            OSError: This host's disk fails.
+        """
+        link = self._accept()
+        files: wire.FileList = [(str(name), int(size)) for name, size in json.loads(wire.line(link))]
+        for name, _ in files:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise OSError(f"{name!r} leads out of the directory")
+        mine = [self._present(name, size) for name, size in files]
+        lacking = sum(size - have for (_, size), have in zip(files, mine, strict=True))
+        self.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.root).free
+        if lacking > free:
+            raise OSError(
+                f"{self.root} has {free / 1e9:.1f} GB free, but {lacking / 1e9:.1f} GB are to come; make room"
+            )
+        least = mine
+        if below:
+            least = [min(pair) for pair in zip(mine, self._connect(below, files), strict=True)]
+        wire.send(link, f"{json.dumps(least)}\n".encode())
+        self.total = sum(size for _, size in files)
+        for (name, size), have, begin in zip(files, mine, least, strict=True):
+            self.file = name
+            self._receive(link, name, size, have, begin)
+        if self.next:
+            self.next.close()
+        link.close()
+
+    def _accept(self) -> socket.socket:
+        """The connection of whoever knows the token."""
+        while True:
+            link, _ = self.listener.accept()
+            link.settimeout(wire.STALL_S)
+            with contextlib.suppress(OSError, wire.BrokenLinkError):
+                if hmac.compare_digest(wire.line(link, limit=200).strip(), self.token):
+                    return link
+            link.close()
+
+    def _connect(self, below: dict[str, Any], files: wire.FileList) -> list[int]:
+        """Connect to the next host, and hear what everybody below has; without it the chain ends here."""
+        for address in below["addresses"]:
+            try:
+                self.next = socket.create_connection((address, below["port"]), wire.CONNECT_S)
+                self.next.settimeout(wire.STALL_S)
+                wire.send(self.next, f"{below['token']}\n{json.dumps(files)}\n".encode())
+                return [int(have) for have in json.loads(wire.line(self.next))]
+            except (OSError, wire.BrokenLinkError, ValueError) as error:
+                self.next, self.next_fault = None, str(error)
+        return [size for _, size in files]
+
+    def _present(self, name: str, size: int) -> int:
+        """How many bytes of a file are here already, whole or as a part."""
+        path = self.root / name
+        if path.is_file() and path.stat().st_size == size:
+            return size
+        partial = _partial(path)
+        have = partial.stat().st_size if partial.is_file() else 0
+        return have if have <= size else 0
+
+    def _receive(self, link: wire.Link, name: str, size: int, have: int, begin: int) -> None:
+        path, partial = self.root / name, _partial(self.root / name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.is_file() and path.stat().st_size == size
+        digest = hashlib.sha256()
+        known = self._known(name, path) if whole else ""
+        if have and not known:
+            _hash_into(digest, path if whole else partial, have)
+        self.done += begin
+        with _Worker() as disk, _Worker() as onward:
+            file = None if whole else partial.open("r+b" if have else "wb")
+            try:
+                if file:
+                    file.truncate(have)
+                    file.seek(have)
+                position = begin
+                while position < size:
+                    chunk = link.recv(min(wire.CHUNK, size - position))
+                    if not chunk:
+                        raise wire.BrokenLinkError(f"the host before stopped at byte {position} of {name}")
+                    fresh = chunk[max(0, have - position) :]
+                    if file and fresh:
+                        disk.do(_write, file, digest, fresh)
+                    if self.next:
+                        onward.do(self._pass_on, chunk)
+                    position += len(chunk)
+                    self.done += len(chunk)
+                said = wire.exactly(link, 64)
+                onward.do(self._pass_on, said)
+                disk.wait()
+                if file:
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise (
+                    wire.BrokenLinkError(str(error)) if isinstance(error, TimeoutError | ConnectionError) else error
+                ) from None
+            finally:
+                disk.drain()
+                if file:
+                    file.close()
+        self._settle(name, path, partial, said.decode(), known or digest.hexdigest(), whole=whole)
+
+    def _settle(self, name: str, path: Path, partial: Path, said: str, found: str, *, whole: bool) -> None:
+        """Give a file its name where its content is right; else throw it away."""
+        if said != found:
+            (path if whole else partial).unlink(missing_ok=True)
+            self.bad.append(f"{name} differs from the source by its SHA-256, and was thrown away")
+            return
+        if not whole:
+            partial.replace(path)
+        info = path.stat()
+        self.verified[name] = [info.st_size, info.st_mtime_ns, said]
+        _write_record(self.root, self.verified)
+
+    def _known(self, name: str, path: Path) -> str:
+        """The SHA-256 of a file that was verified here and not touched since."""
+        size, mtime, digest = self.verified.get(name, [0, 0, ""])
+        info = path.stat()
+        return str(digest) if (info.st_size, info.st_mtime_ns) == (size, mtime) else ""
+
+    def _pass_on(self, chunk: bytes) -> None:
+        if self.next:
+            try:
+                self.next.sendall(chunk)
+            except OSError as error:
+                self.next, self.next_fault = None, error.strerror or str(error)
+
+
+class _Worker:
+    """A thread that does things in order, a few ahead of what was asked; the first error is raised to the asker."""
+
+    def __init__(self) -> None:
+        self.work: queue.Queue[Any] = queue.Queue(AHEAD)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "_Worker":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.drain()
+
+    def do(self, call: Callable[..., None], *args: Any) -> None:
+        """Have something done."""
+        self._raise()
+        self.work.put((call, args))
+
+    def wait(self) -> None:
+        """Until all is done."""
+        self.drain()
+        self._raise()
+
+    def drain(self) -> None:
+        """End the thread, after what it was given."""
+        if self.thread.is_alive():
+            self.work.put(None)
+            self.thread.join()
+
+    def _raise(self) -> None:
+        if self.error:
+            raise self.error
+
+    def _run(self) -> None:
+        while (job := self.work.get()) is not None:
+            if self.error is None:
+                try:
+                    job[0](*job[1])
+                except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                    self.error = error
+
+
+def _write(file: Any, digest: Any, chunk: bytes) -> None:
+    file.write(chunk)
+    digest.update(chunk)
+
+
+def _hash_into(digest: Any, path: Path, size: int) -> None:
+    with path.open("rb") as file:
+        left = size
+        while left:
+            chunk = file.read(min(wire.CHUNK, left))
+            if not chunk:
+                raise OSError(f"{path} became shorter")
+            digest.update(chunk)
+            left -= len(chunk)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
+def _read_record(root: Path) -> dict[str, list[Any]]:
+    try:
+        found = json.loads((root / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_record(root: Path, record: dict[str, list[Any]]) -> None:
+    partial = root / f"{RECORD}.{os.getpid()}"
+    partial.write_text(json.dumps(record), encoding="utf-8")
+    partial.replace(root / RECORD)

@@ -1,0 +1,13 @@
+"""Secrets on their way to the ranks: a file that its owner alone may read, for a moment. Standard library."""
+
+import json
+import os
+from pathlib import Path
+
+
+def write_secrets(path: Path, secrets: dict[str, str]) -> None:
+    """Write secrets for the node runner, readable by this user alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(secrets, file)

@@ -1,0 +1,56 @@
+"""What Slurm says of a job. The only module that calls its programs. Standard library."""
+
+import subprocess
+from collections.abc import Sequence
+
+from llama405b.contract.errors import RunError, UserError
+
+TIMEOUT_S = 30.0
+GONE = (
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
+
+
+def state_of(job: str) -> str:
+    """A job's state as Slurm writes it (PENDING, RUNNING, COMPLETED, …); COMPLETED where Slurm has forgotten it.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    done = call(["squeue", "-h", "-j", job, "-o", "%T", "-t", "all"])
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise RunError(f"squeue does not answer ({' '.join(done.stderr.split())[:200]}); try it by hand")
+    return done.stdout.split()[0].partition("+")[0] if done.stdout.split() else "COMPLETED"
+
+
+def reason_of(job: str) -> str:
+    """Why a job waits, in Slurm's words."""
+    return call(["squeue", "-h", "-j", job, "-o", "%R"]).stdout.strip().strip("()") or "no reason given"
+
+
+def alive(job: str) -> bool:
+    """Whether anything of a job may still run."""
+    return state_of(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
+
+
+def call(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Run one of Slurm's programs.
+
+    Raises:
+        UserError: It is not here.
+        RunError: It does not answer.
+    """
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise UserError(f"there is no {argv[0]} here; run it on a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{argv[0]} does not answer within {TIMEOUT_S:.0f} s; Slurm's controller may be down") from None

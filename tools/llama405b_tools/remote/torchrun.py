@@ -1,0 +1,57 @@
+"""What the node runner starts on a host, and in which environment. Pure."""
+
+from collections.abc import Sequence
+
+from llama405b.contract.plan import Plan
+
+SETUP_FAILED = "the setup line failed"
+MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run directory>:<host>
+
+
+def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
+    """The command the node runner starts.
+
+    Only the head may host the store, and must: torchrun's own guess makes a second agent on one machine, or a
+    stranger's agent on the same port, join a store that is not this run's.
+    """
+    node = plan.node(name)
+    return [
+        node.python,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={len(plan.nodes)}",
+        f"--nproc-per-node={node.slots}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={plan.endpoint}",
+        f"--rdzv-id={plan.rdzv_id}",
+        f"--rdzv-conf=is_host={int(node is plan.nodes[0] or node.name == plan.nodes[0].name)},read_timeout=120",
+        f"--local-addr={node.address}",
+        "--max-restarts=0",
+        f"--log-dir={log_dir}",
+        "--redirects=3",
+        *plan.program,
+    ]
+
+
+def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
+    """``argv``, after a shell line of the user's own (``module load cuda``), whose failure ends it."""
+    if not line:
+        return list(argv)
+    script = f'eval "$0" || {{ echo "{SETUP_FAILED} with exit code $?: $0" >&2; exit 97; }}; exec "$@"'
+    return ["bash", "-c", script, line, *argv]
+
+
+def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
+    """What torchrun's environment holds beside the host's own and the secrets."""
+    node = plan.node(name)
+    return {
+        MARKER: f"{run_dir}:{name}",
+        "LLAMA405B_HOST": name,
+        "LLAMA405B_FIRST_RANK": str(node.first_rank),
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": node.interface,
+        "PYTHONUNBUFFERED": "1",
+        "HF_HOME": f"{node.workdir}/.cache/huggingface",
+        **({"HF_HUB_OFFLINE": "1"} if plan.trains else {}),  # the weights are files that were checked
+        **node.env,
+    }

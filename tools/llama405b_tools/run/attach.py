@@ -1,0 +1,70 @@
+"""``llama405b attach``: one tmux session here, with a window on every host. The only module that imports libtmux.
+
+Every window is read-only, attached to that host's session in the run's own tmux server; ``--host NAME`` attaches to
+one host for writing, in this terminal. Detaching (Ctrl-b d) leaves the run as it is.
+"""
+
+import os
+import shlex
+from collections.abc import Sequence
+
+from llama405b.contract.errors import UserError
+from llama405b_tools.hosts.fleet import is_local
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.remote.tmux import tmux_session, tmux_socket
+
+
+def operator_socket(run: str) -> str:
+    """The operator's own tmux server for a run; never the run's, which may be on this machine too."""
+    return f"{tmux_socket(run)}-attach"
+
+
+def window_command(host: Host, run: str, *, writable: bool) -> str:
+    """The shell line that shows a host's session."""
+    inner = [
+        "tmux",
+        "-u",
+        "-L",
+        tmux_socket(run),
+        "attach",
+        *([] if writable else ["-r"]),
+        "-t",
+        f"={tmux_session(host.name)}",
+    ]
+    if is_local(host):
+        return "unset TMUX; exec " + shlex.join(inner)
+    port = ["-p", str(host.port)] if host.port else []
+    target = f"{host.user}@{host.name}" if host.user else host.name
+    config = ["-F", os.environ["LLAMA405B_SSH_CONFIG"]] if "LLAMA405B_SSH_CONFIG" in os.environ else []
+    return "unset TMUX; exec " + shlex.join(
+        ["ssh", "-t", "-o", "BatchMode=yes", *config, *port, "--", target, shlex.join(inner)]
+    )
+
+
+def build_session(hosts: Sequence[Host], run: str) -> str:
+    """Build the session anew, a window a host; returns its name.
+
+    Raises:
+        UserError: There is no tmux on this machine.
+    """
+    import libtmux
+    from libtmux.exc import LibTmuxException, TmuxCommandNotFound
+
+    os.environ.pop("TMUX", None)
+    name = tmux_session(run)
+    try:
+        server = libtmux.Server(socket_name=operator_socket(run), config_file="/dev/null")
+        session = server.new_session(
+            name,
+            attach=False,
+            kill_session=True,
+            window_name=hosts[0].name,
+            window_command=window_command(hosts[0], run, writable=False),
+        )
+        for host in hosts[1:]:
+            session.new_window(host.name, attach=False, window_shell=window_command(host, run, writable=False))
+    except TmuxCommandNotFound:
+        raise UserError("attach: there is no tmux on this machine; install it, or use `llama405b logs -f`") from None
+    except LibTmuxException as error:
+        raise UserError(f"attach: tmux would not build the session ({error}); try `llama405b logs -f`") from None
+    return name

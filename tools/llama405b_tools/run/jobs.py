@@ -1,0 +1,177 @@
+"""Runs in a Slurm job: the same node runner on each allocated node, everything known through the shared directory.
+
+``runs/<run>/slurm.json`` says which job a run is; its hosts are not asked by SSH: status, logs and stop read the files
+that all nodes share, and Slurm says what lives.
+"""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_json, write_json
+from llama405b.contract.paths import RunDir
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.remote import slurm
+from llama405b_tools.remote.secrets import write_secrets
+from llama405b_tools.run.request import LaunchRequest
+
+SIGNAL_BEFORE_S = 300  # before the job's time is over, for the trainer to save
+KILL_WAIT_S = 60.0  # for Slurm to end what did not end by itself
+POLL_S = 0.5
+
+
+def submit(asked: LaunchRequest, options: str) -> str:
+    """Submit the job of a run; returns its id.
+
+    Raises:
+        UserError: There is no sbatch here, it refuses the options, or the run exists.
+    """
+    if not shutil.which("sbatch"):
+        raise UserError("--slurm: there is no sbatch here; run it on a login node of the cluster")
+    given, run = _options(options), RunDir(Path.cwd() / "runs" / asked.run)
+    new = not run.path.exists()
+    if run.path.exists() and asked.resume == "no":
+        raise UserError(f"--run: {asked.run!r} exists here; take another name, or go on with --resume auto")
+    earlier = read_json(run.job)
+    if earlier and slurm.state_of(earlier["job"]) not in slurm.GONE:
+        raise UserError(
+            f"--run: {asked.run!r} is job {earlier['job']} already; `llama405b stop --run {asked.run}` ends it"
+        )
+    for leftover in (run.path / "status").glob("*") if (run.path / "status").is_dir() else ():
+        if leftover.suffix in (".stop", ".where"):
+            leftover.unlink()
+    write_json(run.job_request, _request(asked))
+    if asked.secrets:
+        write_secrets(run.job_secrets, dict(asked.secrets))
+    script = run.job_script
+    script.write_text(job_script(asked.run, run.path), encoding="utf-8")
+    own = [
+        "--parsable",
+        "--ntasks-per-node=1",
+        f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
+        f"--output={run.path}/slurm-%j.log",
+        "--open-mode=append",
+        *(["--no-requeue"] if asked.secrets else []),  # they are not kept for a second life of the job
+    ]
+    done = slurm.call(["sbatch", *own, *given, str(script)])
+    if done.returncode:
+        run.job_secrets.unlink(missing_ok=True)
+        if new:
+            shutil.rmtree(run.path)
+        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
+    job = done.stdout.strip().partition(";")[0]
+    write_json(run.job, {"job": job, "options": options})
+    return job
+
+
+def _request(asked: LaunchRequest) -> dict[str, Any]:
+    """What the nodes make the plan from."""
+    return {
+        "run": asked.run,
+        "program": asked.training_program(),
+        "program_again": dataclasses.replace(asked, resume="auto").training_program(),  # if Slurm requeues the job
+        "env": dict(asked.env),
+        "setup": asked.setup,
+        "secrets": sorted(asked.secrets),
+        "checkpoint_dir": asked.config.checkpoint.dir if asked.config else "",
+        "on_cpu": bool(asked.config and asked.config.parallel.device == "cpu"),
+        "grace_s": SIGNAL_BEFORE_S - 60,
+    }
+
+
+def job_script(name: str, directory: Path) -> str:
+    """What every node of the job starts."""
+    node = [sys.executable, "-m", "llama405b_tools.run.slurm_node", str(directory)]
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            f"#SBATCH --job-name=llama405b-{name}",
+            f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
+            "PYTHONPATH=tools${PYTHONPATH:+:$PYTHONPATH}; export PYTHONPATH",
+            f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
+            f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {shlex.join(node)} &",
+            "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || exit $code; done",
+            "",
+        ]
+    )
+
+
+def _options(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f'--slurm: {text!r} cannot be read ({error}); write it as "-N 4 -p gpu"') from None
+
+
+def stop(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
+    """End a job: with a grace by the node runners, which look for the word in their files, then by Slurm.
+
+    Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.
+    Returns whether the job is gone.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    if by:
+        ask_to_stop(run, hosts, by, grace_s)
+    if slurm.alive(job) and grace_s:
+        _until_gone(job, grace_s + 20)
+    if slurm.state_of(job) not in slurm.GONE:
+        slurm.call(["scancel", job])
+        _until_gone(job, KILL_WAIT_S)
+    return slurm.state_of(job) in slurm.GONE
+
+
+def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
+    """Leave the word on which the node runners let the trainer save, and end."""
+    for host in hosts:
+        write_json(run.stop(host), {"by": by, "grace_s": grace_s, "time": time.time()})
+
+
+def _until_gone(job: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while slurm.state_of(job) not in slurm.GONE and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def waits(run: str) -> bool:
+    """Whether the job of a run has no nodes: not yet, or (requeued) not again."""
+    return not hosts_of(run) or slurm.state_of(job_of(run)) == "PENDING"
+
+
+def hosts_of(run: str) -> tuple[Host, ...]:
+    """The nodes of a run that is a job, as hosts whose files are here; () before the job has begun."""
+    plan = read_json(RunDir.here(run).plan)
+    where = f"job {(read_json(RunDir.here(run).job) or {}).get('job')}"
+    names: Sequence[dict[str, Any]] = plan["nodes"] if plan else ()
+    return tuple(Host(node["name"], where, address="localhost", python=sys.executable) for node in names)
+
+
+def run_asked(run: str | None, hosts_file: Path) -> str | None:
+    """The run that is meant, where it is a job: the one named, or the newest here where there is no hosts file."""
+    if run:
+        return run if re.fullmatch(r"[\w.-]+", run) and "job" in (read_json(RunDir.here(run).job) or {}) else None
+    if hosts_file.exists():
+        return None
+    jobs = [path for path in Path("runs").glob("*/slurm.json") if "job" in (read_json(path) or {})]
+    found = [(path.stat().st_mtime, path.parent.name) for path in jobs]
+    return max(found)[1] if found else None
+
+
+def job_of(run: str) -> str:
+    """The job that a run is."""
+    return str((read_json(RunDir.here(run).job) or {})["job"])
+
+
+def words_of(run: str) -> str:
+    """One line on a job that has no nodes yet, or none any more."""
+    job = job_of(run)
+    state = slurm.state_of(job)
+    return f"run {run}: job {job} is {state}{f' ({slurm.reason_of(job)})' if state == 'PENDING' else ''}"

@@ -1,0 +1,49 @@
+"""``llama405b launch``: check every host, start torchrun on all of them or on none, and follow if asked."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+
+from llama405b.contract.plan import Plan
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.run.preflight import check_training, make_plan, nccl_reasons, probe
+from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.start import start
+from llama405b_tools.text.fold import fold_names
+
+UNPROVED = (
+    "note: CUDA and NCCL are marked 'never run' in the README's proof table; --rehearse tries them on these hosts first"
+)
+
+
+def launch(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> Plan:
+    """Check, plan and start; says on one line what runs now.
+
+    Raises:
+        UserError: The request is wrong; nothing was started.
+        RunError: A host is not fit, or did not start; nothing is left running, or it says where something may be.
+    """
+    began = time.monotonic()
+    answers, way = probe(asked, hosts, fleet, again=again)
+    plan = make_plan(asked, hosts, answers, way, time.time())
+    check_training(asked, plan)
+    start(plan, asked.secrets, fleet, again=again)
+    took = f"up in {time.monotonic() - began:.1f} s"
+    for name in sorted({other for answer in answers.values() for other in answer["others"]}):
+        where = fold_names([host for host, answer in answers.items() if name in answer["others"]])
+        print(f"note: run {name} is alive on {where} too; they share its GPUs and memory")
+    print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
+    for line in nccl_reasons(asked, answers, way):
+        print(f"  {line}")
+    if asked.config and asked.config.parallel.device != "cpu" and any(a["gpus"] for a in answers.values()):
+        print(UNPROVED)
+    sys.stdout.flush()
+    return plan
+
+
+def resumed(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> tuple[LaunchRequest, list[Host]]:
+    """The same launch with the same ranks, going on from the newest checkpoint that verifies."""
+    same = [dataclasses.replace(host, slots=plan.node(host.name).slots) for host in hosts]
+    return dataclasses.replace(asked, resume="auto"), same

@@ -1,0 +1,113 @@
+"""``launch --rehearse``: the whole way on the real hosts with a model of the true layer shapes, cut to two layers.
+
+Start, load (random weights, sent by rank 0 as the real ones would be), two steps, save, a third step, kill -9, resume,
+the third step again with the same loss. What fails is named by phase and host. Its checkpoints are deleted.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from llama405b.contract import command
+from llama405b.contract.errors import FAILED, GOOD, RunError
+from llama405b.contract.plan import REHEARSAL, Plan
+from llama405b_tools.hosts.fleet import Fleet, Outcome
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.run.follow import SLACK_S, Limits, watch_run
+from llama405b_tools.run.launch import launch
+from llama405b_tools.run.request import LaunchRequest
+
+LAYERS, SAVE_AT, STEPS = 2, 2, 3
+STEP_LIMIT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in another order
+
+
+def rehearse(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int:
+    """Rehearse the launch; returns the exit code.
+
+    Raises:
+        UserError: The request is wrong, or a host is not fit; nothing was started.
+    """
+    trial, began = trial_of(asked), time.monotonic()
+    assert trial.config
+    saves, load_s = bool(trial.config.checkpoint.every), trial.config.timeouts.load
+    plan = launch(trial, hosts, fleet)
+    fault = ""
+    try:
+        first = loss_of(fleet, plan, load_s)
+        _everywhere(plan, fleet, hard=True)
+        print(f"rehearsal: {STEPS} steps{', saved' if saves else ''}, killed", flush=True)
+        if saves:
+            plan = launch(dataclasses.replace(trial, resume=str(SAVE_AT)), hosts, fleet)
+            second = loss_of(fleet, plan, load_s)
+            if abs(second - first) > TOLERANCE * abs(first):
+                fault = f"after the resume step {STEPS} has loss {second:.6f}, before the kill it had {first:.6f}; "
+                fault += "a checkpoint of these hosts cannot be trusted"
+    except RunError as error:
+        fault = str(error)
+    finally:
+        _everywhere(plan, fleet, hard=False, discard=True)
+    took = f"{time.monotonic() - began:.0f} s"
+    if fault:
+        print(f"rehearsal: FAILED after {took}: {fault}; `{front_door()} logs --run {plan.run}` shows every rank")
+        return FAILED
+    resumed = f", resumed to the same loss ({first:.4f})" if saves else "; nothing is saved, as checkpoint.every is 0"
+    print(f"rehearsal: good, {took}: loaded, {STEPS} steps{resumed}; nothing of it is left running")
+    return GOOD
+
+
+def trial_of(asked: LaunchRequest) -> LaunchRequest:
+    """The same launch, cut down."""
+    assert asked.config
+    config, run = asked.config, f"{asked.run}{REHEARSAL}"
+    settings = {
+        "model.layers": min(LAYERS, config.model.layers or LAYERS),
+        "model.weights": "random",
+        "training.max_steps": 1000,  # it is killed long before
+        "checkpoint.every": SAVE_AT if config.checkpoint.every else 0,
+        "checkpoint.keep": 1000,  # small models are past the next one before they are killed
+    }
+    if config.checkpoint.dir:
+        settings["checkpoint.dir"] = f"{config.checkpoint.dir.rstrip('/')}/{run}"
+    flags = (*asked.flags, *(f"--{key}={value}" for key, value in settings.items()))
+    return dataclasses.replace(asked, run=run, resume="no", config=command.parse(flags).config, flags=flags)
+
+
+def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
+    """The loss of the last step to rehearse, once it is taken.
+
+    Raises:
+        RunError: The run fails or hangs before; names phase and host.
+    """
+    limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
+    watch = watch_run(fleet, plan, limits, lambda watch: STEPS in watch.losses)
+    if STEPS in watch.losses:
+        return watch.losses[STEPS]
+    worst = watch.worst()
+    if worst is None:
+        raise RunError(f"it ended before step {STEPS}")
+    beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
+    phases = sorted({beat["failed_in"] or beat["phase"] for beat in beats})
+    phase = f"in phase {'/'.join(phases)}" if phases else "before its ranks started"
+    raise RunError(f"{worst.host}: {worst.what} ({phase})")
+
+
+def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> dict[str, Outcome]:
+    """End the rehearsal on every host: as a crash would, where ``hard``.
+
+    Raises:
+        RunError: Something is left of it.
+    """
+    requests = {
+        node.name: {"run": plan.run, "host": node.name, "hard": hard, "discard": discard}  # whatever attempt is there
+        for node in plan.nodes
+    }
+    ends = fleet.ask_all("stop", requests, STOP_TIMEOUT_S)
+    for name, end in ends.items():
+        if isinstance(end, HostError) or end["left"]:
+            left = end if isinstance(end, HostError) else f"processes {end['left']} cannot be ended"
+            raise RunError(f"{name}: {left}; `{front_door()} stop --run {plan.run}` ends what is left")
+    return ends

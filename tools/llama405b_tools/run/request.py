@@ -1,0 +1,222 @@
+"""What ``launch`` was asked for: its command line and environment files, parsed and checked. Opens no connection."""
+
+import argparse
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from llama405b.contract import command, config
+from llama405b.contract.errors import UserError
+from llama405b.contract.plan import check_run_name
+from llama405b.contract.schema import Config
+from llama405b.contract.trust import refuse_others_writing
+from llama405b_tools.text.durations import seconds
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # the run sets these itself, and needs them so
+EPILOG = """
+Settings of the training run are flags too (`llama405b train --help`); after -- comes any other torchrun program:
+  llama405b launch hosts --preset llama3.1-405b --data.paths corpus --rehearse
+  llama405b launch hosts --preset llama3.1-405b --data.paths corpus --restart 5 --follow
+  llama405b launch hosts -- my_script.py --its-own args
+exit codes: 0 started (with --follow: ended well), 1 a host or the run failed, 2 refused, nothing started
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """A launch command, parsed."""
+
+    hosts_file: Path
+    run: str
+    resume: str
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]  # names and values: never printed, never written but to the hosts' 0600 files
+    setup: str  # a shell line that goes before torchrun on every host
+    port: int
+    dry_run: bool
+    follow: bool
+    restart: int  # times without progress; 0: not at all
+    hang_after_s: float
+    notify: str
+    rehearse: bool
+    allow_sockets: bool
+    slurm: str | None  # sbatch's options; None: by SSH
+    config: Config | None  # None: a program of the user's own
+    flags: tuple[str, ...]  # the training settings, as flags
+    program: tuple[str, ...]
+
+    def training_program(self) -> tuple[str, ...]:
+        """What torchrun runs: the user's program, or our trainer."""
+        if self.program:
+            return self.program
+        return ("-m", "llama405b.train", "--run-dir", f"runs/{self.run}", "--resume", self.resume, *self.flags)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see `llama405b launch --help`")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="llama405b launch",
+        description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
+    add("--run", default="", help="the run's name [<preset>-<date>-<time>]")
+    add("--config", type=Path, help="TOML file of settings")
+    add("--preset", default="", help=f"{', '.join(config.preset_names())}")
+    add("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
+    add("--rehearse", action="store_true", help="first try it all with 2 layers: load, step, save, kill, resume")
+    add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
+    add("--restart", type=int, default=0, metavar="N", help="guard the run: resume it, at most N times in vain [0]")
+    add("--hang-after", default="5m", metavar="TIME", help="with --restart: ranks silent this long hang [5m]")
+    add("--notify", default="", metavar="CMD", help="with --restart: run CMD on incident, recovery and end")
+    add("--env", action="append", default=[], metavar="K=V", help="an environment variable of the ranks")
+    add("--env-file", action="append", default=[], type=Path, metavar="FILE", help="lines K=V; secrets go as --secret")
+    add(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="hand this environment variable to the ranks, by SSH's standard input only",
+    )
+    add("--setup-line", default="", metavar="LINE", help="shell line before torchrun on every host (module load …)")
+    add("--allow-sockets", action="store_true", help="let NCCL use TCP although the hosts have RDMA")
+    add("--slurm", metavar="OPTIONS", help='as a Slurm job, with these options of sbatch: "-N 4 -p gpu"; no hosts file')
+    add("--port", type=int, default=0, help="of the rendezvous on the head [a free one]")
+    add("--dry-run", action="store_true", help="print what would run where; opens no connection")
+    return parser
+
+
+def parse(argv: Sequence[str], now: float) -> LaunchRequest:
+    """Parse the command line; a training command goes through the trainer's own parser.
+
+    Raises:
+        UserError: Anything in it is wrong.
+    """
+    own, program = (
+        (list(argv), ()) if "--" not in argv else (list(argv[: argv.index("--")]), tuple(argv[argv.index("--") + 1 :]))
+    )
+    settings, others = config.split_flags(own)
+    known, rest = _parser().parse_known_args(others)
+    config.refuse_unknown(rest)
+    if "--" in argv and not program:
+        raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
+    if program and (settings or known.preset or known.config or known.rehearse):
+        what = settings[0] if settings else "--rehearse" if known.rehearse else "--preset/--config"
+        raise UserError(f"{what}: settings are for the trainer, but a program stands after --; take one away")
+    _check_guard(known)
+    env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
+    command.check_resume(known.resume)
+    if known.port and not 0 < known.port < 65536:
+        raise UserError(f"--port: {known.port} is out of range; take 1 to 65535")
+    resolved, flags = None, ()
+    if not program:
+        base = ["--preset", known.preset] if known.preset else []
+        layers = (config.read_toml(known.config) if known.config else {}) | config.read_flags(settings)
+        resolved = command.parse([*base, *(["--config", str(known.config)] if known.config else []), *settings]).config
+        flags = (*base, *config.to_flags(layers))
+    stem = known.preset or (known.config.stem if known.config else "run")
+    return LaunchRequest(
+        hosts_file=known.hosts,
+        run=check_run_name(known.run or f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"),
+        resume=known.resume,
+        env=env,
+        secrets=secrets,
+        setup=known.setup_line,
+        port=known.port,
+        dry_run=known.dry_run,
+        follow=known.follow,
+        restart=known.restart,
+        hang_after_s=seconds(known.hang_after, "--hang-after"),
+        notify=known.notify,
+        rehearse=known.rehearse,
+        allow_sockets=known.allow_sockets,
+        slurm=known.slurm,
+        config=resolved,
+        flags=flags,
+        program=program,
+    )
+
+
+def _check_guard(known: argparse.Namespace) -> None:
+    if not 0 <= known.restart <= 1000:
+        raise UserError(f"--restart: {known.restart} times; it takes 0 to 1000")
+    if known.notify and not known.restart:
+        raise UserError("--notify: it goes with --restart N, which guards the run; add that")
+    if known.slurm is not None and (known.restart or known.rehearse or known.port):
+        raise UserError("--slurm: --restart, --rehearse and --port go with SSH hosts; take them away")
+    if known.rehearse and (known.restart or known.resume != "no"):
+        raise UserError("--rehearse: it is a run of its own; take --restart and --resume away")
+
+
+def read_env(
+    pairs: Sequence[str], files: Sequence[Path], names: Sequence[str], here: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The ranks' variables, and their secrets: from ``--env``, ``--env-file`` and ``--secret`` (of ``here``).
+
+    Raises:
+        UserError: A variable has no name that will do, is the run's own, or is not set; a secret stands on the
+        command line; a file cannot be read.
+    """
+    env: dict[str, str] = {}
+    secrets: dict[str, str] = {}
+    for path in files:
+        for where, name, value in _env_lines(path):
+            (secrets if SECRET.search(name) else env)[_checked(name, where)] = value
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if SECRET.search(name):
+            raise UserError(
+                f"--env: {name} looks like a secret, which every `ps` would show; export it, and write --secret {name}"
+            )
+        if not equals:
+            raise UserError(f"--env: {pair!r} has no value; write --env NAME=VALUE")
+        env[_checked(name, "--env")] = value
+    for name in names:
+        if _checked(name.partition("=")[0], "--secret") not in here or "=" in name:
+            raise UserError(f"--secret: {name.partition('=')[0]} is not set here; export it, and write --secret NAME")
+        secrets[name] = here[name]
+    for name, value in env.items():
+        if "\0" in value or "\n" in value:
+            raise UserError(f"--env: the value of {name} has a line break in it; take it out")
+    return env, secrets
+
+
+def _env_lines(path: Path) -> list[tuple[str, str, str]]:
+    try:
+        refuse_others_writing(path)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
+        raise UserError(f"--env-file: {path} cannot be read ({reason}); name a file of lines NAME=VALUE") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        if not equals:
+            raise UserError(f"{path}:{number}: no '=' in it; write NAME=VALUE")
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+            value = value[1:-1]
+        found.append((f"{path}:{number}", name.strip(), value))
+    return found
+
+
+def _checked(name: str, where: str) -> str:
+    if not VARIABLE.fullmatch(name):
+        raise UserError(f"{where}: {name!r} is no name of a variable; take letters, digits and '_'")
+    if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
+        raise UserError(f"{where}: {name} is set by the run itself; take another name")
+    return name

@@ -1,0 +1,1 @@
+"""cluster-top: frames in, a picture, lines on a screen."""

@@ -1,0 +1,210 @@
+"""cluster-top at a terminal: a Textual app that draws ``panels.screen`` and turns keys into choices."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from typing import ClassVar
+
+from rich.console import Group
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.events import Key, Resize
+from textual.geometry import Size
+from textual.widgets import Static
+
+from llama405b_tools.logs import first_error
+from llama405b_tools.run.query import ask
+from llama405b_tools.top.draw import panels
+from llama405b_tools.top.session import Session
+from llama405b_tools.top.state.picture import HostRow, Picture
+
+TICK_S, DRAW_EVERY_S = 0.25, 1.0
+FAR = 1 << 20  # lines: to the very end
+LEAVE_WITHIN_S = 3.0  # after a signal; then the process ends without ceremony
+HELP, FIRST_ERROR = "HELP", "FIRST ERROR"
+VIEWS = {  # key -> what it shows on the whole screen: mode, and title of a text
+    "enter": ("host", ""),
+    "l": ("logs", ""),
+    "v": ("events", ""),
+    "e": ("text", FIRST_ERROR),
+    "?": ("text", HELP),
+    "h": ("text", HELP),
+}
+MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
+
+
+def run(session: Session) -> int:
+    """Show it until the person leaves; returns the exit code of what was seen last, or 128 + the signal."""
+    for name in ("COLUMNS", "LINES"):  # the terminal itself says how large it is, and tells when that changes
+        os.environ.pop(name, None)
+    app = TopApp(session)
+    try:
+        code = app.run()
+    finally:
+        session.close()
+    return code if code is not None else app.pic.exit_code if app.pic else 0
+
+
+class TopApp(App[int]):
+    """The screen and its keys."""
+
+    CSS = "Screen { overflow: hidden; } Static { width: 100%; height: 100%; }"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [("ctrl+c", "leave", "quit"), ("ctrl+z", "suspend_process", "suspend")]
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session, self.ui = session, session.ui
+        self.pic: Picture | None = None
+        self.drawn_at = 0.0
+
+    def compose(self) -> ComposeResult:
+        """One widget that fills the screen."""
+        yield Static(id="all", markup=False)
+
+    def on_mount(self) -> None:
+        """Begin to sample and to draw."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.end_by, number)
+        self.set_interval(TICK_S, self.tick)
+        self.tick()
+
+    def end_by(self, number: int) -> None:
+        """A signal: restore the screen, and leave nothing behind, even where the terminal is gone."""
+        last_resort = threading.Timer(LEAVE_WITHIN_S, os._exit, (128 + number,))
+        last_resort.daemon = True
+        last_resort.start()
+        self.session.close()
+        self.exit(128 + number)
+
+    def tick(self) -> None:
+        """Take what arrived, and draw now and then."""
+        self.session.advance(self.session.source.now())
+        if time.monotonic() - self.drawn_at >= DRAW_EVERY_S:
+            self.draw()
+
+    def draw(self, size: Size | None = None) -> None:
+        """Draw what is known."""
+        self.drawn_at = time.monotonic()
+        self.pic = self.session.picture(logs=True)
+        size = size or self.size
+        lines = panels.screen(self.pic, self.ui, list(self.session.logs.lines), size.width, size.height)
+        self.query_one("#all", Static).update(Group(*lines))
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw for the new size."""
+        if self.pic:
+            self.draw(event.size)
+
+    def action_leave(self) -> None:
+        """Leave."""
+        self.exit(self.pic.exit_code if self.pic else 0)
+
+    def on_key(self, event: Key) -> None:
+        """Every key. Escape and a key typed at once arrive as one, alt and the key: it is taken as the two it was."""
+        event.stop()
+        key = event.key.removeprefix("alt+")
+        for name in [key] if key == event.key else ["escape", key]:
+            if self.ui.typing:
+                self._type(name, event.character)
+            elif name in ("q", "Q"):
+                self.action_leave()
+                return
+            else:
+                self._press(event.character if name != "escape" and event.character in ("/", "?") else name)
+        self.draw()
+
+    def _type(self, key: str, character: str | None) -> None:
+        ui = self.ui
+        if key == "enter":
+            ui.typing = False
+        elif key == "escape":
+            ui.typing, ui.filter = False, ""
+        elif key == "backspace":
+            ui.filter = ui.filter[:-1]
+        elif character and character.isprintable():
+            ui.filter += character
+
+    def _press(self, key: str) -> None:
+        ui = self.ui
+        rows = panels.ordered(self.pic, ui) if self.pic else []
+        if key == "escape":
+            if ui.mode == "cluster":
+                ui.filter, ui.odd_only = "", False
+            ui.mode, ui.back = "cluster", 0
+        elif key in MOVES:
+            self._move(rows, MOVES[key])
+        elif key in ("pageup", "pagedown", "home", "end"):
+            self._page(key)
+        elif key in VIEWS:
+            self._view(key, rows)
+        elif key == "/":
+            ui.typing, ui.mode = True, "cluster"
+        elif key == "s":
+            ui.sort = panels.SORTS[(panels.SORTS.index(ui.sort) + 1) % len(panels.SORTS)]
+        elif key == "o":
+            ui.odd_only = not ui.odd_only
+
+    def _view(self, key: str, rows: list[HostRow]) -> None:
+        """Show what the key stands for, or go back from it."""
+        ui, (mode, title) = self.ui, VIEWS[key]
+        if ui.mode == mode and title in ("", ui.title):
+            ui.mode, ui.back = "cluster", 0
+        elif title == FIRST_ERROR:
+            self._first_error()
+        elif title == HELP:
+            self._text(HELP, panels.HELP.split("\n"))
+        elif mode != "host" or rows:
+            ui.selected = (panels.chosen(rows, ui) or rows[0]).name if rows else ui.selected
+            ui.mode, ui.back = mode, 0
+
+    def _move(self, rows: list[HostRow], by: int) -> None:
+        if self.ui.mode in ("logs", "events", "text"):
+            self._scroll(by if self.ui.mode == "text" else -by)
+        elif rows:
+            names = [row.name for row in rows]
+            at = names.index(self.ui.selected) if self.ui.selected in names else 0
+            self.ui.selected = names[min(len(names) - 1, max(0, at + by))]
+
+    def _page(self, key: str) -> None:
+        if self.ui.mode == "cluster":
+            by = {"pageup": -1, "pagedown": 1}.get(key)
+            pages = panels.n_pages(self.pic, self.ui, self.size.width, self.size.height) if self.pic else 1
+            self.ui.page = min(pages - 1, max(0, self.ui.page + by)) if by else 0 if key == "home" else pages - 1
+            return
+        page = max(1, self.size.height - 6)
+        steps = {"pageup": page, "pagedown": -page, "home": FAR, "end": -FAR}[key]
+        self._scroll(-steps if self.ui.mode == "text" else steps)
+
+    def _scroll(self, by: int) -> None:
+        most = len(self.session.logs.lines)
+        if self.ui.mode != "logs" and self.pic:
+            most = len(panels.whole_text(self.pic, self.ui, self.size.width))
+        self.ui.back = min(max(0, most - 3), max(0, self.ui.back + by))
+
+    def _text(self, title: str, lines: list[str]) -> None:
+        self.ui.mode, self.ui.title, self.ui.lines, self.ui.back = "text", title, lines, 0
+
+    def _first_error(self) -> None:
+        """From the hosts where they are live, else from the lines of the recording."""
+        fleet, run = self.session.fleet, self.session.cluster.wanted or self.session.cluster.run
+        if fleet is None:
+            found = self.session.logs.first_error()
+            if found is None:
+                self._text(FIRST_ERROR, ["no error in the lines so far"])
+            else:
+                self.ui.mode, self.ui.back = "logs", max(0, found - 3)
+            return
+        self._text(FIRST_ERROR, ["asking every host …"])
+
+        def look() -> None:
+            try:
+                lines = first_error.find(fleet, *ask(fleet, run or None))[1]
+            except Exception as error:  # noqa: BLE001 - said on screen, which goes on
+                lines = [str(error)]
+            self.call_from_thread(self._text, FIRST_ERROR, lines)
+
+        threading.Thread(target=look, daemon=True).start()

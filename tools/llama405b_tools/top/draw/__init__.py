@@ -1,0 +1,1 @@
+"""A picture as lines of text. Pure."""

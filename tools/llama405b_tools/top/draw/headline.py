@@ -1,0 +1,108 @@
+"""The first lines of cluster-top: what runs where, how it goes, and the verdict. Pure.
+
+Where a line is too long, its least important parts are left out.
+"""
+
+import textwrap
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
+from llama405b_tools.top.state.picture import Picture, Training
+
+VERDICTS = {"HEALTHY": ("●", "green"), "DEGRADED": ("▲", "yellow"), "CONNECTING": ("…", "yellow")}
+
+
+def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
+    """What runs where, how it goes, and the verdict, which may take ``max_lines``."""
+    run = pic.training
+    ages = [row.age_s for row in pic.hosts if row.age_s is not None]
+    first = Text()
+    if pic.badge:
+        first.append(f" {pic.badge} ", "black on yellow")
+        first.append(" ")
+    if run:
+        first.append(f"{run.run} ", "bold")
+        first.append(
+            run.phase,
+            "bold red" if run.phase in ("HUNG", "FAILED") else "bold green" if run.phase == "TRAIN" else "bold",
+        )
+        first.append(f" {span(run.phase_s)}")
+    else:
+        first.append("no run" if pic.fresh else f"run {DASH}", "bold")
+    without = "no GPU" if any(row.has_gpu is False for row in pic.hosts) else f"GPU {DASH}"
+    gpus = f"GPU {pic.gpus_seen}/{pic.gpus_expected}" if pic.gpus_expected else without
+    parts = [(0, Text(f"hosts {pic.fresh}/{len(pic.hosts)}", "bold red" if pic.fresh < len(pic.hosts) else ""))]
+    parts.append((0, Text(gpus, "bold red" if pic.gpus_seen < pic.gpus_expected else "")))
+    if run:
+        parts.append((2, Text(f"net {run.network or DASH}", "bold red" if run.network == "SOCKET" else "")))
+        parts.append((1, Text(_risk(run, pic, short=width < WIDE))))
+        if run.attempt > 1:
+            parts.append((3, Text(f"restarts {run.attempt - 1}", "yellow")))
+        if run.others:
+            parts.append((3, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")))
+        if run.guard:
+            parts.append((2, Text(run.guard, "bold red" if "GONE" in run.guard else "")))
+    parts.append((4, Text(f"sampled {span(max(ages)) if ages else DASH}")))
+    lines = [_joined(first, parts, width), _progress(run, width) if run else _no_run(pic)]
+    sign, style = VERDICTS.get(pic.verdict, ("✖", "bold red"))
+    verdict = f"{sign} {pic.verdict}{f'  {pic.why}' if pic.why else ''}"
+    wrapped = textwrap.wrap(verdict, max(width, 8), subsequent_indent="  ", max_lines=max_lines, placeholder=" …")
+    return [*lines, *(Text(line, style) for line in wrapped)]
+
+
+def _risk(run: Training, pic: Picture, *, short: bool) -> str:
+    steps = f"{run.lost_steps} step{'s' * (run.lost_steps != 1)}"
+    what = "lost" if run.phase in ("STOPPED", "DONE", "FAILED") and run.lost_steps else "at risk"
+    if short and run.lost_steps is not None:
+        return f"{steps} {what}"
+    if run.lost_steps is None:
+        return "ckpt " + (f"step {run.checkpoint_step}" if run.checkpoint_step is not None else "none yet")
+    unit = "GPU-h" if pic.gpus_expected else "rank-h"
+    hours = f", {run.lost_rank_hours:.1f} {unit}" if run.lost_rank_hours is not None else ""
+    where = f"{run.checkpoint_step}" if run.checkpoint_step is not None else "none"
+    return f"ckpt {where}: {steps}{hours} {what}"
+
+
+def _no_run(pic: Picture) -> Text:
+    if not pic.fresh:
+        return Text("no host is heard: whether a run lives is not known", "dim")
+    where = pic.workdirs[0] if len(pic.workdirs) == 1 else "their working directories"
+    return Text(f"no run in {where} on these hosts; `llama405b launch` starts one", "dim")
+
+
+def _progress(run: Training, width: int) -> Text:
+    if run.phase == "LOADING" and run.total_bytes:
+        share = 100 * (run.done_bytes or 0) / run.total_bytes
+        return Text(
+            f"loading {(run.done_bytes or 0) / 1e9:,.1f} of {run.total_bytes / 1e9:,.1f} GB  {share:.0f}%  ETA {span(run.eta_s)}"
+        )
+    if run.step is None:
+        return Text("no step yet", "dim")
+    share_of = f"/{run.steps} {100 * run.step / run.steps:.0f}%" if run.steps else ""
+    first = Text(
+        f"step {run.step}{share_of}  loss {number(run.loss, '.4f')} {sparkline(run.losses, 16 if width >= WIDE else 8)}"
+    )
+    times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
+    split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
+    parts = [
+        (0, Text(f"{number(run.step_s, '.2f')} s a step")),
+        (3, Text(f"({split})")),
+        (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
+        (2, Text(f"MFU {number(run.mfu_pct, '.0f')}{'%' if run.mfu_pct is not None else ''}")),
+        (0, Text(f"ETA {span(run.eta_s)}")),
+    ]
+    return _joined(first, parts, width, "  ")
+
+
+def _joined(first: Text, parts: Sequence[tuple[int, Text]], width: int, between: str = " │ ") -> Text:
+    """As many parts as fit, those with the highest number left out first."""
+    kept = list(parts)
+    while kept and first.cell_len + sum(len(between) + part.cell_len for _, part in kept) > width:
+        kept.remove(max(kept, key=lambda entry: entry[0]))
+    line = first.copy()
+    for _, part in kept:
+        line.append(between, "dim")
+        line.append_text(part)
+    return line

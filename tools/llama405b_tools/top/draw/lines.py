@@ -1,0 +1,61 @@
+"""Lines of cluster-top that are words: of logs, of events, of help. Pure."""
+
+import dataclasses
+import datetime
+import textwrap
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from llama405b_tools.top.state.picture import Event
+
+SIGNS = {"bad": ("✖", "bold red"), "warning": ("▲", "yellow"), "note": ("·", "dim")}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogLine:
+    """One (folded) line of the logs."""
+
+    time: float
+    where: str
+    text: str
+    is_error: bool = False
+    hosts: frozenset[str] = frozenset()
+
+
+def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[Text]:
+    """The newest lines, ``back`` lines up."""
+    if room < 1:
+        return []
+    end = len(logs) - back
+    shown = logs[max(0, end - room + 1) : end]
+    lines = [rule(f"LOGS{f'  {back} lines up, End: newest' if back else ''}", width)]
+    for entry in shown:
+        line = Text(_clock(entry.time), "dim")
+        line.append(f"{entry.where} ", "cyan")
+        line.append(f"│ {entry.text}", "red" if entry.is_error else "")
+        lines.append(line)
+    return lines
+
+
+def event_line(event: Event) -> Text:
+    """One line."""
+    sign, style = SIGNS[event.level]
+    line = Text(_clock(event.time), "dim")
+    line.append(f"{sign} {event.host}{' ' if event.host else ''}{event.text}", style)
+    return line
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """A line of words over as many lines as it takes, further ones as far in as its text begins."""
+    indent = " " * min(len(line) - len(line.lstrip()) + 2, max(0, width // 4))
+    return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
+
+
+def _clock(moment: float) -> str:
+    return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%H:%M:%S ")
+
+
+def rule(title: str, width: int) -> Text:
+    """A heading across the screen."""
+    return Text(f"── {title} {'─' * max(0, width - len(title) - 4)}", "dim")

@@ -1,0 +1,358 @@
+"""The screen of cluster-top: a picture in, lines of rich text out. Pure; the app, ``--once`` and the tests draw with it.
+
+One row a host, worst first. High power is good and is not coloured; what deviates is, and has a sign beside its colour.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from llama405b_tools.text.clean import printable
+from llama405b_tools.text.figures import DASH, WIDE, bar, gbit, gib, middle, number, span, sparkline
+from llama405b_tools.top.draw.headline import headline
+from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
+from llama405b_tools.top.state import picture
+from llama405b_tools.top.state.picture import SEVERITY, HostRow, Picture
+
+SORTS = ("worst", "name", "power", "step", "temperature")
+VERDICT_LINES = 2  # on a screen
+MAX_CELLS = 8  # GPUs shown as numbers; more are bars
+STYLES = {0: "", 1: "yellow", 2: "bold red"}
+KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
+HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
+
+  ↑ ↓ j k      choose a host          PgUp PgDn  a page of hosts (of logs, in the log view)
+  Enter        the host in detail: GPUs, ranks, processes, network, its log lines
+  /            show only hosts whose name, state or notes contain a text; Esc ends it
+  s            sort: worst first, name, power, step, temperature
+  o            only hosts that stand out
+  l            the logs on the whole screen; again: back
+  v            all events on the whole screen; again: back
+  e            the first error across all hosts, with its traceback; again: back
+  ? h          this page              q Ctrl-C  quit; nothing is left on any host
+
+Cells are power in percent of the limit (u: utilization, where power is not told). — is unknown, never 0.
+Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interface. STEP and AGE: of the slowest rank.
+Many hosts share a line: a bar a GPU, the least power, the hottest GPU, ! where something stands out (H hung, F failed), STEP.
+  !  the GPU deviates from the median of all GPUs, or has an error or a throttle reason
+States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no connection, and why),
+  NO-DRIVER, SMI-HUNG (nvidia-smi does not answer), HUNG (its rank is the one the others wait for), FAILED.
+"at risk": the steps since the newest checkpoint, and their hours summed over all ranks, lost if the run died now."""
+
+
+@dataclasses.dataclass(slots=True)
+class Ui:
+    """What the person at the keyboard chose."""
+
+    mode: str = "cluster"  # cluster | host | logs | events | text
+    selected: str = ""
+    sort: str = SORTS[0]
+    odd_only: bool = False
+    filter: str = ""
+    typing: bool = False
+    page: int = 0
+    back: int = 0  # lines up from the newest, in the log view
+    title: str = ""
+    lines: Sequence[str] = ()  # of the mode "text"
+
+
+def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: int) -> list[Text]:
+    """Exactly ``height`` lines of ``width`` columns."""
+    top = headline(pic, width, VERDICT_LINES)
+    room = height - len(top) - 1
+    if ui.mode in ("text", "events"):
+        lines = whole_text(pic, ui, width)
+        end = ui.back + room - 1 if ui.mode == "text" else max(0, len(lines) - ui.back)
+        title = ui.title if ui.mode == "text" else "EVENTS"
+        body = [rule(title, width), *(Text(line) for line in lines[max(0, end - room + 1) : end])]
+    elif ui.mode == "logs":
+        body = log_pane(logs, room, width, ui.back)
+    elif ui.mode == "host":
+        body = _detail(pic, ui, logs, width, room)
+    else:
+        body = _cluster(pic, ui, logs, width, room)
+    shown = [*top, *body[:room]]
+    shown += [Text() for _ in range(height - 1 - len(shown))]
+    shown.append(_footer(ui, width))
+    for line in shown:
+        line.plain = printable(line.plain)
+        line.truncate(width, overflow="ellipsis", pad=True)
+    return shown[:height]
+
+
+def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
+    """All lines of the mode "text" or "events", as many as they take at this width."""
+    lines = ui.lines if ui.mode == "text" else [event_line(event).plain for event in pic.events]
+    return [part for line in lines for part in wrapped(line, width)]
+
+
+def report(pic: Picture, ui: Ui, width: int) -> list[Text]:
+    """All of it without a screen's limit: every host, what stands out, and the events."""
+    rows = ordered(pic, ui)
+    if not rows:
+        return [*headline(pic, width), Text(_none(ui))]
+    lines = [
+        *headline(pic, width),
+        *(_wide(rows, None) if width >= WIDE else _compact(rows, ui, None, width, len(rows) or 1, len(pic.hosts))),
+    ]
+    for row in rows:
+        said = [f"{row.state} {row.why}"] if row.why else []
+        lines += [Text(f"! {row.name}: {note}") for note in (*said, *row.notes)]
+    lines += [event_line(event) for event in pic.events]
+    for line in lines:
+        line.plain = printable(line.plain)
+        line.rstrip()
+    return lines
+
+
+def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
+    """The hosts to show, in order."""
+    keys: dict[str, Callable[[HostRow], tuple[float, ...]]] = {
+        "worst": lambda row: (-SEVERITY[row.state], -len(row.notes)),
+        "name": lambda _: (),
+        "power": lambda row: (min((gpu.power_pct for gpu in row.gpus if gpu.power_pct is not None), default=999.0),),
+        "step": lambda row: (row.step if row.step is not None else 1e18, -(row.step_age_s or 0.0)),
+        "temperature": lambda row: (
+            -max((gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None), default=-1),
+        ),
+    }
+    words = ui.filter.lower()
+    rows = [row for row in pic.hosts if words in f"{row.name} {row.state} {row.why} {' '.join(row.notes)}".lower()]
+    rows = [row for row in rows if not ui.odd_only or row.notes or SEVERITY[row.state]]
+    return sorted(rows, key=keys[ui.sort])
+
+
+def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int) -> list[Text]:
+    rows = ordered(pic, ui)
+    selected = chosen(rows, ui)
+    for_hosts, n_events = _rooms(pic, room)
+    if width >= WIDE and len(rows) <= for_hosts:
+        grid = _wide(rows, selected)
+    else:
+        grid = _compact(rows, ui, selected, width, for_hosts, len(pic.hosts))
+    if not rows:
+        grid = [Text(f"{_none(ui)}; Esc shows all", "dim")]
+    lines = list(grid)
+    rest = room - len(lines) - 1 - n_events
+    detail = _gpu_lines(selected, width) if selected and width >= WIDE else []
+    if detail and rest - len(detail) >= 8:
+        lines += detail
+        rest -= len(detail)
+    lines.append(rule("EVENTS", width))
+    lines += [event_line(event) for event in pic.events[len(pic.events) - n_events :]] if n_events else []
+    return lines + log_pane(logs, rest, width, 0)
+
+
+def _none(ui: Ui) -> str:
+    matches = f" matches {ui.filter!r}" if ui.filter else ""
+    return f"no host{' that stands out' if ui.odd_only else ''}{matches}"
+
+
+def chosen(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
+    """The host that is selected; the first where none is."""
+    return next((row for row in rows if row.name == ui.selected), rows[0] if rows else None)
+
+
+def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
+    n_cells = max((len(row.gpus) for row in rows), default=0)
+    area = max(8, 4 * n_cells if n_cells <= MAX_CELLS else n_cells)
+    told = any(gpu.power_pct is not None for row in rows for gpu in row.gpus)
+    name_width = min(max([4, *(len(row.name) for row in rows)]), 22)
+    numbers = "".join(f"{i:>3} " for i in range(n_cells)) if 0 < n_cells <= MAX_CELLS else ("GPU" if n_cells else "CPU")
+    what = "power %" if told else "util %" if n_cells else ""
+    columns = f"{'MEM%':>4} {'TEMP':>4} {'Gb/s':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
+    head = f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}"
+    lines = [Text(head, "bold")]
+    for row in rows:
+        line = Text("▶ " if row is selected else "  ", "bold cyan")
+        line.append(f"{middle(row.name, name_width):{name_width}} ", "bold" if row is selected else "")
+        line.append(f"{row.state:11}", STYLES[SEVERITY[row.state]])
+        before = line.cell_len
+        line.append_text(_cells(row, area))
+        line.append(" " * (before + area - line.cell_len))
+        memory = [
+            100 * gpu.used_mib / gpu.memory_mib for gpu in row.gpus if gpu.used_mib is not None and gpu.memory_mib
+        ]
+        heat = [gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None]
+        ram = 100 * row.ram_used_bytes / row.ram_bytes if row.ram_used_bytes is not None and row.ram_bytes else None
+        flow = row.ib_bytes_per_s if row.ib_bytes_per_s is not None else row.net_bytes_per_s
+        figures = (
+            (number(max(memory, default=None), ".0f"), 4),
+            (number(max(heat, default=None), "d"), 4),
+            (gbit(flow), 6),
+            (number(row.cpu_pct, ".0f"), 4),
+            (number(ram, ".0f"), 4),
+            (number(row.step, "d"), 6),
+            (span(row.step_age_s), 5),
+        )
+        line.append(f" {' '.join(f'{text:>{columns}}' for text, columns in figures)}  ")
+        line.append(row.why or (row.notes[0] if row.notes else ""), STYLES[SEVERITY[row.state]] or "yellow")
+        lines.append(line)
+    return lines
+
+
+def _cells(row: HostRow, area: int) -> Text:
+    """A number a GPU; bars where they are many; the history of the CPU where there is none."""
+    if row.state in (picture.CONNECTING, picture.AUTH, picture.REFUSED, picture.TIMEOUT, picture.DOWN):
+        return Text(DASH, "dim")
+    style = "dim" if row.state == picture.STALE else ""
+    if not row.gpus:
+        return Text(f"{_without(row):7} {sparkline(row.history, max(0, area - 8), 100.0)}", style)
+    if 4 * len(row.gpus) > area:
+        return _bars(row)
+    line = Text()
+    for gpu in row.gpus:
+        value = (
+            f"{gpu.power_pct:3.0f}"
+            if gpu.power_pct is not None
+            else f"{gpu.utilization:2d}u"
+            if gpu.utilization is not None
+            else f"  {DASH}"
+        )
+        line.append(f"{value}{'!' if gpu.odd else ' '}", "bold yellow" if gpu.odd else style)
+    return line
+
+
+def _without(row: HostRow) -> str:
+    """In place of its GPUs."""
+    return {False: "no GPU", True: "unknown", None: "— GPU"}[row.has_gpu]
+
+
+def _bars(row: HostRow) -> Text:
+    line = Text()
+    for gpu in row.gpus:
+        value = gpu.power_pct if gpu.power_pct is not None else gpu.utilization
+        line.append(DASH if value is None else bar(value), "bold yellow" if gpu.odd else "")
+    return line
+
+
+def _columns(rows: Sequence[HostRow], width: int) -> tuple[int, int, int, int]:
+    """Of the compact grid: GPUs shown, width of a name, width of a host, hosts beside each other."""
+    n_gpus = max((len(row.gpus) for row in rows), default=0)
+    name_width = min(max([4, *(len(row.name) for row in rows)]), 16)
+    cell = 2 + name_width + 1 + max(n_gpus, 7) + 1 + 18
+    return n_gpus, name_width, cell, max(1, (width + 2) // (cell + 2))
+
+
+def n_pages(pic: Picture, ui: Ui, width: int, height: int) -> int:
+    """How many pages the hosts take."""
+    rows, (room, _) = ordered(pic, ui), _rooms(pic, height - len(headline(pic, width, VERDICT_LINES)) - 1)
+    if width >= WIDE and len(rows) <= room:
+        return 1
+    return max(1, -(-len(rows) // (_columns(rows, width)[3] * room)))
+
+
+def _rooms(pic: Picture, room: int) -> tuple[int, int]:
+    """Lines for hosts, below their heading, and for events."""
+    n_events = min(len(pic.events), 8 if room > 45 else 4 if room > 24 else 2)
+    return max(4, room - 1 - n_events - 4 - 1), n_events
+
+
+def _compact(
+    rows: Sequence[HostRow], ui: Ui, selected: HostRow | None, width: int, room: int, n_hosts: int
+) -> list[Text]:
+    """Several hosts a line, in columns; a page of them."""
+    n_gpus, name_width, cell, columns = _columns(rows, width)
+    per_page = columns * room
+    pages = max(1, -(-len(rows) // per_page))
+    page = min(ui.page, pages - 1)
+    shown = rows[page * per_page : (page + 1) * per_page]
+    height = min(room, -(-len(shown) // columns))
+    lines = [Text() for _ in range(height)]
+    for i, row in enumerate(shown):
+        line = lines[i % height]
+        line.append(" " * ((i // height) * (cell + 2) - line.cell_len))
+        line.append_text(_short(row, row is selected, name_width, max(n_gpus, 7)))
+    hidden = f"page {page + 1} of {pages}, PgDn: more" if pages > 1 else ""
+    order = "worst first" if ui.sort == "worst" else f"by {ui.sort}"
+    title = f"HOSTS {len(rows)} of {n_hosts}, {order}  {hidden}"
+    return [rule(title.strip(), width), *lines]
+
+
+def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Text:
+    """``gpu-03 ▇▇▇▂▇▇▇▇ min 12% 84C ! 1204``."""
+    line = Text("▶ " if is_selected else "  ", "bold cyan")
+    line.append(f"{middle(row.name, name_width):{name_width}} ", "bold" if is_selected else "")
+    if row.state not in (picture.OK, picture.HUNG, picture.FAILED):
+        line.append(f"{row.state} {span(row.age_s) if row.state == picture.STALE else ''}", STYLES[SEVERITY[row.state]])
+        return line
+    if row.gpus:
+        bars = _bars(row)
+        line.append_text(bars)
+        line.append(" " * (n_gpus - bars.cell_len))
+        least = min((gpu.power_pct for gpu in row.gpus if gpu.power_pct is not None), default=None)
+        heat = max((gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None), default=None)
+        line.append(f" {number(least, '3.0f'):>3}% {number(heat, 'd'):>2}C")
+    else:
+        line.append(f"{_without(row)[:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
+    sign = row.state[0] if row.state != picture.OK else "!" if row.notes else " "
+    line.append(f" {sign}", STYLES[SEVERITY[row.state]] or "bold yellow")
+    line.append(f" {number(row.step, 'd'):>6}")
+    return line
+
+
+def _gpu_lines(row: HostRow, width: int) -> list[Text]:
+    """The GPUs of a host, a line each."""
+    if not row.gpus:
+        return []
+    lines = [rule(f"{row.name}  {row.gpus[0].name}", width)]
+    for gpu in row.gpus:
+        height = bar(gpu.power_pct) if gpu.power_pct is not None else DASH
+        text = f"  gpu {gpu.index}  rank {number(gpu.rank, 'd'):>4}  {height} "
+        text += f"{number(gpu.power_w, '.0f'):>4}/{number(gpu.power_limit_w, '.0f')} W  util {number(gpu.utilization, 'd'):>3}%  "
+        text += f"{number(gpu.temperature_c, 'd'):>3} °C  {number(gpu.clock_mhz, 'd'):>4} MHz  "
+        text += f"{number(gpu.used_mib, ',d'):>7}/{number(gpu.memory_mib, ',d')} MiB  "
+        line = Text(text)
+        line.append(f"! {gpu.odd}" if gpu.odd else "", "bold yellow")
+        lines.append(line)
+    return lines
+
+
+def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int) -> list[Text]:
+    """One host: its GPUs, ranks, processes, network and log lines."""
+    row = chosen(ordered(pic, ui), ui)
+    if row is None:
+        return [Text("no host", "dim")]
+    lines = [rule(f"{row.name}  {row.state} {row.why}", width)]
+    ram = f"{gib(row.ram_used_bytes)}/{gib(row.ram_bytes)} GiB"
+    lines.append(
+        Text(
+            f"  last frame {span(row.age_s)} ago │ {number(row.cores, 'd')} cores at {number(row.cpu_pct, '.0f')}% │ RAM {ram} │ disk "
+            f"{gib(row.disk_free_bytes)} GiB free │ net {gbit(row.net_bytes_per_s)} Gb/s │ RDMA {gbit(row.ib_bytes_per_s)} Gb/s"
+        )
+    )
+    lines += [Text(f"  ! {note}", "yellow") for note in row.notes]
+    lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are not known", "dim")]
+    lines.append(rule("RANKS", width))
+    for rank in row.ranks:
+        load = (
+            f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
+            if rank.phase == "load" and rank.total_bytes
+            else ""
+        )
+        lines.append(
+            Text(
+                f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}  "
+                f"batch {number(rank.data_s, '.2f')} s  update {number(rank.optimizer_s, '.2f')} s{load}"
+            )
+        )
+    lines.append(rule("PROCESSES", width))
+    for process in row.processes:
+        where = f"rank {number(process.rank, 'd'):>4} gpu {number(process.gpu, 'd'):>2}"
+        used = f"{number(process.cpu_pct, '.0f'):>4}% {process.rss_bytes / (1 << 30):6.1f} GiB"
+        lines.append(Text(f"  {process.pid:>8} {process.state} {where} {used}  {process.command}"))
+    mine = [line for line in logs if row.name in line.hosts]
+    return lines + log_pane(mine, max(3, room - len(lines)), width, 0)
+
+
+def _footer(ui: Ui, width: int) -> Text:
+    if ui.typing:
+        return Text(f"/{ui.filter}█  Enter keeps it, Esc shows all", "bold")
+    keys = KEYS if width >= len(KEYS) else "↑↓ ⏎ / s o l e ? q"
+    if ui.mode != "cluster":
+        keys = "Esc back  PgUp PgDn  q quit"
+    extra = [f"filter {ui.filter!r}"] if ui.filter else []
+    extra += ["odd ones only"] if ui.odd_only else []
+    extra += [f"by {ui.sort}"] if ui.sort != SORTS[0] else []
+    return Text(f"{keys}{f'  [{chr(44).join(extra)}]' if extra else ''}", "reverse")

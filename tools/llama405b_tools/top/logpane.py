@@ -1,0 +1,85 @@
+"""The logs as cluster-top shows them: the same engine as ``llama405b logs``, folded, the newest lines kept."""
+
+import collections
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.logs.reader import Reader, entry_of
+from llama405b_tools.text.clean import clean, redact
+from llama405b_tools.text.fold import Fold, is_error, text_of, where_of
+from llama405b_tools.text.merge import Entry
+from llama405b_tools.top.draw.lines import LogLine
+from llama405b_tools.top.sources import Live
+
+KEPT = 3000
+TAIL = 100  # lines of each file to begin with
+
+
+class LogPane:
+    """Takes log blocks in order of time, and keeps folded lines."""
+
+    def __init__(self) -> None:
+        self.fold = Fold()
+        self.lines: collections.deque[LogLine] = collections.deque(maxlen=KEPT)
+
+    def take(self, host: str, entries: Sequence[Sequence[Any]], first_rank: int) -> None:
+        """Blocks of one host: [operator's clock, file, text]."""
+        for moment, file, text in entries:
+            for group in self.fold.push(entry_of(host, moment, file, text, 0.0, first_rank)):
+                self._add(group)
+
+    def settle(self, now: float) -> None:
+        """Nothing older than the fold's window will be added to."""
+        for group in self.fold.older_than(now - self.fold.window_s):
+            self._add(group)
+
+    def _add(self, group: Sequence[Entry]) -> None:
+        text = clean(text_of(group) if len(group) > 1 else group[0].text)
+        for line in text.split("\n"):
+            hosts = frozenset(entry.host for entry in group)
+            self.lines.append(LogLine(group[0].time, where_of(group), line, is_error(group[0]), hosts))
+
+    def first_error(self) -> int | None:
+        """How many lines up from the newest the first error is."""
+        found = next((i for i, line in enumerate(self.lines) if line.is_error), None)
+        return None if found is None else len(self.lines) - found - 1
+
+
+class LogStream:
+    """Reads the logs of a run in a thread, and puts them among the source's events."""
+
+    def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
+        asks = {
+            "attempt": 0,
+            "since_s": 0,
+            "tail": TAIL,
+            "agent": False,
+            "stderr": False,
+            "follow": True,
+            "forever": False,
+        }
+        self.source = source
+        self.reader = Reader(fleet, run, first_ranks, asks)
+        threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
+
+    def entries(self, entries: Iterator[Entry]) -> None:
+        """See ``logs.Sink``."""
+        for entry in entries:
+            found = [[entry.time, entry.file, redact(entry.text)]]
+            self.source.arrived.put({"t": time.time(), "host": entry.host, "entries": found})
+
+    def dropped(self, counts: Mapping[str, int]) -> None:
+        """See ``logs.Sink``; the oldest go in this pane anyway."""
+
+    def note(self, text: str) -> None:
+        """See ``logs.Sink``: a line of its own, without the reason, so that a net that is cut is one line for all hosts."""
+        host = text.partition(": ")[0]
+        line = [time.time(), "", "(cluster-top reads no log lines from here; `llama405b logs` says why)"]
+        self.source.arrived.put({"t": time.time(), "host": host, "entries": [line]})
+
+    def close(self) -> None:
+        """End the agents on the hosts."""
+        self.reader.streams.close()

@@ -1,0 +1,110 @@
+"""cluster-top's state: a source of events, and what is made of them."""
+
+import re
+import time
+
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.run import guard_record
+from llama405b_tools.top.draw import panels
+from llama405b_tools.top.logpane import LogPane, LogStream
+from llama405b_tools.top.sources import Event, Live, Recorder, Replay, Source
+from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.picture import Picture
+
+FIRST_S = 14.0  # for every host to answer or fail, before --once prints what there is
+PLAIN_WIDTH = 120
+GUARD_EVERY_S = 3.0
+LOGS_WAIT_S = 4.0  # for all hosts to tell of the run
+
+
+class Session:
+    """A source and what is made of it."""
+
+    def __init__(
+        self, source: Source, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
+    ) -> None:
+        self.source, self.fleet, self.recorder = source, fleet, recorder
+        self.cluster = Cluster(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
+        self.logs = LogPane()
+        self.ui = panels.Ui()
+        self.log_of: tuple[str, int] | None = None  # run and attempt
+        self.log_since = 0.0
+        self.log_streams: list[LogStream] = []
+        self.log_hosts: set[str] = set()  # that they read
+        self.guard_at = 0.0
+        self.moment = source.now()  # up to which all was taken
+
+    def advance(self, until: float) -> None:
+        """Take what arrives until a moment of the source's clock."""
+        self.moment = until
+        for event in self.source.events(until):
+            self.take(event)
+        self.logs.settle(self.source.now())
+
+    def take(self, event: Event) -> None:
+        """Take one event."""
+        if self.recorder:
+            try:
+                self.recorder.write(event)
+            except OSError as error:
+                self.recorder = None
+                self.cluster.note(f"--record: stopped, the file cannot be written ({error.strerror})", event["t"])
+        host, moment = event["host"], event["t"]
+        if "frame" in event:
+            self.cluster.take(host, event["frame"], moment)
+        elif "link" in event:
+            state, why = event["link"]
+            self.cluster.link(host, state, why, moment)
+        elif "note" in event:
+            self.cluster.note(event["note"], moment)
+        elif "entries" in event:
+            self.logs.take(host, event["entries"], self.cluster.first_rank(host))
+
+    def look(self, event: Event) -> None:
+        """Judge the moment of an event, so that what began and ended meanwhile is among the events."""
+        if event["host"] == self.source.hosts[-1]:
+            self.cluster.picture(event["t"])
+
+    def picture(self, *, logs: bool) -> Picture:
+        """What it is now; with ``logs``, those of the run are followed from now on."""
+        if self.fleet and time.monotonic() > self.guard_at:
+            self.guard_at = time.monotonic() + GUARD_EVERY_S
+            self.cluster.guard = guard_words(self.cluster.run)
+        if self.fleet and logs:
+            self._follow_logs(self.fleet)
+        replays = isinstance(self.source, Replay) and not self.source.done()
+        return self.cluster.picture(self.moment if replays else self.source.now())
+
+    def _follow_logs(self, fleet: Fleet) -> None:
+        """Read the logs of every host that tells of the run: of those that are there at first in order of time."""
+        of, ranks = self.cluster.log_source()
+        if of != self.log_of:
+            self._end_logs()
+            if of and self.log_of and of[0] != self.log_of[0]:  # another run's lines would be taken for its
+                self.logs = LogPane()
+            self.log_of, self.log_since = of, time.monotonic()
+        new = {host: rank for host, rank in ranks.items() if host not in self.log_hosts}
+        waits = len(ranks) < len(self.source.hosts) and time.monotonic() < self.log_since + LOGS_WAIT_S
+        if of and new and not waits and isinstance(self.source, Live):
+            self.log_hosts |= set(new)
+            self.log_streams.append(LogStream(self.source, fleet, of[0], new))
+
+    def _end_logs(self) -> None:
+        for stream in self.log_streams:
+            stream.close()
+        self.log_streams, self.log_hosts = [], set()
+
+    def close(self) -> None:
+        """Nothing stays on the hosts."""
+        self._end_logs()
+        self.source.close()
+
+
+def guard_words(run: str) -> str:
+    """``guard watching``, ``guard GONE``; "" where there is none on this machine."""
+    found = guard_record.of_run(run) if re.fullmatch(r"[\w.-]+", run) else None
+    if found is None:
+        return ""
+    record, lives = found
+    gone = record["state"] in ("watching", "recovering") and lives is False
+    return "guard GONE" if gone else f"guard {record['state']}"

@@ -1,0 +1,274 @@
+"""Where cluster-top's events come from: samplers on live hosts, a recording, or the simulated incident.
+
+An event is a JSON object: ``{"t": operator's clock, "host": name}`` and one of ``frame`` (from the sampler), ``link``
+([state, why]) or ``entries`` ([[operator's clock, file, text], …]: log blocks). A recording is a line of header and a line
+an event; with a name that ends in ``.gz`` it is compressed.
+"""
+
+import contextlib
+import gzip
+import itertools
+import json
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from llama405b.contract.errors import UserError
+from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
+from llama405b_tools.hosts.transport import HostError, Stream
+from llama405b_tools.remote import carried
+from llama405b_tools.text.clean import CONTROLS, clean
+from llama405b_tools.top.state import picture, simulate
+from llama405b_tools.top.state.frames import EVENT, fault
+
+RETRY_S = 5.0
+PING_S = 10.0
+HEADER = "llama405b_recording"
+RECORDING = {HEADER: int, "hosts": [str], "interval_s": (int, float), "badge": str}
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
+MAX_LINE = 1 << 24
+END_OF_TIME = 1e11  # seconds since the epoch; what calendars can write
+GZIP = b"\x1f\x8b"  # how such a file begins (RFC 1952)
+LAST_LINE = {"end": True}  # of a recording that is whole
+Event = dict[str, Any]
+
+
+class Source(Protocol):
+    """Something that yields events as they happen."""
+
+    hosts: Sequence[str]
+    interval_s: float
+    badge: str
+
+    def events(self, until: float) -> Iterator[Event]:
+        """What happened up to a moment of this source's clock."""
+
+    def now(self) -> float:
+        """The moment on this source's clock."""
+
+    def done(self) -> bool:
+        """Whether nothing more will come."""
+
+    def close(self) -> None:
+        """Let go of everything; on the hosts nothing stays."""
+
+
+class Live:
+    """A sampler on every host, over a kept connection; one that breaks is made again."""
+
+    def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
+        """``elsewhere``: the hosts' files are on this machine, but the hosts are others."""
+        self.elsewhere = elsewhere
+        self.fleet, self.run, self.interval_s, self.badge = fleet, run, interval_s, ""
+        self.hosts: Sequence[str] = list(fleet.hosts)
+        self.arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.open: dict[str, Stream] = {}
+        self.closing = threading.Event()
+        self.connecting = threading.BoundedSemaphore(MAX_AT_ONCE)
+        for name in self.hosts:
+            threading.Thread(target=self._pump, args=(name,), daemon=True).start()
+        threading.Thread(target=self._ping, daemon=True).start()
+
+    def now(self) -> float:
+        """See ``Source``."""
+        return time.time()
+
+    def done(self) -> bool:
+        """See ``Source``."""
+        return False
+
+    def events(self, until: float) -> Iterator[Event]:
+        """See ``Source``; waits for the first until then."""
+        with contextlib.suppress(queue.Empty):
+            yield self.arrived.get(timeout=max(0.0, until - time.time()))
+            while True:
+                yield self.arrived.get_nowait()
+
+    def close(self) -> None:
+        """See ``Source``: a sampler ends with its standard input."""
+        self.closing.set()
+        for stream in list(self.open.values()):
+            stream.close()
+
+    def _pump(self, name: str) -> None:
+        while not self.closing.is_set():
+            try:
+                said = self._listen(name)
+                kind, why = picture.DOWN, f"the sampler ended: {said or 'it said nothing'}"
+                self.fleet.forget(name, unless_open=True)
+            except HostError as error:
+                kind, why = error.kind, str(error)
+                self.fleet.forget(name)
+            except Exception as error:  # noqa: BLE001 - said on screen, which goes on
+                kind, why = picture.DOWN, str(error) or type(error).__name__
+            if self.closing.is_set():
+                return
+            self._put(name, "link", [kind, why])
+            self.closing.wait(RETRY_S)
+
+    def _listen(self, name: str) -> str:
+        """Take frames until they end; the last line that was none says why."""
+        asked = {"run": self.run, "interval_s": self.interval_s, "elsewhere": self.elsewhere}
+        request = {"workdir": self.fleet.workdir(name), "host": name} | asked
+        stdin = carried.standard_input("sampler", request)
+        with self.connecting:  # not all at once: a handshake that waits for its turn too long fails
+            connection = self.fleet.connection(name)
+            stream = self.open[name] = connection.stream(carried.COMMAND, stdin)
+        last = ""
+        if self.closing.is_set():  # meanwhile
+            stream.close()
+        self._put(name, "link", [picture.OK, ""])
+        for line in stream:
+            try:
+                frame = json.loads(line)
+            except ValueError:
+                last = clean(line)[:200]
+                continue
+            self._put(name, "frame", frame)
+        return last
+
+    def _put(self, name: str, kind: str, value: Any) -> None:
+        self.arrived.put({"t": time.time(), "host": name, kind: value})
+
+    def _ping(self) -> None:
+        """A sampler that hears nothing for a minute ends: the way may be cut where no machine tells it."""
+        while not self.closing.wait(PING_S):
+            for stream in list(self.open.values()):
+                with contextlib.suppress(HostError):
+                    stream.send("\n")
+
+
+class Replay:
+    """Events of a recording, as fast as they came (times ``speed``)."""
+
+    def __init__(self, header: Event, events: Iterator[Event], badge: str, speed: float = 1.0) -> None:
+        self.hosts: Sequence[str] = header["hosts"]
+        self.interval_s, self.badge, self.speed = float(header["interval_s"]), badge, speed
+        self.rest = events
+        self.next: Event | None = next(events, None)
+        self.begin = self.next["t"] if self.next else 0.0
+        self.last = self.begin  # of what was yielded
+        self.began = time.monotonic()
+
+    def now(self) -> float:
+        """See ``Source``: the recording's clock."""
+        return self.last if self.next is None else float(self.begin + (time.monotonic() - self.began) * self.speed)
+
+    def done(self) -> bool:
+        """See ``Source``."""
+        return self.next is None
+
+    def events(self, until: float) -> Iterator[Event]:
+        """See ``Source``; waits until then."""
+        while self.next and self.next["t"] <= until:
+            event, self.next = self.next, next(self.rest, None)
+            self.last = event["t"]
+            yield event
+        time.sleep(max(0.0, (until - self.now()) / self.speed))
+
+    def to_the_end(self) -> Iterator[Event]:
+        """All that is left, at once; the clock stands at the last of it."""
+        while self.next:
+            event, self.next = self.next, next(self.rest, None)
+            self.last = event["t"]
+            yield event
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
+    """Open a recording, or the simulated incident (``demo``).
+
+    Raises:
+        UserError: The file cannot be read, or is no recording.
+    """
+    if name == "demo":
+        names = simulate.names(demo_hosts)
+        end = {"t": simulate.BEGIN + simulate.LENGTH_S, "host": names[-1], "note": "the incident ends"}
+        header = {"hosts": names, "interval_s": 2.0}
+        return Replay(header, itertools.chain(simulate.incident(demo_hosts), [end]), "SIMULATED", speed)
+    path = Path(name)
+    try:
+        lines = _lines(path)
+        header = json.loads(next(lines, ""))
+        hosts = set(header["hosts"])
+        if (
+            fault(header, RECORDING, "header")
+            or not hosts
+            or any(CONTROLS.search(word) for word in (*hosts, header["badge"]))
+            or not MIN_INTERVAL_S <= header["interval_s"] <= MAX_INTERVAL_S
+        ):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError, gzip.BadGzipFile, zlib.error):
+        raise UserError(f"--replay: {path} is no recording of cluster-top; make one with --record") from None
+    except (OSError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is cut short"
+        raise UserError(f"--replay: {path} cannot be read ({reason}); name a recording, or demo") from None
+    return Replay(header, _parsed(lines, hosts), header.get("badge") or "RECORDED", speed)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open("rb") as raw:
+        zipped = raw.read(2) == GZIP
+    with gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8") as file:
+        while line := file.readline(MAX_LINE):
+            yield line
+
+
+def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[Event]:
+    """The events, up to where the file ends or stops making sense: a recording may end with its machine."""
+    last, whole = 0.0, False
+    with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
+        for line in lines:
+            event = json.loads(line)
+            whole = event == LAST_LINE
+            if not fault(event, EVENT, "event") and event["host"] in hosts and 0 <= event["t"] < END_OF_TIME:
+                last = event["t"]
+                yield event
+    words = "the recording ends" if whole else "the recording is cut short here; what came after is not known"
+    yield {"t": last, "host": max(hosts), "note": words}
+
+
+def _created(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "xt", encoding="utf-8")
+    return path.open("x", encoding="utf-8")
+
+
+class Recorder:
+    """Writes what a source yields to a file."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        """Begin a recording.
+
+        Raises:
+            UserError: The file exists or cannot be written.
+        """
+        try:
+            self.file: IO[str] = _created(path)
+        except FileExistsError:
+            raise UserError(f"--record: {path} exists; take another name") from None
+        except OSError as error:
+            raise UserError(f"--record: {path} cannot be written ({error.strerror}); name another") from None
+        header = {HEADER: 1, "hosts": list(source.hosts), "interval_s": source.interval_s, "badge": source.badge}
+        self.write(header)
+
+    def write(self, event: Event) -> None:
+        """Add an event.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        self.file.write(json.dumps(event) + "\n")
+
+    def close(self) -> None:
+        """Finish the file."""
+        with contextlib.suppress(OSError):
+            self.write(LAST_LINE)
+        with contextlib.suppress(OSError):
+            self.file.close()

@@ -1,0 +1,1 @@
+"""What the hosts say, folded into a picture, with judgements. Pure."""

@@ -1,0 +1,1 @@
+"""A door for each verb: parse, call, print."""

@@ -1,0 +1,52 @@
+"""``llama405b attach``: one tmux session here, with a window on every host.
+
+Every window is read-only, attached to that host's session in the run's own tmux server; ``--host NAME`` attaches to
+one host for writing, in this terminal. Detaching (Ctrl-b d) leaves the run as it is.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from llama405b.contract.errors import UserError
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.run import jobs
+from llama405b_tools.run.attach import build_session, operator_socket, window_command
+from llama405b_tools.run.query import ask
+from llama405b_tools.verbs.arguments import verb_parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = verb_parser("attach", __doc__)
+    parser.add_argument("--host", help="attach to this host alone, for writing")
+    parser.add_argument("--no-attach", action="store_true", help="build the session, and say its name")
+    args = parser.parse_args(argv)
+    if jobs.run_asked(args.run, args.hosts):
+        raise UserError("attach: a Slurm job has no tmux; `llama405b logs -f` shows every rank")
+    hosts = read_hosts(args.hosts)
+    with Fleet(hosts) as fleet:
+        run, seen = ask(fleet, args.run)
+    live = [host for host in hosts if isinstance(found := seen[host.name], dict) and found["alive"]]
+    if not live:
+        raise UserError(f"run {run} is not running on any host; `llama405b logs --run {run}` shows what it said")
+    if args.host:
+        chosen = [host for host in live if host.name == args.host]
+        if not chosen:
+            raise UserError(
+                f"--host: run {run} is not running on {args.host!r}; it is on {', '.join(h.name for h in live)}"
+            )
+        line = window_command(chosen[0], run, writable=True)
+        os.environ.pop("TMUX", None)
+        os.execvp("/bin/sh", ["sh", "-c", line])
+    if not args.no_attach and not sys.stdout.isatty():
+        raise UserError("attach: standard output is no terminal; add --no-attach to build the session only")
+    name = build_session(live, run)
+    attach = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={name}"]
+    if args.no_attach:
+        print(shlex.join(attach))
+        return 0
+    os.environ.pop("TMUX", None)
+    return os.execvp("tmux", attach)

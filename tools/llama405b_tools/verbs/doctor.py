@@ -1,0 +1,89 @@
+"""``llama405b doctor``: whether these machines are fit to train, and agree with each other.
+
+Needs only sh and python3 on a host. Problems come first, each with what to do. Exit code 0 fit, 1 with warnings, 3 not.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract import command, config
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
+from llama405b.contract.schema import Config
+from llama405b_tools.doctor.deep import check
+from llama405b_tools.doctor.report import report
+from llama405b_tools.doctor.rules import findings
+from llama405b_tools.doctor.rules.of_host import BAD, WARN
+from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    settings, others = config.split_flags(argv)
+    args, rest = _parser().parse_known_args(others)
+    config.refuse_unknown(rest)
+    refuse_port(args.port)
+    hosts = read_hosts(args.hosts)
+    needs = dataclasses.replace(needs_of(_config(args, settings), args.preset, hosts), hash_weights=args.deep)
+    with Fleet(hosts) as fleet:
+        visit = look(fleet, args.port or DEFAULT_PORT, needs)
+        lost = visit.lost | {name: f"whom it reaches is not known ({why})" for name, why in visit.mute.items()}
+        found = findings.diagnose(visit.facts, lost, visit.skew_s, visit.peers, needs)
+        if args.port:
+            found = [*port_findings(visit.facts, args.port), *found]
+        if args.deep and not any(finding.level == BAD for finding in found):
+            found = [*check(hosts, fleet), *found]
+    levels = {finding.level for finding in found}
+    code = UNFIT if BAD in levels else FAILED if WARN in levels else GOOD
+    if args.json:
+        record = dataclasses.asdict(visit) | {"findings": [dataclasses.asdict(f) for f in found], "exit_code": code}
+        print(json.dumps(record))
+    else:
+        report(visit, found, [host.name for host in hosts], deep=args.deep)
+    return code
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="llama405b doctor",
+        description=__doc__,
+        epilog="With --preset, --config and settings as for launch, room is checked against what that run needs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
+    add(
+        "--deep",
+        action="store_true",
+        help="also burn every GPU, measure every link, hash the weights (needs the project there)",
+    )
+    add("--json", action="store_true", help="facts and findings, for scripts")
+    add("--port", type=int, default=0, help=f"of the rendezvous, to be tried [{DEFAULT_PORT}]")
+    add("--preset", default="", help="of the run that is meant")
+    add("--config", type=Path, help="of the run that is meant")
+    return parser
+
+
+def _config(args: argparse.Namespace, settings: Sequence[str]) -> Config | None:
+    if not (args.preset or args.config or settings):
+        return None
+    base = ["--preset", args.preset] if args.preset else []
+    base += ["--config", str(args.config)] if args.config else []
+    data = [] if any(flag.startswith("--data.paths") for flag in settings) else ["--data.paths=stdlib"]
+    return command.parse([*base, *data, *settings]).config
+
+
+def refuse_port(port: int) -> None:
+    """Refuse what is no port.
+
+    Raises:
+        UserError: It is none.
+    """
+    if port and not 0 < port < 65000:
+        raise UserError(f"--port: {port} is out of range; take 1 to 65000")

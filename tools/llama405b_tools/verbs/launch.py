@@ -1,0 +1,140 @@
+"""``llama405b launch``: check every host, start torchrun on all of them or on none, and follow or guard the run."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama405b.contract import command, config
+from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
+from llama405b.contract.files import read_json
+from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.plan import Node, Plan, plan_from_json
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.typed import front_door, hosts_argument
+from llama405b_tools.remote import slurm
+from llama405b_tools.remote.tmux import tmux_socket
+from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
+from llama405b_tools.run import guard, guard_record, jobs
+from llama405b_tools.run.follow import follow
+from llama405b_tools.run.launch import launch
+from llama405b_tools.run.plan import first_ranks
+from llama405b_tools.run.preflight import places_env
+from llama405b_tools.run.rehearse import rehearse
+from llama405b_tools.run.request import LaunchRequest, parse
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    os.umask(UMASK)
+    asked = parse(argv, time.time())
+    if asked.slurm is not None:
+        return in_slurm(asked, asked.slurm)
+    hosts = read_hosts(asked.hosts_file)
+    if asked.dry_run:
+        print_dry_run(asked, hosts)
+        return GOOD
+    with Fleet(hosts) as fleet:
+        if asked.rehearse:
+            return rehearse(asked, hosts, fleet)
+        plan = guard.unguarded(asked, fleet) if asked.restart else None
+        if plan:
+            print(f"{plan.run}: runs already, as asked, and nobody guards it; from now on it is guarded")
+        else:
+            plan = launch(asked, hosts, fleet)
+            guard_record.dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
+            RunDir.here(plan.run).guard.unlink(missing_ok=True)
+        print_next(asked.hosts_file, plan.run)
+        if not asked.restart:
+            return follow(fleet, plan, hosts_argument(asked.hosts_file)).code if asked.follow else GOOD
+    begin = RunDir.here(plan.run).guard_log.stat().st_size if RunDir.here(plan.run).guard_log.is_file() else 0
+    guarding = guard.spawn(asked, hosts, plan)
+    print(
+        f"guarded by process {guarding.pid} of this machine, which this terminal may leave: {RunDir.here(plan.run).guard_log}"
+    )
+    return guard.follow_log(guarding, plan.run, begin, hosts_argument(asked.hosts_file)) if asked.follow else GOOD
+
+
+def in_slurm(asked: LaunchRequest, options: str) -> int:
+    """Submit the run as a job, and follow it if asked."""
+    if asked.dry_run:
+        print(jobs.job_script(asked.run, Path.cwd() / "runs" / asked.run))
+        print(f"sbatch {options}  # nothing was submitted")
+        return GOOD
+    job = jobs.submit(asked, options)
+    print(f"{asked.run}: job {job}")
+    print_next(Path("hosts"), asked.run, attach=False)
+    if not asked.follow:
+        return GOOD
+    said = ""
+    try:
+        while not jobs.hosts_of(asked.run) or plan_from_json(_plan(asked.run)).slurm_job != job:
+            if (words := jobs.words_of(asked.run)) != said:
+                print(words, flush=True)
+                said = words
+            if slurm.state_of(job) in slurm.GONE:
+                raise RunError(f"job {job} ended before its nodes met; see runs/{asked.run}/slurm-{job}.log")
+            time.sleep(jobs.POLL_S)
+    except KeyboardInterrupt:
+        print("\nno longer following; the job goes on")
+        return STOPPED_FOLLOWING
+    with Fleet(jobs.hosts_of(asked.run)) as fleet:
+        return follow(fleet, plan_from_json(_plan(asked.run))).code
+
+
+def _plan(run: str) -> dict[str, Any]:
+    return read_json(RunDir.here(run).plan) or {}
+
+
+def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:
+    """Print what would run where; what only the hosts can tell is marked with <>."""
+    program = asked.training_program()
+    if asked.config:
+        command.parse(program[2:])
+    slots = [host.slots for host in hosts]
+    nodes = tuple(
+        Node(
+            name=host.name,
+            slots=host.slots,
+            first_rank=first,
+            workdir=host.workdir or str(Path.cwd()),
+            python=host.python or sys.executable,
+            address=host.address or "<route to the head>",
+            interface="<interface>",
+            env=places_env(host.places) | dict(asked.env),
+        )
+        for host, first in zip(hosts, first_ranks(slots), strict=True)
+    )
+    head = hosts[0].address or ("127.0.0.1" if hosts[0].loopback else "<measured>")
+    endpoint = f"{head}:{asked.port or '<free port>'}"
+    rdzv_id = f"{asked.run}-<attempt>-<random>"
+    plan = Plan(asked.run, 1, 0.0, rdzv_id, endpoint, program, tuple(asked.secrets), nodes, setup=asked.setup)
+    for node in plan.nodes:
+        span = f"ranks {node.first_rank}-{node.first_rank + node.slots - 1}" if all(slots) else "one rank for each GPU"
+        print(f"{node.name}  ({span}, in {node.workdir}, tmux -L {tmux_socket(plan.run)})")
+        argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
+        shown = shlex.join(setup_argv(plan.setup, argv))
+        env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))
+        print(f"  {env}{shown if node.slots else shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
+    if asked.config and all(slots):
+        config.check_world(asked.config, plan.world)
+    print("nothing was started, and no connection opened")
+
+
+def print_next(hosts_file: Path, run: str, *, attach: bool = True) -> None:
+    """Print the commands to go on with."""
+    hosts = hosts_argument(hosts_file)
+    for verb, what in (
+        ("top", "how it goes, on one screen"),
+        ("logs", "every rank's log (-f follows)"),
+        ("attach", "tmux on every host"),
+        ("stop", "save, then end it"),
+    ):
+        if verb != "attach" or attach:
+            print(f"  {front_door()} {verb}{hosts} --run {run}   # {what}")
+    sys.stdout.flush()

@@ -1,0 +1,74 @@
+"""``llama405b logs``: every rank of every host as one stream, in order of time.
+
+Times are put on this machine's clock by each host's measured skew. A connection that breaks is made again and goes on
+at the right byte. Exit code 1 where a host could not be reached.
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.logs import first_error
+from llama405b_tools.logs.reader import Reader, guarded
+from llama405b_tools.logs.show import Show
+from llama405b_tools.run import jobs
+from llama405b_tools.run.query import ask
+from llama405b_tools.verbs.arguments import hosts_asked, verb_parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = verb_parser("logs", __doc__)
+    add = parser.add_argument
+    add("-f", "--follow", action="store_true", help="go on as the logs grow, until the run (and its guard) ends")
+    add("--first-error", action="store_true", help="only the first failure: host, rank, signal, traceback")
+    add("--fold", action="store_true", help="the same line of many ranks as one; errors are never folded")
+    add("--host", action="append", default=[], help="only this host (may be given again)")
+    add("--rank", default="", help="only these ranks: 3 or 0-7,12")
+    add("--stderr", action="store_true", help="only standard error")
+    add("--agent", action="store_true", help="torchrun's own log too")
+    add("--attempt", default="0", help="a number, or all [the newest, and those that follow it]")
+    add("--since", default="", metavar="TIME", help="only what came in the last 30s, 10m, 2h")
+    add("--tail", type=int, metavar="N", help="only the last N lines of each file")
+    add("-i", "--include", action="append", default=[], metavar="REGEX", help="only lines that match any")
+    add("-e", "--exclude", action="append", default=[], metavar="REGEX", help="no line that matches any")
+    add("-H", "--highlight", action="append", default=[], metavar="REGEX", help="show what matches in colour")
+    add("-o", "--output", choices=("text", "json", "raw"), default="text", help="text | json | raw [text]")
+    add("--save", type=Path, metavar="DIR", help="write DIR/<host>/rank-<N>.<out|err>.log as well")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    args = _parser().parse_args(argv)
+    show = Show(args)
+    hosts = hosts_asked(args)
+    for name in args.host:
+        if name not in [host.name for host in hosts]:
+            names = ", ".join(host.name for host in hosts)
+            raise UserError(f"--host: {name!r} is not in {args.hosts}; take one of {names}")
+    with Fleet(hosts) as fleet:
+        run, seen = ask(fleet, args.run or jobs.run_asked(args.run, args.hosts))
+        if args.first_error:
+            failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
+            print("\n".join(lines))
+            return FAILED if failed else GOOD
+        lost = {name: found for name, found in seen.items() if isinstance(found, HostError)}
+        for name, fault in lost.items():
+            print(f"- {name}: {fault}", file=sys.stderr)
+        first_ranks = {
+            name: found["first_rank"]
+            for name, found in seen.items()
+            if isinstance(found, dict) and name in (args.host or seen)
+        }
+        asks = show.asks() | {"follow": args.follow, "forever": args.follow and guarded(run)}
+        try:
+            with contextlib.closing(show):
+                Reader(fleet, run, first_ranks, asks).show(show)
+        except KeyboardInterrupt:
+            return STOPPED_FOLLOWING
+    return FAILED if lost else GOOD

@@ -1,0 +1,39 @@
+"""``llama405b push PATH``: code (what differs) or big files (as a chain of hosts) to where they are needed.
+
+Files that git does not ignore go as code, everything else as a chain: each host passes on what it receives while it
+receives, so that many hosts take about the time of one. What broke off is gone on with at the byte; every file is
+verified by its SHA-256. PATH may be HOST:PATH, where a host has the files.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import UserError
+from llama405b_tools.deliver import sourcetree
+from llama405b_tools.deliver.push import _check_there, _same_place, _source, push_code, push_files
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = OneLineParser(prog="llama405b push", description=__doc__, allow_abbrev=False)
+    parser.add_argument("path", metavar="PATH", help="a file or directory here, or HOST:PATH")
+    parser.add_argument(
+        "hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]"
+    )
+    parser.add_argument("--to", default="", metavar="DIR", help="where to put it [the same path; code: workdir=]")
+    args = parser.parse_args(argv)
+    hosts = read_hosts(args.hosts)
+    source = _source(args.path, hosts)
+    if args.to and not args.to.startswith(("/", "~/")):
+        raise UserError(f"--to: {args.to!r} is relative; write a full path")
+    with Fleet(hosts) as fleet:
+        names = sourcetree.tree_files(Path(source.path)) if not source.host and Path(source.path).is_dir() else None
+        if names is not None:
+            return push_code(fleet, Path(source.path), names, args.to)
+        if source.host:
+            _check_there(fleet, source)
+        targets = {name: args.to or _same_place(source, fleet, name) for name in fleet.hosts if name != source.host}
+        return push_files(fleet, source, targets)

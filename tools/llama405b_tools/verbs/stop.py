@@ -1,0 +1,96 @@
+"""``llama405b stop``: let the trainer save, end every process of a run on every host, and verify that none is left."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import check_run_name
+from llama405b_tools.hosts.fleet import Fleet, Outcome
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.run import guard_record, jobs, judge
+from llama405b_tools.run.query import ask, check_hosts
+from llama405b_tools.run.stop import STOP_TIMEOUT_S, stop, stop_job
+from llama405b_tools.text.durations import seconds
+from llama405b_tools.text.tables import table
+from llama405b_tools.verbs.arguments import hosts_asked, verb_parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = verb_parser("stop", __doc__)
+    parser.add_argument("--grace", default="30s", metavar="TIME", help="for the trainer to save first; 0: none [30s]")
+    parser.add_argument("--orphans", action="store_true", help="show what is left of runs whose launcher is gone")
+    parser.add_argument("--end", action="store_true", help="with --orphans: end them")
+    args = parser.parse_args(argv)
+    grace_s = seconds(args.grace, "--grace")
+    if args.end and not args.orphans:
+        raise UserError("--end: it goes with --orphans; without, stop ends a run anyway")
+    if args.orphans and args.run:
+        raise UserError("--run: it does not go with --orphans, which looks at every run")
+    job = jobs.run_asked(args.run, args.hosts) if not args.orphans else None
+    if job and jobs.waits(job):
+        gone = jobs.stop(RunDir(Path.cwd() / "runs" / job), jobs.job_of(job), (), "", 0.0)
+        print(jobs.words_of(job))
+        return GOOD if gone else FAILED
+    with Fleet(hosts_asked(args)) as fleet:
+        if args.orphans:
+            return orphans(fleet, end=args.end)
+        run = check_run_name(args.run) if args.run else job or ask(fleet, None)[0]
+        check_hosts(fleet, run)
+        guard_record.dismiss(run)
+        ends = stop_job(fleet, run, grace_s) if job else stop(fleet, run, grace_s)
+    if not any(isinstance(end, HostError) or end["known"] for end in ends.values()):
+        raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
+    print(f"run {run}")
+    print(table(("host", "before", "now"), [_row(name, end) for name, end in ends.items()]), flush=True)
+    print_saved(ends, grace_s)
+    bad = {name: end for name, end in ends.items() if isinstance(end, HostError) or end["left"]}
+    for name, end in list(bad.items())[:1]:
+        what = (
+            f"could not be asked: {end}" if isinstance(end, HostError) else f"processes {end['left']} cannot be ended"
+        )
+        print(f"{name}: {what}; run the same command again once it can be reached")
+    return FAILED if bad else GOOD
+
+
+def print_saved(ends: Mapping[str, Outcome], grace_s: float) -> None:
+    """Say which checkpoint the run can go on from, and which steps it would take again."""
+    found = [end["node"] for end in ends.values() if isinstance(end, dict) and end["known"] and end.get("node")]
+    saved = max((d["checkpoint"] for d in found if d["checkpoint"]), default=None)
+    last = max((d["metrics"]["step"] for d in found if d["metrics"]), default=0)
+    if not last:
+        return
+    lost = last - (judge.step_of(saved) if saved else 0)
+    words = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
+    hint = lost and saved and any(end["was_alive"] for end in ends.values() if isinstance(end, dict))
+    print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{words if hint else ''}")
+
+
+def orphans(fleet: Fleet, *, end: bool) -> int:
+    """Print, and on request end, the processes of runs whose node runner is gone."""
+    outcomes = fleet.ask_all("orphans", {name: {"end": end} for name in fleet.hosts}, STOP_TIMEOUT_S)
+    rows, left = [], 0
+    for name, found in outcomes.items():
+        if isinstance(found, HostError):
+            rows.append((name, "—", "—", f"UNREACHABLE: {found}"))
+            left += 1
+        for orphan in found["orphans"] if isinstance(found, dict) else ():
+            pids = ", ".join(map(str, orphan["pids"][:5])) + (", …" if len(orphan["pids"]) > 5 else "")
+            state = "ended" if not orphan["left"] else f"NOT ENDED: {orphan['left']}" if end else "still there"
+            rows.append((name, orphan["value"].rpartition(":")[0], f"{pids}: {orphan['what'][:60]}", state))
+            left += len(orphan["left"])
+    if not rows:
+        print(f"no leftovers on {len(outcomes)} hosts")
+        return GOOD
+    print(table(("host", "run", "processes", "now"), rows), flush=True)
+    if left and not end:
+        print("the same command with --end ends them")
+    return FAILED if left else GOOD
+
+
+def _row(name: str, end: Outcome) -> tuple[str, str, str]:
+    if isinstance(end, HostError):
+        return name, "—", f"NOT VERIFIED: {end}"
+    before = "running" if end["was_alive"] else f"{end['swept']} processes left over" if end["swept"] else "not running"
+    return name, before, f"NOT ENDED: {end['left']}" if end["left"] else "no process left"

@@ -1,0 +1,198 @@
+"""``cluster-top``: every host, GPU and rank, the training itself and its logs on one screen.
+
+HOSTS is a hosts file, or host names; with --replay none are needed. Nothing is installed on a host: a small sampler goes
+over SSH and ends with it. Exit code (with --once, --json, --watch and on leaving): 0 healthy, 1 degraded, 3 hung or down.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.plan import check_run_name
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host, parse
+from llama405b_tools.run import jobs
+from llama405b_tools.text.durations import seconds
+from llama405b_tools.top import sources
+from llama405b_tools.top.draw import panels
+from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
+from llama405b_tools.top.sources import Live, Recorder, Replay, Source
+from llama405b_tools.top.state import picture
+from llama405b_tools.top.state.picture import Picture
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    args = _parser().parse_args(argv)
+    if not sources.MIN_INTERVAL_S <= args.interval <= sources.MAX_INTERVAL_S:
+        raise UserError(
+            f"--interval: {args.interval:g} s; it takes {sources.MIN_INTERVAL_S:g} to {sources.MAX_INTERVAL_S:g}"
+        )
+    if args.speed <= 0 or not args.speed < 1e6:
+        raise UserError(f"--speed: {args.speed:g}; it takes a positive number")
+    if args.watch is not None and not args.watch > 0:
+        raise UserError(f"--watch: {args.watch:g} s; it takes a positive number")
+    if args.replay and (args.hosts or args.run or args.record):
+        raise UserError("--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out")
+    if args.speed != 1.0 and not args.replay:
+        raise UserError("--speed: it is for --replay; leave it out")
+    hang_after_s = seconds(args.hang_after, "--hang-after")
+    if args.run is not None:
+        check_run_name(args.run)
+    if args.replay:
+        return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
+    job = None if args.hosts else jobs.run_asked(args.run, Path("hosts"))
+    if job and not jobs.hosts_of(job):
+        raise UserError(f"{jobs.words_of(job)}; it has no nodes to look at yet")
+    with Fleet(jobs.hosts_of(job) if job else hosts_of(args.hosts)) as fleet:
+        live = Live(fleet, job or args.run, args.interval, elsewhere=bool(job))
+        return _show(args, live, fleet, hang_after_s)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="cluster-top",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("hosts", nargs="*", metavar="HOSTS", help="a hosts file, or host names [hosts]")
+    add("--run", help="the run's name [the newest that lives, else the newest]")
+    add("--interval", type=float, default=2.0, metavar="S", help="between samples [2]")
+    add(
+        "--hang-after",
+        default="60s",
+        metavar="TIME",
+        help="silence of a rank that counts as a hang; at least 5 steps [60s]",
+    )
+    add("--sort", choices=panels.SORTS, default=panels.SORTS[0], help="order of the hosts [worst]")
+    add("--filter", default="", metavar="TEXT", help="only hosts whose name, state or notes contain it")
+    add("--odd", action="store_true", help="only hosts that stand out")
+    add("--once", action="store_true", help="print it once, and exit")
+    add("--json", action="store_true", help="the same as JSON (docs/cluster-top.md has the schema)")
+    add("--watch", type=float, metavar="S", help="print it every S seconds")
+    add("--plain", action="store_true", help="text without escapes; once, unless --watch")
+    add("--record", type=Path, metavar="FILE", help="write everything that arrives to FILE (.gz compresses)")
+    add("--replay", metavar="FILE", help="play a recording; demo: a simulated incident of 64 GPUs")
+    add("--speed", type=float, default=1.0, metavar="X", help="of the replay [1]")
+    return parser
+
+
+def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
+    """The hosts of a hosts file, or those that are named.
+
+    Raises:
+        UserError: The file cannot be read, or a name is none.
+    """
+    if not words:
+        if not Path("hosts").exists():
+            raise UserError("hosts: no such file here; name one, or hosts, or look at `cluster-top --replay demo`")
+        return read_hosts(Path("hosts"))
+    if len(words) == 1 and (Path(words[0]).exists() or "/" in words[0]):
+        return read_hosts(Path(words[0]))
+    return parse("\n".join(words), "HOSTS")
+
+
+def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_after_s: float) -> int:
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(source.close)
+        recorder = leaving.enter_context(contextlib.closing(Recorder(args.record, source))) if args.record else None
+        session = leaving.enter_context(contextlib.closing(Session(source, fleet, hang_after_s, recorder)))
+        session.cluster.wanted = args.run or ""
+        session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
+        at_terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        if args.json or args.once or args.plain or args.watch or not at_terminal:
+            return _print(args, session)
+        from llama405b_tools.top.app import run
+
+        return run(session)
+
+
+def _print(args: argparse.Namespace, session: Session) -> int:
+    """Print once, or every so often."""
+    began, first = session.source.now(), True
+    code = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        while True:
+            moment = began if first else session.source.now() + (args.watch or 0.0)
+            if first:
+                _await_all(session, watches=bool(args.watch))
+            else:
+                while session.source.now() < moment and not session.source.done():
+                    session.advance(min(moment, session.source.now() + 0.5))
+            pic = session.picture(logs=False)
+            code, first = pic.exit_code, False
+            _put(args, session, pic)
+            if not args.watch or session.source.done():
+                return code
+    except KeyboardInterrupt:
+        return STOPPED_FOLLOWING
+    except BrokenPipeError:  # `| head` has what it wants
+        return code
+
+
+def _await_all(session: Session, *, watches: bool) -> None:
+    """Until every host has sent two frames (rates need them) or cannot be reached; a recording to its end."""
+    if isinstance(session.source, Replay) and not watches:
+        for event in session.source.to_the_end():
+            session.take(event)
+            session.look(event)
+        return
+    source, counts = session.source, dict.fromkeys(session.source.hosts, 0)
+    deadline = source.now() + FIRST_S + 2 * source.interval_s
+
+    def settled(host: str) -> bool:
+        return counts[host] >= 2 or session.cluster.hosts[host].link not in (picture.OK, picture.CONNECTING)
+
+    while source.now() < deadline and not source.done() and not all(map(settled, counts)):
+        for event in source.events(source.now() + 0.2):
+            session.take(event)
+            counts[event["host"]] += "frame" in event
+
+
+def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
+    if args.json:
+        _write(f"{json.dumps(dataclasses.asdict(pic))}\n")
+        return
+    tty = sys.stdout.isatty()
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+    color: Literal["auto"] | None = "auto" if tty and not args.plain else None
+    text = io.StringIO()  # not to the terminal itself: rich would exit by its own rules where nobody reads
+    console = Console(
+        file=text, width=width, color_system=color, force_terminal=tty, highlight=False, legacy_windows=False
+    )
+    for line in panels.report(pic, session.ui, width):
+        console.print(line, no_wrap=True, crop=tty, overflow="ellipsis" if tty else "ignore", soft_wrap=not tty)
+    _write(text.getvalue() + ("\n" if args.watch else ""))
+
+
+def _write(text: str) -> None:
+    """Write to standard output.
+
+    Raises:
+        BrokenPipeError: Nobody reads any more.
+        RunError: It cannot be written.
+    """
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's end tries once more
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise RunError(f"standard output cannot be written ({error.strerror})") from None
