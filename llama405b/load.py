@@ -6,10 +6,11 @@ point sends; not the optimizer or the data. Weights travel in the files' dtype a
 weights, for a rehearsal, go the same way: only what stands in the files' place differs.
 """
 
+import dataclasses
 import mmap
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,23 +123,37 @@ class _Random:
 def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, Layout]:
     """Agree on how to load, and on what rank 0's files hold."""
     layout: Layout = {}
-    error: UserError | None = None
+    error = ""
     try:
         layout = {name: (info.dtype, info.shape) for name, info in weights.read_tensors(directory).items()}
     except UserError as found:
-        error = found
-    everyone = ranks.agreed((error and str(error), _digest(layout)))
-    if everyone[0][0]:
-        raise UserError(everyone[0][0])
-    lacking = [rank for rank, seen in enumerate(everyone) if seen[1] != everyone[0][1]]
+        error = str(found)
+    everyone = ranks.agreed(_Seen(error, _digest(layout)))
+    if everyone[0].error:
+        raise UserError(everyone[0].error)
+    lacking = [rank for rank, seen in enumerate(everyone) if seen.digest != everyone[0].digest]
     if how == "local" and lacking:
+        why = everyone[lacking[0]].error
         raise UserError(
-            f"--model.load: rank {lacking[0]} cannot read the same files in {directory}"
-            f"{f' ({everyone[lacking[0]][0]})' if everyone[lacking[0]][0] else ''}; copy them there, or take rank0"
+            f"--model.load: rank {lacking[0]} cannot read the same files in {directory}{f' ({why})' if why else ''}; "
+            "copy them there, or take rank0"
         )
     if how == "auto":
         how = "rank0" if lacking else "local"
-    return how, ranks.from_rank0(layout if me.leads else None)
+    return how, dict(ranks.from_rank0(_Tensors(layout if me.leads else {})).layout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a rank sees of the checkpoint."""
+
+    error: str
+    digest: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Tensors:
+    layout: Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def _digest(layout: Layout) -> int:

@@ -8,14 +8,17 @@ by address and process id instead.
 import dataclasses
 import datetime
 import os
-import pickle
 import socket
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Ranks:
     local_rank: int
     host: str  # the name in the hosts file
     device: torch.device
+    attempt: int = 1  # launches of this run so far
 
     @property
     def leads(self) -> bool:
@@ -67,7 +71,9 @@ def place(*, cuda: bool = False) -> Ranks:
     first = os.environ.get("LLAMA405B_FIRST_RANK")
     rank = int(os.environ.get("RANK", 0)) if first is None else int(first) + local_rank
     host = os.environ.get("LLAMA405B_HOST", socket.gethostname())
-    return Ranks(rank, world, local_rank, host, torch.device("cuda", local_rank) if cuda else torch.device("cpu"))
+    attempt = int(os.environ.get("LLAMA405B_ATTEMPT", 1))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    return Ranks(rank, world, local_rank, host, device, attempt)
 
 
 def set_timeout(timeout_s: int) -> None:
@@ -75,16 +81,20 @@ def set_timeout(timeout_s: int) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
 
 
-def from_rank0(value: Any) -> Any:
-    """Give every rank rank 0's ``value`` (a plain Python value, pickled)."""
-    return agreed(value)[0]
+def from_rank0(record: T) -> T:
+    """Give every rank rank 0's ``record``, a dataclass."""
+    return agreed(record)[0]
 
 
-def agreed(value: Any) -> list[Any]:
-    """Give every rank all ranks' values, in order of rank, through CPU memory."""
+def agreed(record: T) -> list[T]:
+    """Give every rank all ranks' records (dataclasses of one type), in order of rank, through CPU memory, as JSON.
+
+    Raises:
+        MalformedError: Another rank sent something else.
+    """
     if dist.get_world_size() == 1:
-        return [value]
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return [record]
+    mine = torch.frombuffer(bytearray(reader.dumps(record).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()]))
     longest = int(max(sizes))
@@ -92,25 +102,44 @@ def agreed(value: Any) -> list[Any]:
     padded[: mine.numel()] = mine
     everyone = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(everyone, padded)
-    return [pickle.loads(raw[: int(size)].numpy().tobytes()) for raw, size in zip(everyone, sizes, strict=True)]
+    return [
+        reader.loads(type(record), raw[: int(size)].numpy().tobytes(), f"what rank {rank} sent")
+        for rank, (raw, size) in enumerate(zip(everyone, sizes, strict=True))
+    ]
+
+
+class FollowedError(UserError):
+    """Another rank refused its input, and so all do."""
+
+    def __init__(self, peer: int, words: str) -> None:
+        super().__init__(f"stopped with rank {peer}: {words}")
+        self.peer, self.words = peer, words
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Refusal:
+    words: str  # "": this rank has nothing against it
 
 
 def refuse_together(error: UserError | None) -> None:
     """Raise on every rank the error of the lowest rank that has one, so that none waits for a rank that left.
 
     Raises:
-        UserError: Some rank had one.
+        UserError: This rank's own.
+        FollowedError: Another's.
     """
-    for rank, found in enumerate(agreed(error and str(error))):
-        if found:
-            raise UserError(found if rank == dist.get_rank() else f"stopped with rank {rank}: {found}")
+    for rank, found in enumerate(agreed(_Refusal(str(error) if error else ""))):
+        if found.words and rank == dist.get_rank():
+            raise UserError(found.words)
+        if found.words:
+            raise FollowedError(rank, found.words)
 
 
-def any_of(mine: bool) -> bool:
-    """Whether any rank says so; every rank gets the same answer. Through CPU memory."""
-    flag = torch.tensor([int(mine)])
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
+def greatest_of(mine: Sequence[int]) -> list[int]:
+    """The greatest of all ranks' values, place by place; every rank gets the same. Through CPU memory."""
+    values = torch.tensor(mine, dtype=torch.int64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return [int(value) for value in values]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

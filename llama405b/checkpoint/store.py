@@ -9,7 +9,6 @@ Knows directories, hashes and DCP; not the loss or the data. What a checkpoint h
 BF16 as kept), and every rank's random state. The step number fixes schedule and data position.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import enum
@@ -21,7 +20,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +28,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from llama405b import ranks
+from llama405b.checkpoint.state import rng_state
+from llama405b.contract.checkpoints import MANIFEST, committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.ranks import Ranks
 
-STEP_DIR = re.compile(r"step-(\d{8})")
-MANIFEST = "manifest.json"
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
 
 
 class Fault(enum.StrEnum):
-    """Why a checkpoint cannot be used."""
+    """Why a checkpoint is not the one to resume from."""
 
     DAMAGED = "damaged"  # what is there is not what was saved: no later look will find it whole
     UNREADABLE = "unreadable"  # a permission, a mount or a disk keeps it back: it may be whole
+    LATER = "later"  # the run goes back to a step before it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unusable:
-    """A checkpoint that resume cannot take."""
+class PassedOver:
+    """A checkpoint that resume does not take."""
 
     path: Path
     fault: Fault
@@ -58,6 +58,37 @@ class Unusable:
 
     def __str__(self) -> str:
         return self.why
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What a rank found in its share of a checkpoint's files."""
+
+    fault: Fault | None = None
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Name:
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seal:
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sealed:
+    files: Mapping[str, Seal]
 
 
 class Store:
@@ -86,7 +117,7 @@ class Store:
                 f"{self.root}: cannot be written ({found.strerror}) on {self.me.host}; set --checkpoint.dir"
             )
         ranks.refuse_together(error)
-        token = ranks.from_rank0(token)
+        token = ranks.from_rank0(_Name(token)).name
         deadline = time.monotonic() + SEEN_WITHIN_S
         while not (self.root / token).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -114,7 +145,7 @@ class Store:
         state = {
             "model": model_state,
             "optimizer": optimizer_state,
-            "rng": {str(self.me.rank): _rng_state(self.me)},
+            "rng": {str(self.me.rank): rng_state(self.me)},
         }
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
         try:
@@ -124,8 +155,8 @@ class Store:
             raise UserError(
                 f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
             ) from None
-        mine = {path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)}
-        files = {name: entry for part in ranks.agreed(mine) for name, entry in part.items()}
+        mine = _Sealed({path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)})
+        files = {name: seal for part in ranks.agreed(mine) for name, seal in part.files.items()}
         self._on_rank0(lambda: self._commit(partial, final, step, files), final)
         self._on_rank0(lambda: self._retire(step), self.root)
         return final
@@ -162,20 +193,20 @@ class Store:
             shutil.rmtree(leftover)
         partial.mkdir()
 
-    def find(self, resume: str) -> tuple[Path | None, list[str]]:
-        """The checkpoint that ``resume`` (no, auto, a step, a path) means, and what became of newer ones.
+    def find(self, resume: str) -> tuple[Path | None, list[PassedOver]]:
+        """The checkpoint that ``resume`` (no, auto, a step, a path) means, and newer ones, which were set aside.
 
         Raises:
             UserError: A named checkpoint is not there or does not verify; ``auto`` finds checkpoints, but none that
             verifies, or a newer one that cannot be read; or the directory holds checkpoints of another run.
         """
-        present: list[Path] = []
+        seen: list[str] = []
 
         def look() -> None:
-            present.extend(_committed(self.root))
+            seen.extend(path.name for path in committed(self.root))
 
         self._on_rank0(look, self.root)
-        present = ranks.from_rank0(present)
+        present = [self.root / name for name in ranks.from_rank0(_Names(tuple(seen))).names]
         if resume == "no":
             if present:
                 raise UserError(
@@ -195,20 +226,20 @@ class Store:
                 "take another directory"
             )
         self._set_aside(later)
-        return path, [f"{old}: saved after {path.name}; renamed to …aside" for old in later]
+        return path, [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
 
-    def _newest(self, present: list[Path]) -> tuple[Path | None, list[str]]:
+    def _newest(self, present: list[Path]) -> tuple[Path | None, list[PassedOver]]:
         """The newest of these that verifies; newer ones that are damaged are set aside.
 
         Raises:
             UserError: There are checkpoints but none verifies, or a newer one may be whole and cannot be read.
         """
-        passed_over: list[Unusable] = []
+        passed_over: list[PassedOver] = []
         for path in reversed(present):
             unusable = self._verify(path)
             if unusable is None:
                 self._set_aside([newer.path for newer in passed_over])
-                return path, [f"{newer}; renamed to …aside" for newer in passed_over]
+                return path, passed_over
             if unusable.fault is Fault.UNREADABLE:
                 raise UserError(
                     f"--resume auto: {unusable}; it may be whole: make it readable, or name the step to go back to "
@@ -236,24 +267,24 @@ class Store:
 
         self._on_rank0(rename, self.root)
 
-    def _verify(self, path: Path) -> Unusable | None:
+    def _verify(self, path: Path) -> PassedOver | None:
         """Hash the files, shared out over the ranks; returns the first fault found, one that hides a checkpoint first."""
-        fault, why = None, ""
+        mine = _Verdict()
         try:
             if why := _damage(path, self.me.rank, self.me.world):
-                fault = Fault.DAMAGED
+                mine = _Verdict(Fault.DAMAGED, why)
         except UnreadableError as error:
-            fault, why = Fault.UNREADABLE, str(error)
+            mine = _Verdict(Fault.UNREADABLE, str(error))
         except OSError as error:
-            fault, why = Fault.UNREADABLE, f"{path}: cannot be read ({error.strerror}) on {self.me.host}"
-        found = [(str(fault), why) for fault, why in ranks.agreed((fault and str(fault), why)) if fault]
-        found.sort(key=lambda entry: entry[0] != Fault.UNREADABLE)
-        return Unusable(path, Fault(found[0][0]), found[0][1]) if found else None
+            mine = _Verdict(Fault.UNREADABLE, f"{path}: cannot be read ({error.strerror}) on {self.me.host}")
+        verdicts = sorted(ranks.agreed(mine), key=lambda verdict: verdict.fault is not Fault.UNREADABLE)
+        found = next((verdict for verdict in verdicts if verdict.fault), None)
+        return PassedOver(path, found.fault, found.why) if found and found.fault else None
 
     def _is_mine(self, name: str) -> bool:
         return name.startswith(f"__{self.me.rank}_") or (self.me.leads and not name.startswith("__"))
 
-    def _commit(self, partial: Path, final: Path, step: int, files: dict[str, Any]) -> None:
+    def _commit(self, partial: Path, final: Path, step: int, files: Mapping[str, Seal]) -> None:
         """Seal the manifest and give the directory its name."""
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         write_json(
@@ -262,7 +293,7 @@ class Store:
                 "step": step,
                 "world_size": self.me.world,
                 "versions": versions,
-                "files": dict(sorted(files.items())),
+                "files": {name: dataclasses.asdict(seal) for name, seal in sorted(files.items())},
             },
         )
         _fsync(partial / MANIFEST)
@@ -271,48 +302,10 @@ class Store:
         _fsync(self.root)
 
     def _retire(self, step: int) -> None:
-        for old in [path for path in _committed(self.root) if step_of(path) <= step][: -self.keep]:
+        for old in [path for path in committed(self.root) if step_of(path) <= step][: -self.keep]:
             doomed = self._partial(old)  # first the name, so that a kill leaves nothing that looks whole
             old.rename(doomed)
             shutil.rmtree(doomed)
-
-
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> int:
-    """Load a verified checkpoint into the shards; returns its step."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    reader = dcp.FileSystemReader(path)
-    if f"rng.{me.rank}.cpu" in reader.read_metadata().state_dict_metadata:
-        state["rng"] = {str(me.rank): _rng_state(me)}
-    dcp.load(state, storage_reader=reader)
-    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # what is configured now counts
-        group.update(settings)
-    if "rng" in state:
-        torch.set_rng_state(state["rng"][str(me.rank)]["cpu"])
-        if "cuda" in state["rng"][str(me.rank)]:
-            torch.cuda.set_rng_state(state["rng"][str(me.rank)]["cuda"])
-    return step_of(path)
-
-
-def step_of(path: Path) -> int:
-    """The step a checkpoint was saved after.
-
-    Raises:
-        UserError: Its name is not ``step-<8 digits>``.
-    """
-    match = STEP_DIR.fullmatch(path.name)
-    if not match:
-        raise UserError(f"{path}: not named step-<8 digits>; name a checkpoint directory")
-    return int(match[1])
-
-
-def _committed(root: Path) -> list[Path]:
-    """Checkpoint directories by step, oldest first."""
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(path for path in root.iterdir() if STEP_DIR.fullmatch(path.name))
-    return []
 
 
 class UnreadableError(Exception):
@@ -359,9 +352,9 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _seal(path: Path) -> dict[str, Any]:
+def _seal(path: Path) -> Seal:
     _fsync(path)
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return Seal(path.stat().st_size, _sha256(path))
 
 
 def _sha256(path: Path) -> str:
@@ -375,10 +368,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if me.device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import LlamaForCausalLM
@@ -137,7 +138,7 @@ def _rank(rank: int, n_ranks: int, meeting: str, form: str, directory: Path, num
     config = model.read_config(directory)
     module = model.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
     fsdp2.shard(module, Parallel(numerics=numerics), me.device)
-    ranks.agreed(None)  # connections and buffers of the first collective are not the load's
+    dist.barrier()  # connections and buffers of the first collective are not the load's
     with _Peak() as peak:
         began = time.perf_counter()
         if form == "streamed":

@@ -5,7 +5,6 @@ nothing. Bus bandwidths are those of nccl-tests (PERFORMANCE.md): all-gather S (
 for S bytes in all on n ranks.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from llama405b import ranks
+from llama405b.contract import reader
+from llama405b.contract.checkup import SIGN, Checkup, Device, Link
 from llama405b.ranks import Ranks
 
 TIMEOUT_S = 300
@@ -24,21 +25,21 @@ def main() -> int:
     """Measure, and print on rank 0."""
     me = ranks.join("auto", TIMEOUT_S)
     flops = burn(me)
-    everyone = ranks.agreed((me.host, me.local_rank, flops))
-    hosts = list(dict.fromkeys(host for host, _, _ in everyone))
-    first = {host: next(i for i, entry in enumerate(everyone) if entry[0] == host) for host in hosts}
-    links = [entry for part in ranks.agreed(pairs(me, hosts, first)) for entry in part]
+    everyone = ranks.agreed(Device(me.rank, me.host, me.local_rank, flops))
+    hosts = list(dict.fromkeys(device.host for device in everyone))
+    first = {host: next(device.rank for device in everyone if device.host == host) for host in hosts}
+    links = [link for part in ranks.agreed(Checkup(links=tuple(pairs(me, hosts, first)))) for link in part.links]
     gather, reduce = collectives(me)
     if me.leads:
-        devices = [
-            {"rank": i, "host": host, "local_rank": local, "tflops": f} for i, (host, local, f) in enumerate(everyone)
-        ]
         for begin in range(0, len(links), LINKS_A_LINE):
-            print("checkup " + json.dumps({"links": links[begin : begin + LINKS_A_LINE]}))
-        rates = {"all_gather_gb_per_s": gather, "all_reduce_gb_per_s": reduce}
-        print("checkup " + json.dumps({"device": me.device.type, "devices": devices, **rates}), flush=True)
+            _say(Checkup(links=tuple(links[begin : begin + LINKS_A_LINE])))
+        _say(Checkup((), me.device.type, tuple(everyone), gather, reduce))
     ranks.leave()
     return 0
+
+
+def _say(part: Checkup) -> None:
+    print(SIGN + reader.dumps(part), flush=True)
 
 
 def burn(me: Ranks) -> float:
@@ -54,13 +55,13 @@ def burn(me: Ranks) -> float:
     return 2 * n**3 * products / took / 1e12
 
 
-def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[dict[str, object]]:
+def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[Link]:
     """GB/s between the first ranks of every two hosts, both directions at once; each link timed while all are busy."""
     count = len(hosts) + len(hosts) % 2
     places = list(range(count))
     mine = hosts.index(me.host) if me.rank == first[me.host] else -1
     buffer = torch.ones((256 if me.device.type == "cuda" else 8) << 20, dtype=torch.uint8, device=me.device)
-    found: list[dict[str, object]] = []
+    found: list[Link] = []
     for _ in range(count - 1):  # a round-robin tournament: everybody has one partner in each round
         dist.barrier()
         for a, b in zip(places[: count // 2], reversed(places[count // 2 :]), strict=True):
@@ -68,7 +69,7 @@ def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[dict[str, 
                 other = b if mine == a else a
                 took = _exchange(me, buffer, first[hosts[other]])
                 if mine == min(a, b):
-                    found.append({"a": hosts[mine], "b": hosts[other], "gb_per_s": buffer.numel() / took / 1e9})
+                    found.append(Link(hosts[mine], hosts[other], buffer.numel() / took / 1e9))
         places = [places[0], places[-1], *places[1:-1]]
     return found
 

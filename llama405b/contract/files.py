@@ -1,11 +1,16 @@
 """Files that no reader ever sees half of. Knows nothing of what is in them."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from llama405b.contract import reader
+
+T = TypeVar("T")
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -43,6 +48,27 @@ def write_json(path: Path, record: Any) -> None:
             file.write(text.rstrip().ljust(path.stat().st_size - 1) + "\n")
 
 
+def read_record(kind: type[T], path: Path) -> T | None:
+    """Read a file that holds one record; None where there is none (yet), or none that can be read."""
+    try:
+        return reader.loads(kind, path.read_bytes(), path.name)
+    except (OSError, reader.MalformedError):
+        return None
+
+
+def read_records(kind: type[T], path: Path, last: int) -> list[T]:
+    """Read the last records of a file that holds one a line; lines that are not such records are left out."""
+    found: list[T] = []
+    try:
+        lines = path.read_bytes().splitlines()[-last:]
+    except OSError:
+        return found
+    for line in lines:
+        with contextlib.suppress(reader.MalformedError):
+            found.append(reader.loads(kind, line, path.name))
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Read a JSON object; None where there is none (yet), or none that can be read."""
     try:
@@ -50,3 +76,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, in one write.
+
+    Raises:
+        OSError: The directory cannot be made or written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")

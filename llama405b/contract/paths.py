@@ -17,6 +17,9 @@ Every file has one writer. ``HOST`` is a name of the hosts file, ``N`` a rank::
     logs/HOST/times                  node runner   when which part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
+    events/WRITER.jsonl              that writer   a ``RunEvent`` a line: rank-0, and on the operator's machine guard
+    requests/ID.json                 agent         a ``RunRequest``, on the head
+    diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks that were asked for
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the operator's machine)
 
 A run that is a Slurm job has these too::
@@ -78,6 +81,19 @@ class RunDir:
     def heartbeat(self, rank: int) -> Path:
         """Written by that rank."""
         return self.path / "heartbeat" / f"rank-{rank}.json"
+
+    def events(self, writer: str) -> Path:
+        """Written by that writer: rank-0 or guard."""
+        return self.path / "events" / f"{writer}.jsonl"
+
+    @property
+    def requests(self) -> Path:
+        """Written by the head's agent, a file for each request."""
+        return self.path / "requests"
+
+    def diagnosis(self, what: str, rank: int, step: int, suffix: str) -> Path:
+        """Written by that rank, when somebody asks for it."""
+        return self.path / "diagnosis" / f"{what}-rank-{rank}-step-{step}.{suffix}"
 
     def status(self, host: str) -> Path:
         """Written by that host's node runner."""

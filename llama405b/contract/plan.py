@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from llama405b.contract.errors import UserError
 
@@ -55,14 +54,12 @@ class Plan:
         return sum(node.slots for node in self.nodes)
 
     def node(self, name: str) -> Node:
-        """The part of one host."""
+        """The part of one of its hosts."""
         return next(node for node in self.nodes if node.name == name)
 
-
-def plan_from_json(record: Mapping[str, Any]) -> Plan:
-    """Read back what ``dataclasses.asdict`` wrote."""
-    nodes = tuple(Node(**node) for node in record["nodes"])
-    return Plan(**{**record, "nodes": nodes, "program": tuple(record["program"]), "secrets": tuple(record["secrets"])})
+    def find(self, name: str) -> Node | None:
+        """The part of a host; None where it has none."""
+        return next((node for node in self.nodes if node.name == name), None)
 
 
 def check_run_name(run: str) -> str:

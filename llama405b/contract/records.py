@@ -1,6 +1,36 @@
-"""What the files of a run say: a dataclass for each kind of record. Knows meanings and units, not files."""
+"""What the files of a run say: a dataclass for each kind of record. Knows meanings and units, not files.
+
+Times are seconds since the epoch by the clock of whoever writes; between hosts they may differ.
+"""
 
 import dataclasses
+import enum
+
+from llama405b.contract.causes import Cause
+
+
+class NodeState(enum.StrEnum):
+    """What torchrun does on a host."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    EXITED = "exited"
+    KILLED = "killed"
+    STOPPED = "stopped"  # when somebody asked for it
+
+
+class Phase(enum.StrEnum):
+    """What a rank does."""
+
+    START = "start"
+    DATA = "data"
+    LOAD = "load"
+    RESUME = "resume"
+    TRAIN = "train"
+    CHECKPOINT = "checkpoint"
+    EVAL = "eval"
+    DONE = "done"
+    FAILED = "failed"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -8,14 +38,15 @@ class NodeStatus:
     """What became of torchrun on one host, as its node runner saw it."""
 
     host: str
-    state: str  # starting | running | exited | killed | stopped (when somebody asked for it)
+    state: NodeState
     attempt: int  # 1, 2, …: counts launches of this run
     pid: int  # of the node runner
     pid_start: int  # its start time in clock ticks since boot: a pid alone can be reused
     exit_code: int | None = None  # of torchrun, when it exited
     signal: int | None = None  # that ended it, when killed
-    reason: str = ""  # one sentence, where there is more to say
-    time: float = 0.0  # host clock, seconds since the epoch
+    cause: Cause | None = None  # where it did not end well
+    time: float = 0.0
+    reason: str = ""  # of version 0.1, in place of ``cause``
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,14 +56,13 @@ class Heartbeat:
     rank: int
     host: str
     pid: int
-    time: float  # host clock, seconds since the epoch
+    time: float
     step: int
-    phase: str  # start | data | load | resume | train | checkpoint | done | failed
+    phase: Phase
     phase_since: float
     done_bytes: int = 0
     total_bytes: int = 0
-    message: str = ""  # why it failed
-    failed_in: str = ""  # the phase in which it did
+    cause: Cause | None = None  # why it failed, and in which phase
     data_s: float | None = None  # of the last step, this rank's own: until it had its batch
     optimizer_s: float | None = None  # and clipping and the update
 
@@ -42,7 +72,7 @@ class Metrics:
     """One step of training."""
 
     step: int
-    time: float  # rank 0's clock, seconds since the epoch
+    time: float  # rank 0's clock
     loss: float  # nats per target token, over the whole global batch
     grad_norm: float  # before clipping
     lr: float
@@ -53,3 +83,46 @@ class Metrics:
     forward_s: float
     backward_s: float
     optimizer_s: float  # clipping and update
+    step_tokens: int = 0  # target tokens of this step, over all ranks; 0: written by version 0.1
+    flops_per_token: int = 0  # of the model, forward and backward; 0: not known
+    attempt: int = 0  # launch of this run that took the step; 0: written by version 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StopMark:
+    """Who asked for a run to end on a host; while it is there no restart follows."""
+
+    by: str
+    grace_s: float = 0.0  # for the trainer to save first
+    time: float = 0.0
+
+
+class GuardStage(enum.StrEnum):
+    """What a guard does."""
+
+    WATCHING = "watching"
+    RECOVERING = "recovering"
+    ENDED = "ended"  # the run ended well
+    STOPPED = "stopped"  # somebody stopped the run
+    GAVE_UP = "gave up"
+
+
+GUARDING = (GuardStage.WATCHING, GuardStage.RECOVERING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GuardState:
+    """What a guard has done so far."""
+
+    run: str
+    pid: int
+    pid_start: int
+    machine: str  # where it runs
+    limit: int  # restarts without progress that it allows
+    state: GuardStage = GuardStage.WATCHING
+    message: str = ""  # for people
+    restarts: int = 0
+    in_vain: int = 0  # restarts since the newest checkpoint last became newer
+    checkpoint: str = ""  # newest known
+    time: float = 0.0
+    cause: Cause | None = None  # of the last incident

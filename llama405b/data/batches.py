@@ -71,6 +71,12 @@ class Batches:
         return self.tokens_N[begin : begin + self.seq_len + 1]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TokenFile:
+    name: str = ""
+    n_bytes: int = 0
+
+
 @functools.lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, n_sequences: int) -> Any:
     """The shuffle of one epoch."""
@@ -90,9 +96,10 @@ def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> B
         except UserError as found:
             error = found
     ranks.refuse_together(error)
-    name, size = ranks.from_rank0((path.name, path.stat().st_size) if me.leads else None)
-    path = cache / name
-    if not all(ranks.agreed(path.is_file() and path.stat().st_size == size)):
+    tokens = ranks.from_rank0(_TokenFile(path.name, path.stat().st_size) if me.leads else _TokenFile())
+    path, size = cache / tokens.name, tokens.n_bytes
+    here = _TokenFile(path.name, path.stat().st_size if path.is_file() else 0)
+    if any(found != tokens for found in ranks.agreed(here)):
         _send(path, size // 4, me)
     if size // 4 <= config.seq_len:
         raise UserError(

@@ -58,6 +58,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
 
 
 def _resume(me, directory, root, resume="auto"):
+    from llama405b.checkpoint import state
     from llama405b.checkpoint import store as checkpoint
     from llama405b.contract.errors import UserError
 
@@ -65,12 +66,13 @@ def _resume(me, directory, root, resume="auto"):
     torch.manual_seed(99 + me.rank)
     store = checkpoint.Store(Path(root), 3, me)
     try:
-        path, passed_over = store.find(resume)
+        path, newer = store.find(resume)
+        passed_over = [str(each) for each in newer]
     except UserError as error:
         return str(error)
     if path is None:
         return None, passed_over, []
-    done = checkpoint.restore(path, module, optimizer, me)
+    done = state.restore(path, module, optimizer, me)
     losses = [_step(me, module, optimizer, number) for number in range(done + 1, 9)]
     return path.name, passed_over, losses
 
@@ -246,12 +248,12 @@ def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
 
 
 def _settings_after_resume(me, directory, root):
-    from llama405b.checkpoint import store as checkpoint
+    from llama405b.checkpoint import state
 
     module, optimizer = _trainer(me, directory, load_weights=False)
     for group in optimizer.param_groups:
         group.update(weight_decay=0.5, betas=(0.8, 0.9))
-    checkpoint.restore(Path(root) / "step-00000008", module, optimizer, me)
+    state.restore(Path(root) / "step-00000008", module, optimizer, me)
     return [(group["weight_decay"], group["betas"], len(group["params"])) for group in optimizer.param_groups]
 
 

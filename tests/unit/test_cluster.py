@@ -13,6 +13,7 @@ from llama405b_tools.text.clean import CONTROLS
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.state import picture, simulate
 from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.picture import GuardShown, HostState
 
 T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
 
@@ -27,8 +28,14 @@ def play(n_hosts=4, seconds=100.0, change=None, **more):
             cluster.take(event["host"], event["frame"], event["t"])
             last = event["t"]
             if event["host"] == simulate.names(n_hosts)[-1]:
-                cluster.picture(last)
-    return cluster, cluster.picture(last)
+                cluster.advance(last)
+    return cluster, look(cluster, last)
+
+
+def look(cluster, now):
+    """Go on to a moment, and look."""
+    cluster.advance(now)
+    return cluster.picture(now)
 
 
 def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
@@ -46,7 +53,7 @@ def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
     def send(host, seconds, **run):
         frame = next(simulate.incident(2, seconds=2.0))["frame"] | {"run": run or None, "now": T0 + seconds}
         cluster.take(host, frame, T0 + seconds)
-        return cluster.picture(T0 + seconds)
+        return look(cluster, T0 + seconds)
 
     assert send("gpu-1", 61, **other, alive=True).training.run == "llama-405b"
     assert send("gpu-2", 61, **other, alive=True).training.run == "other"
@@ -61,8 +68,11 @@ def test_a_run_that_died_is_left_after_a_minute_where_another_lives_on_few_hosts
             new = dead | {"name": "new", "alive": True, "created": T0 + 55, "status": None}
             run = new if event["host"] == "gpu-4" else dead
             cluster.take(event["host"], event["frame"] | {"run": run, "now": T0 + 62}, T0 + 62)
-    assert cluster.picture(T0 + 63).training.run == "llama-405b"
-    assert cluster.picture(T0 + 63 + 60).training.run == "new"
+    assert look(cluster, T0 + 63).training.run == "llama-405b"
+    assert look(cluster, T0 + 63 + 60).training.run == "new"
+
+
+OUT_OF_MEMORY = {"kind": "rank exit", "rank": 11, "detail": "CUDA out of memory"}
 
 
 def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
@@ -73,15 +83,15 @@ def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
 
     _, stopped = play(2, 60.0, change=lambda event: change(event, state="T"))
     assert (stopped.verdict, row(stopped, "gpu-2").notes) == ("DEGRADED", ("rank 11: it is stopped by a signal",))
-    _, failed = play(2, 60.0, change=lambda event: change(event, phase="failed", message="CUDA out of memory"))
+    _, failed = play(2, 60.0, change=lambda event: change(event, phase="failed", cause=OUT_OF_MEMORY))
     assert (failed.verdict, failed.exit_code, failed.training.phase) == ("FAILED", 3, "FAILED")
     assert failed.why == "gpu-2: rank 11 failed: CUDA out of memory"
 
 
 def test_a_guard_that_is_gone_is_not_healthy():
     cluster, _ = play(2, 60.0)
-    cluster.guard = "guard GONE"
-    assert cluster.picture(T0 + 60.0).why == "its guard is gone: nobody restarts this run"
+    cluster.guard = GuardShown.GONE
+    assert look(cluster, T0 + 60.0).why == "its guard is gone: nobody restarts this run"
 
 
 def test_between_healthy_and_hung_the_silence_is_said():
@@ -197,18 +207,18 @@ def test_a_stopped_process_is_a_hang_in_every_phase():
 
 def test_a_host_is_stale_by_its_frames_and_an_average_says_so():
     cluster, pic = play(seconds=50, change=lambda e: None if e["host"] == "gpu-2" and e["t"] > T0 + 40 else e)
-    assert row(pic, "gpu-2").state == picture.STALE
+    assert row(pic, "gpu-2").state == HostState.STALE
     assert "no frame for" in row(pic, "gpu-2").why
     assert (pic.fresh, pic.gpus_seen, pic.gpus_expected, pic.exit_code) == (3, 24, 32, 1)
-    late = cluster.picture(T0 + 400)
-    assert {host.state for host in late.hosts} == {picture.STALE}
+    late = look(cluster, T0 + 400)
+    assert {host.state for host in late.hosts} == {HostState.STALE}
 
 
 def test_links_that_are_not_made_say_why():
     cluster, _ = play(seconds=20)
     for host, state in zip(simulate.names(4), ("AUTH", "REFUSED", "TIMEOUT", "DOWN"), strict=True):
         cluster.link(host, state, f"why {state}", T0 + 21)
-    pic = cluster.picture(T0 + 21)
+    pic = look(cluster, T0 + 21)
     assert [host.state for host in pic.hosts] == ["AUTH", "REFUSED", "TIMEOUT", "DOWN"]
     assert (pic.verdict, pic.exit_code) == ("DOWN", 3)
     assert pic.why == "gpu-1: AUTH why AUTH, and 3 more"
@@ -268,7 +278,7 @@ def test_faults_of_the_driver():
     frame = next(simulate.incident(1))["frame"]
     none(frame)
     cluster.take("gpu-1", frame, T0)
-    assert (cluster.picture(T0).hosts[0].has_gpu, cluster.picture(T0).hosts[0].state) == (False, "OK")
+    assert (look(cluster, T0).hosts[0].has_gpu, look(cluster, T0).hosts[0].state) == (False, "OK")
 
 
 def test_older_field_names_of_nvidia_smi():
@@ -301,17 +311,15 @@ def test_what_stands_out_beside_gpus():
     assert "mlx5_1/1: 17 symbol errors" in words
 
 
+NODE = {"host": "h", "state": "exited", "attempt": 1, "pid": 1, "pid_start": 1, "exit_code": 1}
+
+
 def test_a_failed_host_and_a_restart():
     def killed(event):
         if "frame" in event and event["t"] > T0 + 60:
-            mine = event["host"] == "gpu-2"
-            status = {
-                "state": "exited",
-                "exit_code": 1,
-                "reason": "rank 9 was killed by SIGKILL"
-                if mine
-                else "rank 0 exited with 1: lost contact with another rank",
-            }
+            mine = {"kind": "rank killed", "rank": 9, "signal": 9}
+            lost = {"kind": "lost peer", "rank": 0, "exit_code": 1, "phase": "train"}
+            status = NODE | {"cause": mine if event["host"] == "gpu-2" else lost}
             event["frame"]["run"] |= {"alive": False, "status": status}
         return event
 
@@ -352,7 +360,7 @@ def test_the_schema_is_documented():
         picture.RankRow,
         picture.ProcessRow,
         picture.Training,
-        picture.Event,
+        picture.Change,
     ):
         for field in dataclasses.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
@@ -408,14 +416,14 @@ def test_no_frame_however_broken_ends_it():
         ):
             cluster = Cluster(["gpu-1"], 2.0)
             cluster.take("gpu-1", broken(full, path, value), T0)
-            first = cluster.picture(T0)
+            first = look(cluster, T0)
             for mode in ("cluster", "host"):
                 lines = panels.screen(first, panels.Ui(mode=mode), [], 120, 40) + panels.report(first, panels.Ui(), 120)
                 assert not any(CONTROLS.search(line.plain) or "\n" in line.plain for line in lines)
             json.dumps(dataclasses.asdict(first), allow_nan=False)
             cluster.take("gpu-1", after, T0 + 2)
-            assert cluster.picture(T0 + 2).hosts[0].state == picture.OK
-            refused += first.hosts[0].state == picture.DOWN
+            assert look(cluster, T0 + 2).hosts[0].state == HostState.OK
+            refused += first.hosts[0].state == HostState.DOWN
             assert first.hosts[0].state in picture.SEVERITY, path
     assert refused > len(paths)
 
@@ -423,7 +431,7 @@ def test_no_frame_however_broken_ends_it():
 def test_a_frame_that_cannot_be_read_is_named():
     cluster = Cluster(["a"], 2.0)
     cluster.take("a", {"now": "soon"}, T0)
-    assert cluster.picture(T0).why == "a: DOWN its sampler sends what cannot be read (frame.now)"
+    assert look(cluster, T0).why == "a: DOWN its sampler sends what cannot be read (frame.cpu is missing)"
 
 
 def test_a_hang_is_seen_where_nvidia_smi_hangs_too():
@@ -447,8 +455,8 @@ def test_who_waits_for_a_frozen_host_is_not_the_one_that_hangs():
     _, pic = play(seconds=simulate.HUNG + 80, change=frozen)
     assert pic.verdict == "HUNG"
     assert re.match(r"gpu-3: no frame for \d+ s; gpu-1 waits: rank 1 is silent", pic.why)
-    assert row(pic, "gpu-3").state == picture.STALE
-    assert row(pic, "gpu-1").state == picture.OK
+    assert row(pic, "gpu-3").state == HostState.STALE
+    assert row(pic, "gpu-1").state == HostState.OK
 
 
 def test_a_log_line_now_and_then_does_not_end_a_hang():
@@ -467,14 +475,14 @@ def test_a_slow_nvidia_smi_is_not_a_missing_driver():
     cluster = Cluster(["a"], 2.0)
     frames = [event["frame"] for event in simulate.incident(1, seconds=50) if "frame" in event]
     cluster.take("a", frames[0] | {"smi": {"text": None, "hung_s": 1.0}}, T0)
-    first = cluster.picture(T0)
-    assert (first.hosts[0].state, first.hosts[0].has_gpu, first.hosts[0].notes) == (picture.OK, True, ())
+    first = look(cluster, T0)
+    assert (first.hosts[0].state, first.hosts[0].has_gpu, first.hosts[0].notes) == (HostState.OK, True, ())
     cluster.take("a", frames[1], T0 + 2)
-    assert cluster.picture(T0 + 2).gpus_seen == 8
+    assert look(cluster, T0 + 2).gpus_seen == 8
     cluster.take("a", frames[2] | {"smi": {"text": None, "hung_s": 3.0}}, T0 + 4)
-    assert cluster.picture(T0 + 4).gpus_seen == 8
+    assert look(cluster, T0 + 4).gpus_seen == 8
     cluster.take("a", frames[3] | {"smi": {"text": None, "hung_s": 0.0}}, T0 + 6)
-    assert cluster.picture(T0 + 6).hosts[0].state == picture.NO_DRIVER
+    assert look(cluster, T0 + 6).hosts[0].state == HostState.NO_DRIVER
 
 
 def test_a_port_that_went_down_stays_down():
@@ -485,37 +493,37 @@ def test_a_port_that_went_down_stays_down():
     cluster.take("a", frame, T0)
     for moment in range(2, 2000, 50):
         cluster.take("a", down, T0 + moment)
-    assert cluster.picture(T0 + 1953).hosts[0].notes == ("mlx5_3/1 is down",)
+    assert look(cluster, T0 + 1953).hosts[0].notes == ("mlx5_3/1 is down",)
 
 
 def test_the_run_that_lives_is_shown_and_stays_when_it_fails():
     cluster = Cluster(["a", "b"], 2.0)
     frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
     lives = frame["run"] | {"name": "A", "created": 10.0, "nodes": [["a", 0, 8]]}
-    ended = {"alive": False, "status": {"state": "exited", "exit_code": 1, "reason": "x"}}
+    ended = {"alive": False, "status": NODE}
     dead = frame["run"] | ended | {"name": "B", "created": 20.0, "nodes": [["b", 0, 24]], "beats": []}
     cluster.take("a", frame | {"run": lives}, T0)
     cluster.take("b", frame | {"run": dead}, T0)
-    shown = cluster.picture(T0).training
+    shown = look(cluster, T0).training
     assert (shown.run, shown.world) == ("A", 8)
     cluster.take("a", frame | {"run": lives | ended}, T0 + 2)
     cluster.take("b", frame | {"run": dead}, T0 + 2)
-    shown = cluster.picture(T0 + 2).training
+    shown = look(cluster, T0 + 2).training
     assert (shown.run, shown.world, shown.phase) == ("A", 8, "FAILED")
 
 
 def test_nobody_heard_is_nothing_known():
     cluster, _ = play(seconds=50)
-    run = cluster.picture(T0 + 400).training
+    run = look(cluster, T0 + 400).training
     assert (run.phase, run.eta_s, run.tokens_per_s, run.mfu_pct) == ("UNKNOWN", None, None, None)
     cluster = Cluster(["a"], 2.0)
     cluster.link("a", "OK", "", T0)
-    assert cluster.picture(T0 + 5).hosts[0].state == picture.CONNECTING
-    assert cluster.picture(T0 + 60).hosts[0].why == "no frame since it was reached 60 s ago"
+    assert look(cluster, T0 + 5).hosts[0].state == HostState.CONNECTING
+    assert look(cluster, T0 + 60).hosts[0].why == "no frame since it was reached 60 s ago"
     cluster.wanted = "nosuch"
     cluster.link("a", "OK", "", T0)
     cluster.take("a", next(simulate.incident(1))["frame"] | {"run": None}, T0 + 61)
-    assert cluster.picture(T0 + 61).why == "no host knows a run 'nosuch'"
+    assert look(cluster, T0 + 61).why == "no host knows a run 'nosuch'"
 
 
 def test_the_time_that_loading_takes_again_is_counted_anew():

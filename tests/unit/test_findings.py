@@ -7,6 +7,9 @@ import re
 import pytest
 
 from conftest import ROOT
+from llama405b.contract import reader
+from llama405b.contract.checkup import Checkup
+from llama405b_tools.doctor.facts import HostFacts, PeerReach
 from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.findings import Peers
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
@@ -19,6 +22,10 @@ FIELDS = [
     "pcie.link.width.current", "pcie.link.width.max", "pcie.link.gen.current", "pcie.link.gen.max", "temperature.gpu",
     "driver_version",
 ]  # fmt: skip
+
+
+def rdma(name):
+    return reader.loads(fabric.Rdma, (DATA / name).read_text(), name)
 
 
 def smi(name):
@@ -66,14 +73,15 @@ def peers(*hosts, faults=None, chosen=None, candidates=None):
                     for address in candidates[b]
                     for port in (29400, 40000)
                 }
-                reach[a][b] = {"resolves": ["10.0.0.5", 0.01], "reached": reached}
+                reach[a][b] = reader.read(PeerReach, {"resolves": ["10.0.0.5", 0.01], "reached": reached}, b)
     return Peers(
         reach, candidates, {host: [29400, 40000] for host in hosts}, {h: (chosen or {}).get(h, "") for h in hosts}
     )
 
 
 def diagnose(facts, needs=None, skew=None, lost=None, links=None):
-    return findings.diagnose(facts, lost or {}, skew or {}, links or peers(*facts), needs or Needs())
+    read = {host: reader.read(HostFacts, each, host) for host, each in facts.items()}
+    return findings.diagnose(read, lost or {}, skew or {}, links or peers(*facts), needs or Needs())
 
 
 def test_good_hosts_have_nothing_to_be_said():
@@ -127,7 +135,7 @@ def put(*path):
         (put("gpus", "dmesg_readable", False), NOTE, "Xid errors are unknown", "dmesg"),
         (put("rdma", {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"], "peermem": True}), WARN, "mlx5_2 port 1 is not active", "cable"),
         (put("rdma", "peermem", False), NOTE, "nvidia_peermem is not loaded", "modprobe"),
-        (put("rdma", {"probe_failed": "TypeError: x"}), WARN, "rdma cannot be told", "by hand"),
+        (put("failed", {"rdma": "TypeError: x"}), WARN, "rdma cannot be told", "by hand"),
     ],
 )  # fmt: skip
 def test_a_fault_of_a_host(change, level, what, remedy):
@@ -156,7 +164,7 @@ def test_a_gpu_that_is_ill_in_many_ways():
 
 
 def test_unknown_is_unknown():
-    [gpu] = gpus.read(smi("unknown.csv"))[0]
+    [gpu] = gpus.read(smi("unknown.csv")["smi"], FIELDS)[0]
     assert (gpu.used_mib, gpu.ecc_errors, gpu.power_limit_w, gpu.pages_pending) == (None, None, None, None)
     assert gpu.memory_mib == 24564
     assert not gpu.fault
@@ -208,12 +216,12 @@ def test_the_same_fault_of_many_hosts_is_said_once():
 
 
 def test_what_nccl_is_told():
-    ports = fabric.read(json.loads((DATA / "infiniband.json").read_text()))
+    ports = fabric.read(rdma("infiniband.json"))
     env = fabric.nccl_env(ports, "eth0")
     assert env["NCCL_IB_HCA"] == ("=mlx5_0:1,mlx5_1:1", "2 InfiniBand ports of 400 Gb/s are up; slower: mlx5_3")
     assert env["NCCL_SOCKET_IFNAME"][0] == "eth0"
     assert "NCCL_IB_GID_INDEX" not in env
-    roce = fabric.nccl_env(fabric.read(json.loads((DATA / "roce.json").read_text())), "eth0")
+    roce = fabric.nccl_env(fabric.read(rdma("roce.json")), "eth0")
     assert roce["NCCL_IB_HCA"][0] == "=mlx5_0:1,mlx5_1:1"
     assert roce["NCCL_IB_GID_INDEX"][0] == "3"
     assert set(fabric.nccl_env([], "eth0")) == {"NCCL_SOCKET_IFNAME"}
@@ -241,7 +249,7 @@ def test_the_odd_one_out():
         "all_gather_gb_per_s": 30.0,
         "all_reduce_gb_per_s": 31.0,
     }
-    found = list(judge(report))
+    found = list(judge(reader.read(Checkup, report, "report")))
     assert [f.hosts for f in found if f.level == WARN] == [("h2",), ("h3",), ("h3",), ("h3",)]
     assert re.search(r"rank 5 \(cuda 1\): 610 TFLOP/s where the median is 700", found[0].what)
     assert found[-1].level == NOTE
@@ -250,7 +258,7 @@ def test_the_odd_one_out():
 def test_odd_facts_cost_no_other():
     facts = good()
     facts["kill_user_processes"] = True
-    facts["identity"] = {"probe_failed": "it did not answer in time"}
+    facts |= {"identity": None, "failed": {"identity": "it did not answer in time"}}
     said = [f.what for f in diagnose({"a": facts})]
     assert "identity cannot be told: it did not answer in time" in said
     twice = good()

@@ -22,11 +22,11 @@ def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):
     *events, last = replay(str(path), 1.0).to_the_end()
     if cut:
         assert written[: len(events)] == events
-        assert "cut short" in last["note"]
+        assert "cut short" in last.note
     else:
         assert events == written
-        assert last["note"] == "the recording ends"
-    assert last["t"] == events[-1]["t"]
+        assert last.note == "the recording ends"
+    assert last.t == events[-1].t
 
 
 @pytest.mark.parametrize("form", [["--once"], ["--json"], ["--watch", "0.2"]])

@@ -44,8 +44,9 @@ def played(n_hosts, seconds):
             logs.take(event["host"], event["entries"], cluster.first_rank(event["host"]))
         if event["host"] == names[-1] and event["t"] - judged > 9:
             judged = event["t"]
-            cluster.picture(judged)
+            cluster.advance(judged)
     logs.settle(event["t"])
+    cluster.advance(event["t"])
     return cluster.picture(event["t"]), list(logs.lines)
 
 

@@ -1,21 +1,21 @@
 """``bench fleet``: fan-out, status and a whole launch, beside what people use otherwise."""
 
-import collections
 import concurrent.futures
 import contextlib
-import json
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from llama405b.contract import reader
 from llama405b.contract.errors import UserError
-from llama405b.contract.plan import plan_from_json
 from llama405b_tools.bench.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
+from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
-from llama405b_tools.remote.messages import KEEP
+from llama405b_tools.remote.messages import KEEP, Kept, LaunchFacts, ProbeRequest, Started, StartRequest
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.text.tables import table
@@ -80,22 +80,25 @@ def _true(host: Host, connection: Ssh) -> None:
 def _replay(hosts: Sequence[Host], said: Said) -> Cost:
     """Send each host what a launch sent it, for a run of another name; ending that is not counted."""
     stubbed_hosts = stubbed(hosts)
-    plan = next(request["plan"] for action, request in said[hosts[0].name] if action == "start")
-    other = {**plan, "run": BARE_RUN, "rdzv_id": f"{plan['rdzv_id']}-bare"}
+    plan = next(request.plan for _, request in said[hosts[0].name] if isinstance(request, StartRequest))
+    other = dataclasses.replace(plan, run=BARE_RUN, rdzv_id=f"{plan.rdzv_id}-bare")
 
     def one(host: Host, connection: Ssh) -> None:
         for action, request in said[host.name]:
-            line, words = found.command(host.name, action), {**request, "run": BARE_RUN, "plan": other}
-            stream = connection.stream(line, json.dumps(words) + "\n")
-            answers = iter(stream)
-            answer = next(answers, "nothing")
-            if action == "start":
-                stream.send(KEEP)
-                answer = next(answers, answer)
-                if "kept" not in answer:
-                    raise UserError(f"bench: {host.name}: {answer.strip()[:200]}")
-            stream.end_input()
-            collections.deque(answers, maxlen=0)  # until it ends
+            asks = request
+            if isinstance(request, StartRequest):
+                asks = dataclasses.replace(request, plan=other)
+            elif isinstance(request, ProbeRequest):
+                asks = dataclasses.replace(request, run=BARE_RUN)
+            dialogue = Dialogue(connection.stream(found.command(host.name, action), reader.dumps(asks) + "\n"))
+            if isinstance(request, StartRequest):
+                dialogue.answer(Started, STATUS_TIMEOUT_S)
+                dialogue.say(KEEP)
+                dialogue.answer(Kept, STATUS_TIMEOUT_S)
+            else:
+                dialogue.answer(LaunchFacts, STATUS_TIMEOUT_S)
+            dialogue.end_input()
+            dialogue.close()
 
     with Fleet(stubbed_hosts) as found:
         begin = now()
@@ -103,7 +106,7 @@ def _replay(hosts: Sequence[Host], said: Said) -> Cost:
             _bare(stubbed_hosts, one)
             return now() - begin
         finally:
-            stop_this(plan_from_json(other), found)
+            stop_this(other, found)
 
 
 def _status(hosts: Sequence[Host]) -> None:

@@ -9,9 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.hosts.fleet import Fleet, Reply
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import Stream
 from llama405b_tools.run import request as asked
@@ -20,8 +21,12 @@ from llama405b_tools.run.query import STATUS_TIMEOUT_S
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.text.shell import shell_path
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 RUN, BARE_RUN, SETTLE_S = "bench-fleet", "bench-bare", 5.0
-Said = dict[str, list[tuple[str, Reply]]]  # by host, what it was asked: action and request
+Said = dict[str, list[tuple[str, "DataclassInstance"]]]  # by host, what it was asked: action and request
 STUB = """#!/bin/sh
 # in python's place on a host: torchrun becomes a stub, everything else is the real one
 case "$*" in *torch.distributed.run*) exec {python} -c '{body}' "$@" ;; esac
@@ -67,12 +72,12 @@ class Overheard(Fleet):
         super().__init__(hosts)
         self.said = said
 
-    def ask(self, name: str, action: str, request: Reply, timeout_s: float) -> Reply:
+    def ask(self, name: str, action: str, request: "DataclassInstance", reply: type[T], timeout_s: float) -> T:
         """See ``Fleet``."""
         self.said.setdefault(name, []).append((action, request))
-        return super().ask(name, action, request, timeout_s)
+        return super().ask(name, action, request, reply, timeout_s)
 
-    def stream(self, name: str, action: str, request: Reply) -> Stream:
+    def stream(self, name: str, action: str, request: "DataclassInstance") -> Stream:
         """See ``Fleet``."""
         self.said.setdefault(name, []).append((action, request))
         return super().stream(name, action, request)
@@ -111,13 +116,13 @@ def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Sai
                 stop_this(plan, found)
 
 
-def _write_stub(found: Fleet, name: str) -> dict[str, object]:
+def _write_stub(found: Fleet, name: str) -> bool:
     place = f"{found.workdir(name)}/.bench-python"
     script = STUB.format(python=found.python(name), body=BODY)
     path = shell_path(place)
     line = f"cat >{path}.$$ && chmod +x {path}.$$ && mv {path}.$$ {path}"
     found.connection(name).run(line, script, STATUS_TIMEOUT_S)
-    return {}
+    return True
 
 
 def least(do: Callable[[], Cost | None], repeat: int) -> Cost:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b_tools.bench.rig import RUN, least, ssh_argv, stub_run
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
@@ -23,6 +24,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.text.shell import shell_path
 from llama405b_tools.text.tables import table
 from llama405b_tools.top import sources
+from llama405b_tools.top.state.frames import Frame
 
 INTERVAL_S = 2.0
 COLUMNS, LINES = 120, 40
@@ -162,12 +164,16 @@ def _delay(fleet: Fleet, shown: Top, step: int) -> float:
 
 def _sampler(fleet: Fleet, seconds: float) -> tuple[float, float]:
     """CPU seconds per second and megabytes of one sampler, as it counts them itself."""
-    live, found = sources.Live(fleet, RUN, INTERVAL_S), []
+    live = sources.Live(fleet, RUN, INTERVAL_S)
+    found: list[Frame] = []
     try:
         end = live.now() + seconds
         while live.now() < end:
-            found += [event["frame"] for event in live.events(end) if "frame" in event]
+            arrived = [event.frame for event in live.events(end) if event.frame is not None]
+            found += [reader.read(Frame, frame, "frame") for frame in arrived]
     finally:
         live.close()
-    (first, _), (last, most) = found[1]["own"], found[-1]["own"]
-    return (last - first) / (found[-1]["now"] - found[1]["now"]), most / 1e6
+    first, last = found[1], found[-1]
+    assert first.own
+    assert last.own
+    return (last.own[0] - first.own[0]) / (last.now - first.now), last.own[1] / 1e6

@@ -14,8 +14,10 @@ from pathlib import Path
 import llama405b
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import plan, push, sourcetree
+from llama405b_tools.deliver.chain import Source
 from llama405b_tools.deliver.plan import FACTS, Wishes
-from llama405b_tools.hosts.fleet import Fleet, Outcome, Reply
+from llama405b_tools.hosts.files import Use
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import Connection, HostError
 from llama405b_tools.text.shell import shell_path
 
@@ -56,6 +58,14 @@ def make_wheelhouse(root: Path) -> Path:
     return folder
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Installed:
+    """What a host has now."""
+
+    use: Use
+    said: str  # for people
+
+
 class Work:
     """What is done on every host, in three parts that each go on at once everywhere."""
 
@@ -69,7 +79,7 @@ class Work:
         with self.lock:
             print(f"{time.monotonic() - self.began:5.0f} s  {host}: {what}", flush=True)
 
-    def bring_code(self, name: str) -> Reply:
+    def bring_code(self, name: str) -> bool:
         """Look at the host, and make its directory equal to the checkout.
 
         Raises:
@@ -91,16 +101,16 @@ class Work:
         self.say(name, f"code in {workdir}: {sent} files sent, {gone} deleted")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
-        return {}
+        return True
 
     def bring_wheels(self, wheels: Path, names: Sequence[str]) -> None:
         """Push the wheels down a chain of these hosts."""
         self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
         targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
         if targets:
-            push.push_files(self.fleet, push.Source("", str(wheels)), targets)
+            push.push_files(self.fleet, Source("", str(wheels)), targets)
 
-    def install(self, name: str) -> Reply:
+    def install(self, name: str) -> Installed:
         """Make the environment, or see that it is made.
 
         Raises:
@@ -126,27 +136,26 @@ class Work:
             version = _run(connection, directory, step, locked="has_flock" in facts)
         python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
         said = f"{'was set up already' if fresh else 'set up'}: torch {version or 'as in the image'}, {python}"
-        return {"use": {"python": python, "workdir": workdir, "prefix": self.wishes.module}, "said": said}
+        return Installed(Use(python, workdir, self.wishes.module), said)
 
-    def build(self, requirement: str, names: Sequence[str]) -> dict[str, Outcome]:
+    def build(self, requirement: str, names: Sequence[str]) -> dict[str, HostError]:
         """Compile a package on the first of these hosts, push its wheel down a chain, and install it everywhere."""
         if not names:
             return {}
         first, *others = names
         folder, make, install = plan.build(requirement)
 
-        def on(name: str, step: plan.Step) -> Reply:
+        def on(name: str, step: plan.Step) -> bool:
             self.say(name, step.name)
             _run(self.fleet.connection(name), shell_path(self.fleet.workdir(name)), step, locked=False)
-            return {}
+            return True
 
         outcomes = self.fleet.each(lambda name: on(name, make), [first])
-        if isinstance(outcomes[first], HostError):
-            why = HostError(f"{requirement} could not be built on {first}")
-            return outcomes | dict.fromkeys(others, why)
+        if isinstance(fault := outcomes[first], HostError):
+            return {first: fault} | dict.fromkeys(others, HostError(f"{requirement} could not be built on {first}"))
         if others:
             targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
-            push.push_files(self.fleet, push.Source(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
+            push.push_files(self.fleet, Source(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
         outcomes = self.fleet.each(lambda name: on(name, install), names)
         return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
 

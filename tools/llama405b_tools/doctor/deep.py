@@ -1,24 +1,25 @@
 """``doctor --deep``: burn every GPU and load every link, through the same launch path as a run; name the odd one out."""
 
 import contextlib
-import json
+import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
+from llama405b.contract import reader
+from llama405b.contract.checkup import SIGN, Checkup
 from llama405b.contract.errors import UserError
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
+from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import watch_run
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.start import stop_this
 
-SIGN = "checkup "
 TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # slower than the median by: a device, a link (CPUs are shared)
 
 
@@ -34,14 +35,14 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
         except UserError as error:
             return [Finding(BAD, everyone, f"the checkup did not start: {error}", "mend that first")]
         try:
-            watch = watch_run(fleet, plan, until=lambda watch: "devices" in _report(watch.said))
+            watch = watch_run(fleet, plan, until=lambda watch: bool(_report(watch.said).devices))
         finally:
             stop_this(plan, fleet)
     report = _report(watch.said)
-    if "devices" in report:
+    if report.devices:
         return list(judge(report))
     worst = watch.worst()
-    what = worst.what if worst else "it ended without a result"
+    what = failure_words(worst) if worst else "it ended without a result"
     return [
         Finding(
             BAD,
@@ -52,46 +53,46 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     ]
 
 
-def _report(said: Iterable[str]) -> dict[str, Any]:
+def _report(said: Iterable[str]) -> Checkup:
     """What rank 0 has said so far, put together."""
-    report: dict[str, Any] = {"links": []}
+    whole = Checkup()
     for line in said:
         if line.startswith(SIGN):
-            part = json.loads(line.removeprefix(SIGN))
-            report |= part | {"links": report["links"] + part.get("links", [])}
-    return report
+            part = reader.loads(Checkup, line.removeprefix(SIGN), "the checkup")
+            whole = dataclasses.replace(part, links=whole.links + part.links)
+    return whole
 
 
-def judge(report: Mapping[str, Any]) -> Iterator[Finding]:
+def judge(report: Checkup) -> Iterator[Finding]:
     """What the measurements say: who is slower than the median, and the rates as they are."""
-    device_share, link_share = TOLERATED[report["device"]]
-    flops = [entry["tflops"] for entry in report["devices"]]
+    device_share, link_share = TOLERATED[report.device]
+    flops = [entry.tflops for entry in report.devices]
     middle = statistics.median(flops)
-    for entry in report["devices"]:
-        if entry["tflops"] < (1 - device_share) * middle:
-            what = f"rank {entry['rank']} ({report['device']} {entry['local_rank']}): {entry['tflops']:.3g} TFLOP/s"
+    for entry in report.devices:
+        if entry.tflops < (1 - device_share) * middle:
+            what = f"rank {entry.rank} ({report.device} {entry.local_rank}): {entry.tflops:.3g} TFLOP/s"
             what += f" where the median is {middle:.3g}"
             yield Finding(
                 WARN,
-                (entry["host"],),
+                (entry.host,),
                 what,
                 "look at its clocks, power and temperature; every rank waits for the slowest",
             )
-    rates = [link["gb_per_s"] for link in report["links"]]
+    rates = [link.gb_per_s for link in report.links]
     if rates:
         usual = statistics.median(rates)
-        slow = [link for link in report["links"] if link["gb_per_s"] < (1 - link_share) * usual]
+        slow = [link for link in report.links if link.gb_per_s < (1 - link_share) * usual]
         counts: dict[str, int] = {}
         for link in slow:
-            for end in (link["a"], link["b"]):
+            for end in (link.a, link.b):
                 counts[end] = counts.get(end, 0) + 1
         for link in slow:
-            odd = max((link["a"], link["b"]), key=lambda end: counts[end])
-            what = f"{link['a']} - {link['b']}: {link['gb_per_s']:.2f} GB/s each way where the median is {usual:.2f}"
+            odd = max((link.a, link.b), key=lambda end: counts[end])
+            what = f"{link.a} - {link.b}: {link.gb_per_s:.2f} GB/s each way where the median is {usual:.2f}"
             yield Finding(WARN, (odd,), what, "look at its cable, port and NCCL_IB_HCA")
-    hosts = tuple(dict.fromkeys(entry["host"] for entry in report["devices"]))
+    hosts = tuple(dict.fromkeys(entry.host for entry in report.devices))
     links = f", links {min(rates):.2f} to {max(rates):.2f} GB/s" if rates else ""
-    rest = f"all-gather {report['all_gather_gb_per_s']:.2f} GB/s, all-reduce {report['all_reduce_gb_per_s']:.2f} GB/s (bus bandwidth)"
+    rest = f"all-gather {report.all_gather_gb_per_s:.2f} GB/s, all-reduce {report.all_reduce_gb_per_s:.2f} GB/s (bus bandwidth)"
     yield Finding(
         NOTE,
         hosts,

@@ -1,13 +1,13 @@
 """What doctor prints: problems first, then all hosts side by side."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
 from llama405b_tools.doctor.visit import Visit
 from llama405b_tools.machine import fabric, gpus
+from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.tables import table
@@ -48,13 +48,12 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
     if name in visit.lost:
         return (name, "NO", *["—"] * 10)
     facts = visit.facts[name]
-    sound = {key: {} if isinstance(value, dict) and "probe_failed" in value else value for key, value in facts.items()}
-    all_gpus = gpus.read(sound["gpus"])[0] if sound["gpus"] else []
-    ports = [port for port in fabric.read(sound["rdma"] or {}) if port.up]
-    memory, packages = sound["memory"] or {}, (sound["environment"] or {}).get("packages") or {}
-    work: dict[str, Any] = next(
-        (entry for entry in (sound["disks"] or {}).get("filesystems", ()) if "path" in entry), {}
-    )
+    all_gpus = gpus.read(facts.gpus.smi, facts.gpus.fields)[0] if facts.gpus else []
+    ports = [port for port in fabric.read(facts.rdma or Rdma()) if port.up]
+    packages = (facts.environment.packages if facts.environment else None) or {}
+    filesystems = facts.disks.filesystems if facts.disks else ()
+    work = next((entry for entry in filesystems if entry.path), None)
+    write_per_s = work.write_per_s if work else None
     return (
         name,
         fit,
@@ -63,9 +62,9 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
         f"{visit.skew_s[name]:+.1f} s",
         f"{len(all_gpus)} {all_gpus[0].name.removeprefix('NVIDIA ')}" if all_gpus else "none",
         f"{len(ports)} x {ports[0].gbit:g} Gb/s" if ports else "none",
-        f"{memory.get('total', 0) / GIB:.0f} GiB",
-        f"{work.get('free', 0) / 1e9:,.0f} GB",
-        f"{work['write_per_s'] / 1e9:.1f} GB/s" if "write_per_s" in work else "—",
+        f"{facts.memory.total / GIB if facts.memory else 0:.0f} GiB",
+        f"{work.free / 1e9 if work else 0:,.0f} GB",
+        f"{write_per_s / 1e9:.1f} GB/s" if write_per_s else "—",
         packages.get("python", "—"),
         packages.get("torch", "—"),
     )

@@ -1,10 +1,12 @@
 """The hosts file, and beside it what ``setup`` noted of each host."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
+from llama405b.contract import reader
 from llama405b.contract.errors import UserError
-from llama405b.contract.files import read_json
+from llama405b.contract.files import write_json
 from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.hosts.inventory import Host, parse
 from llama405b_tools.hosts.typed import front_door
@@ -22,7 +24,8 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason}); name a hosts file, one host a line") from None
-    return tuple(_as_set_up(host, _read_setup(path).get(host.name)) for host in parse(text, str(path)))
+    uses = read_uses(path)
+    return tuple(_as_set_up(host, uses.get(host.name)) for host in parse(text, str(path)))
 
 
 def setup_path(hosts_file: Path) -> Path:
@@ -30,24 +33,48 @@ def setup_path(hosts_file: Path) -> Path:
     return hosts_file.with_name(f"{hosts_file.name}.setup.json")
 
 
-def _read_setup(hosts_file: Path) -> dict[str, dict[str, str]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """What ``setup`` made on a host, and every later verb uses."""
+
+    python: str
+    workdir: str
+    prefix: str  # a shell line before everything
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Uses:
+    hosts: Mapping[str, Use]
+
+
+def read_uses(hosts_file: Path) -> dict[str, Use]:
+    """What ``setup`` noted, by host.
+
+    Raises:
+        UserError: Others may write the file, or it is not what setup wrote.
+    """
     path = setup_path(hosts_file)
     if not path.is_file():
         return {}
     refuse_others_writing(path)
-    found = read_json(path)
-    keys = {"python", "workdir", "prefix"}
-    whole = found is not None and all(
-        isinstance(use, dict) and set(use) == keys and all(isinstance(value, str) for value in use.values())
-        for use in found.values()
-    )
-    if not whole or found is None:
-        raise UserError(f"{path}: not what setup wrote; delete it, and run `{front_door()} setup` again")
-    return found
+    try:
+        return dict(reader.loads(_Uses, f'{{"hosts": {path.read_text(encoding="utf-8")}}}', path.name).hosts)
+    except (OSError, ValueError):
+        raise UserError(f"{path}: not what setup wrote; delete it, and run `{front_door()} setup` again") from None
 
 
-def _as_set_up(host: Host, use: dict[str, str] | None) -> Host:
+def write_uses(hosts_file: Path, uses: Mapping[str, Use]) -> None:
+    """Note what ``setup`` made, beside what it noted before.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    everything = read_uses(hosts_file) | dict(uses)
+    write_json(setup_path(hosts_file), {name: dataclasses.asdict(use) for name, use in everything.items()})
+
+
+def _as_set_up(host: Host, use: Use | None) -> Host:
     if not use:
         return host
-    python, workdir = host.python or use["python"], host.workdir or use["workdir"]
-    return dataclasses.replace(host, python=python, workdir=workdir, prefix=use["prefix"])
+    python, workdir = host.python or use.python, host.workdir or use.workdir
+    return dataclasses.replace(host, python=python, workdir=workdir, prefix=use.prefix)

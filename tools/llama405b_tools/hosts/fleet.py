@@ -4,21 +4,23 @@ import concurrent.futures
 import contextlib
 import functools
 import getpass
-import json
 import os
 import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
+from llama405b.contract import reader
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Result, Stream
 from llama405b_tools.text.shell import shell_path
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 MAX_AT_ONCE = 64
-Reply = dict[str, Any]
-Outcome = Reply | HostError  # what a host answered, or why it did not
+T = TypeVar("T")
 
 
 @functools.cache
@@ -53,10 +55,10 @@ class Fleet:
         for connection in list(self.connections.values()):
             connection.close()
 
-    def each(self, ask: Callable[[str], Reply], names: Iterable[str] | None = None) -> dict[str, Outcome]:
-        """Ask hosts at once; a host that fails does not keep the others' answers back."""
-        futures = {name: self.pool.submit(ask, name) for name in (self.hosts if names is None else names)}
-        outcomes: dict[str, Outcome] = {}
+    def each(self, act: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
+        """Do something with hosts at once; a host that fails does not keep the others' answers back."""
+        futures = {name: self.pool.submit(act, name) for name in (self.hosts if names is None else names)}
+        outcomes: dict[str, T | HostError] = {}
         for name, future in futures.items():
             try:
                 outcomes[name] = future.result()
@@ -68,37 +70,39 @@ class Fleet:
                 raise
         return outcomes
 
-    def ask_all(self, action: str, requests: Mapping[str, Reply], timeout_s: float) -> dict[str, Outcome]:
+    def ask_all(
+        self, action: str, requests: Mapping[str, "DataclassInstance"], reply: type[T], timeout_s: float
+    ) -> dict[str, T | HostError]:
         """Run one action of the agent on each host that has a request."""
-        return self.each(lambda name: self.ask(name, action, requests[name], timeout_s), requests)
+        return self.each(lambda name: self.ask(name, action, requests[name], reply, timeout_s), requests)
 
-    def ask(self, name: str, action: str, request: Reply, timeout_s: float) -> Reply:
+    def ask(self, name: str, action: str, request: "DataclassInstance", reply: type[T], timeout_s: float) -> T:
         """Run one action of the agent on a host.
 
         Raises:
-            HostError: The host cannot be reached, or the agent cannot run there.
+            HostError: The host cannot be reached, the agent cannot run there, or it answers something else.
         """
         connection = self.connection(name)
         try:
-            result = connection.run(self.command(name, action), json.dumps(request) + "\n", timeout_s)
+            result = connection.run(self.command(name, action), reader.dumps(request) + "\n", timeout_s)
         except HostError:
             self.forget(name)
             raise
-        try:
-            reply = json.loads(result.out.splitlines()[-1]) if result.code == 0 else None
-        except (ValueError, IndexError):
-            reply = None
-        if not isinstance(reply, dict):
+        last = result.out.splitlines()[-1:] if result.code == 0 else []
+        if not last or not last[0].startswith("{"):
             raise HostError(_explain(result, self.python(name), self.workdir(name)))
-        return reply
+        try:
+            return reader.loads(reply, last[0], "its answer")
+        except reader.MalformedError as error:
+            raise HostError(f"{error}; are both ends of one version?") from None
 
-    def stream(self, name: str, action: str, request: Reply) -> Stream:
+    def stream(self, name: str, action: str, request: "DataclassInstance") -> Stream:
         """Run an action of the agent that goes on until its standard input is closed.
 
         Raises:
             HostError: The host cannot be reached.
         """
-        return self.connection(name).stream(self.command(name, action), json.dumps(request) + "\n")
+        return self.connection(name).stream(self.command(name, action), reader.dumps(request) + "\n")
 
     def connection(self, name: str) -> Connection:
         """The kept connection to a host.

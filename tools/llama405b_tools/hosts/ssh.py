@@ -18,7 +18,7 @@ from typing import Any
 import paramiko
 
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, Result, Stream
+from llama405b_tools.hosts.transport import HostError, Link, Result, Stream
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # what went wrong is said in our own words
 logging.getLogger("paramiko").propagate = False
@@ -81,7 +81,7 @@ class Ssh:
         except (paramiko.SSHException, OSError, EOFError) as error:
             raise HostError(f"the connection broke ({error or type(error).__name__})") from None
 
-    def tunnel(self, port: int) -> Any:
+    def tunnel(self, port: int) -> Link:
         """See ``transport.Connection``."""
         transport = self.client.get_transport()
         try:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from llama405b.contract.errors import RunError
 
@@ -69,6 +69,19 @@ class Stream(Protocol):
         """Close the command's standard input, which ends it; safe from another thread."""
 
 
+class Link(Protocol):
+    """Bytes both ways: a socket, or a channel through SSH."""
+
+    def sendall(self, data: bytes, /) -> object:
+        """Send everything."""
+
+    def recv(self, size: int, /) -> bytes:
+        """Receive at most ``size`` bytes."""
+
+    def close(self) -> object:
+        """End it."""
+
+
 class Connection(Protocol):
     """A way to run commands on one machine."""
 
@@ -86,8 +99,8 @@ class Connection(Protocol):
             HostError: It cannot be run.
         """
 
-    def tunnel(self, port: int) -> Any:
-        """A connection (``sendall``, ``recv``, ``close``) to a port of the machine's own loopback.
+    def tunnel(self, port: int) -> Link:
+        """A connection to a port of the machine's own loopback.
 
         Raises:
             HostError: Nothing answers there, or the machine forbids it.
@@ -120,7 +133,7 @@ class Local:
         """See ``Connection``."""
         return _LocalStream(_start(command, stderr=subprocess.DEVNULL), stdin)  # a full pipe would stop it
 
-    def tunnel(self, port: int) -> Any:
+    def tunnel(self, port: int) -> Link:
         """See ``Connection``."""
         try:
             return socket.create_connection(("127.0.0.1", port), 10)

@@ -4,11 +4,12 @@ import contextlib
 import queue
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run import guard_record
-from llama405b_tools.run.streams import Streams
+from llama405b_tools.remote.messages import StreamRequest
+from llama405b_tools.run.guard_record import is_guarded
+from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.merge import Entry, Merge
 
 HOLD_S = 0.8  # while following: for a line of another host that is older
@@ -34,9 +35,10 @@ class Sink(Protocol):
 class Reader:
     """The logs of a run on these hosts, merged in time."""
 
-    def __init__(self, fleet: Fleet, run: str, first_ranks: Mapping[str, int], asks: Mapping[str, Any]) -> None:
-        self.run, self.first_ranks, self.follow, self.forever = run, first_ranks, asks["follow"], asks["forever"]
-        self.streams = Streams(fleet, run, list(first_ranks), asks, most=MESSAGES)
+    def __init__(self, fleet: Fleet, run: str, first_ranks: Mapping[str, int], request: StreamRequest) -> None:
+        """``first_ranks``: of the hosts to read; ``request``: what is asked of each."""
+        self.run, self.first_ranks, self.follow, self.forever = run, first_ranks, request.follow, request.forever
+        self.streams = Streams(fleet, list(first_ranks), request, most=MESSAGES)
         self.merge = Merge(MOST if self.follow else 0)
         self.going, self.away = set(first_ranks), set[str]()
         self.skew: dict[str, float] = {}  # host's clock minus this one's, seconds
@@ -48,9 +50,9 @@ class Reader:
         """Show everything, until every host is done (or the guard, where one may bring the run back)."""
         try:
             heard_at = time.monotonic()
-            while self.going and (not self.forever or guarded(self.run) or time.monotonic() < heard_at + QUIET_S):
-                for host, item in _arrived(self.streams):
-                    self._take(host, item, show)
+            while self.going and (not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S):
+                for arrival in _arrived(self.streams):
+                    self._take(arrival, show)
                     heard_at = time.monotonic()
                 show.entries(self.merge.pop(time.time() - HOLD_S if self.follow else float("-inf")))
                 show.dropped(self.merge.dropped)
@@ -62,10 +64,11 @@ class Reader:
         finally:
             self.streams.close()
 
-    def _take(self, host: str, item: Mapping[str, Any], show: Sink) -> None:
-        if "unreachable" in item:
+    def _take(self, arrival: Arrival, show: Sink) -> None:
+        host, news = arrival.host, arrival.news
+        if isinstance(news, Unreachable):
             if host not in self.away:
-                show.note(f"{host}: {item['unreachable']}; trying again")
+                show.note(f"{host}: {news.why}; trying again")
             self.away.add(host)
             self.merge.end(host)
             return
@@ -73,16 +76,14 @@ class Reader:
             self.away.discard(host)
             self.merge.begin(host)
         self.owed[host] += 1
-        if "now" in item:  # the way here only makes it seem behind
-            self.skew[host] = max(self.skew.get(host, float("-inf")), item["now"] - item["heard"])
-        if "entries" in item:
+        if news.now is not None:  # the way here only makes it seem behind
+            self.skew[host] = max(self.skew.get(host, float("-inf")), news.now - arrival.at)
+        if news.entries:
             skew, first_rank = self.skew.get(host, 0.0), self.first_ranks[host]
-            self.merge.push(
-                host, [entry_of(host, t, file, text, skew, first_rank) for t, file, text in item["entries"]]
-            )
+            self.merge.push(host, [entry_of(host, t, file, text, skew, first_rank) for t, file, text in news.entries])
         elif self.follow:
             self.merge.end(host)  # it has nothing more for now: the others need not wait
-        if "end" in item:
+        if news.end:
             self.going.discard(host)
             self.merge.end(host)
 
@@ -95,15 +96,9 @@ def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_
     return Entry(moment - skew, host, file, text, rank=rank, stream=name)
 
 
-def _arrived(streams: Streams) -> Iterator[tuple[str, dict[str, Any]]]:
+def _arrived(streams: Streams) -> Iterator[Arrival]:
     """What is there, after waiting a moment for it."""
     with contextlib.suppress(queue.Empty):
-        yield streams.news.get(timeout=POLL_S)
+        yield streams.arrivals.get(timeout=POLL_S)
         for _ in range(1000):
-            yield streams.news.get_nowait()
-
-
-def guarded(run: str) -> bool:
-    """Whether a guard of this machine may bring the run back."""
-    found = guard_record.of_run(run)
-    return bool(found and found[1])
+            yield streams.arrivals.get_nowait()

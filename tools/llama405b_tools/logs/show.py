@@ -9,9 +9,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from llama405b.contract.errors import UserError
+from llama405b_tools.remote.messages import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.fold import Fold, text_of, where_of
@@ -33,7 +34,7 @@ class Show:
         self.include, self.exclude = _regexes(args.include, "--include"), _regexes(args.exclude, "--exclude")
         self.highlight = _regexes(args.highlight, "--highlight")
         self.ranks = _ranks(args.rank)
-        self.since_s = seconds(args.since, "--since") if args.since else 0
+        self.since_s = seconds(args.since, "--since") if args.since else 0.0
         if not (args.attempt == "all" or args.attempt.isdecimal()):
             raise UserError(f"--attempt: {args.attempt!r} is none; write a number, or all")
         self.attempt = -1 if args.attempt == "all" else int(args.attempt)
@@ -47,16 +48,20 @@ class Show:
         self.hosts: dict[str, int] = {}
         self.counted: dict[str, int] = {}
 
-    def asks(self) -> dict[str, Any]:
-        """What the hosts need to know of the options."""
+    def request(self, run: str, *, follow: bool, forever: bool) -> StreamRequest:
+        """What the hosts are asked for."""
         args = self.args
-        return {
-            "attempt": self.attempt,
-            "since_s": self.since_s,
-            "tail": args.tail,
-            "agent": args.agent,
-            "stderr": args.stderr,
-        }
+        return StreamRequest(
+            run,
+            "",
+            follow=follow,
+            forever=forever,
+            attempt=self.attempt,
+            since_s=self.since_s,
+            tail=args.tail,
+            agent=args.agent,
+            stderr=args.stderr,
+        )
 
     def entries(self, entries: Iterator[Entry]) -> None:
         """Show entries, in the order in which they come."""

@@ -6,11 +6,31 @@ may not be routed; where it finds nothing that works it falls back to TCP socket
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 NCCL_DEBUG_LINES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "NET/Socket"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """One port of an RDMA device, as sysfs writes it."""
+
+    device: str
+    port: int
+    state: str
+    rate: str
+    link_layer: str
+    gids: tuple[tuple[int, str, str, str], ...]  # index, type, GID, network device
+    netdevs: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rdma:
+    """The RDMA devices of a host."""
+
+    ports: tuple[RdmaPort, ...] = ()
+    peermem: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,23 +47,23 @@ class Port:
     netdevs: tuple[str, ...]
 
 
-def read(probe: Mapping[str, Any]) -> list[Port]:
-    """The ports of a host's probe."""
-    return [_port(record) for record in probe.get("ports", ())]
+def read(rdma: Rdma) -> list[Port]:
+    """The ports, as far as they matter to NCCL."""
+    return [_port(record) for record in rdma.ports]
 
 
-def _port(record: Mapping[str, Any]) -> Port:
-    rate = re.match(r"([\d.]+)", record["rate"])
-    v2 = [index for index, kind, gid, _ in record["gids"] if kind == "RoCE v2" and ":ffff:" in gid]
+def _port(record: RdmaPort) -> Port:
+    rate = re.match(r"([\d.]+)", record.rate)
+    v2 = [index for index, kind, gid, _ in record.gids if kind == "RoCE v2" and ":ffff:" in gid]
     return Port(
-        device=record["device"],
-        port=record["port"],
-        up="ACTIVE" in record["state"].upper(),
+        device=record.device,
+        port=record.port,
+        up="ACTIVE" in record.state.upper(),
         gbit=float(rate[1]) if rate else 0.0,
-        roce=record["link_layer"] == "Ethernet",
-        efa=record["device"].startswith(("efa", "rdmap")),
+        roce=record.link_layer == "Ethernet",
+        efa=record.device.startswith(("efa", "rdmap")),
         gid_index=v2[0] if v2 else None,
-        netdevs=tuple(record["netdevs"]),
+        netdevs=record.netdevs,
     )
 
 

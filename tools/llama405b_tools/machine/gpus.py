@@ -3,8 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 UNKNOWN = re.compile(
     r"\[?(N/A|Not Supported|Unknown Error|Insufficient Permissions|GPU requires reset)\]?|ERR!|", re.IGNORECASE
@@ -77,16 +76,28 @@ class Gpu:
     fault: str = ""  # it answers, but not as a GPU that works
 
 
-def read(probe: Mapping[str, Any]) -> tuple[list[Gpu], str]:
-    """The GPUs of a host's probe, and what is wrong with the answer as a whole ('' where nothing is)."""
-    text = probe.get("smi")
+@dataclasses.dataclass(frozen=True, slots=True)
+class SmiAnswer:
+    """What nvidia-smi and its like say on a host, as they say it; None: there is no such program."""
+
+    smi: str | None = None  # one line for each GPU, in the order of ``fields``
+    fields: tuple[str, ...] = ()
+    apps: str | None = None  # processes that hold GPU memory
+    nvlink: str | None = None
+    xid: tuple[str, ...] = ()  # lines of the kernel's log
+    dmesg_readable: bool = True
+    fabric_manager: str = ""  # as systemctl says: active, inactive, failed
+
+
+def read(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
+    """The GPUs of nvidia-smi's answer, and what is wrong with it as a whole ('' where nothing is)."""
     if text is None:
         return [], ""
     if text == "TIMEOUT":
         return [], "nvidia-smi does not answer: a GPU or the driver hangs"
     found, other = [], []
     for line in text.splitlines():
-        gpu = _gpu(line, probe["fields"])
+        gpu = _gpu(line, fields)
         if gpu:
             found.append(gpu)
         elif line.strip():

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-LOADER = "import sys; n = int(sys.stdin.readline()); exec(compile(sys.stdin.read(n), 'llama405b', 'exec'))"
-COMMAND = (
-    f"exec python3 -c {shlex.quote(LOADER)} 2>&1"  # what a host's shell is told; the program comes by standard input
-)
+
+def command(name: str) -> str:
+    """What a host's shell is told; the program itself comes by standard input."""
+    loader = f"import sys; n = int(sys.stdin.readline()); exec(compile(sys.stdin.read(n), {name!r}, 'exec'))"
+    return f"exec python3 -c {shlex.quote(loader)} 2>&1"
 
 
 @functools.cache
@@ -20,5 +21,5 @@ def source(name: str) -> str:
 
 
 def standard_input(name: str, request: Mapping[str, Any]) -> str:
-    """What ``COMMAND`` reads: the program, and the line of JSON that tells it what to do."""
+    """What ``command`` reads: the program, and the line of JSON that tells it what to do."""
     return f"{len(source(name))}\n{source(name)}{json.dumps(request)}\n"

@@ -4,8 +4,8 @@ Changes nothing.
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -13,80 +13,88 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import llama405b
-from llama405b.contract import weights
+from llama405b.contract import reader, weights
 from llama405b.contract.errors import UserError
-from llama405b.contract.files import read_json
+from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b_tools.machine.addresses import Address
+from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.locks import is_alive, run_of
+from llama405b_tools.remote.messages import LaunchFacts, Place, ProbeRequest, Reach, WeightsCheck
 
-Request = dict[str, Any]
 
-
-def probe(request: Request) -> None:
+def probe(request: ProbeRequest) -> None:
     """Say what launch must know of this host; the head goes on listening for the others until its input closes.
 
     Starts nothing and changes nothing.
     """
-    listener = hostprobe.Listener(request["port"], request["token"]) if request["is_head"] else None
-    print(json.dumps(_answer(request, listener.fault if listener else "")), flush=True)
+    listener = hostprobe.Listener(request.port, request.token) if request.is_head else None
+    print(reader.dumps(_facts(request, listener)), flush=True)
     if listener:
         sys.stdin.read()
 
 
-def _answer(request: Request, port_fault: str) -> dict[str, Any]:
-    run, host = run_of(request["run"]), request["host"]
-    facts = {
+def _facts(request: ProbeRequest, listener: hostprobe.Listener | None) -> LaunchFacts:
+    run, host = run_of(request.run), request.host
+    versions = {
         "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases agree with each other
-        **{name: version_of(name) for name in request["packages"]},
+        **{name: version_of(name) for name in request.packages},
         "llama405b": llama405b.__version__,
     }
-    plan = read_json(run.plan) or {}
-    own = hostprobe.network()["addresses"]
-    return {
-        "facts": facts,
-        "tmux": shutil.which("tmux") is not None,
-        "ip": shutil.which("ip") is not None,
-        "run_exists": run.path.exists(),
-        "attempt": plan.get("attempt", 0),
-        "owner": plan.get("owner", ""),
-        "alive": is_alive(run, host),
-        "others": [p.name for p in run.path.parent.glob("*") if p.name != run.name and is_alive(RunDir(p), host)],
-        "leftovers": processes.marked(f"{run.path}:{host}"),
-        "machine": _machine_id(),
-        "gpus": _gpus(),
-        "rdma": hostprobe.rdma(),
-        "cores": len(os.sched_getaffinity(0)),
-        "port_fault": port_fault,
-        "own": own,
-        "head": _reach_head(request, own),
-        "workdir": str(Path.cwd()),
-        "writable": os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
-        "places": {key: _place(path) for key, path in request["places"].items()},
-        "free_bytes": shutil.disk_usage(".").free,
-        "checkpoint": _checkpoint_fault(request.get("checkpoint")),
-    }
+    plan = read_record(Plan, run.plan)
+    own = addresses()
+    others = [path.name for path in run.path.parent.glob("*") if path.name != run.name and is_alive(RunDir(path), host)]
+    return LaunchFacts(
+        versions=versions,
+        tmux=shutil.which("tmux") is not None,
+        ip=shutil.which("ip") is not None,
+        run_exists=run.path.exists(),
+        attempt=plan.attempt if plan else 0,
+        owner=plan.owner if plan else "",
+        alive=is_alive(run, host),
+        others=tuple(others),
+        leftovers=tuple(processes.marked(f"{run.path}:{host}")),
+        machine=_machine_id(),
+        gpus=n_gpus(),
+        rdma=rdma(),
+        cores=len(os.sched_getaffinity(0)),
+        port_fault=listener.fault if listener else "",
+        port_in_use=bool(listener and listener.in_use),
+        own=own,
+        head={address: _reach(request, address, own) for address in request.candidates},
+        workdir=str(Path.cwd()),
+        writable=os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
+        places={key: _place(path) for key, path in request.places.items()},
+        free_bytes=shutil.disk_usage(".").free,
+        weights_fault=_weights_fault(request.weights),
+    )
 
 
-def _reach_head(request: Request, own: list[dict[str, str]]) -> dict[str, Any]:
-    """For each address the head may have: '' or a fault, and the own address and interface on the way there."""
-    found = {}
-    for address in request["candidates"]:
-        result = hostprobe.reach(address, request["port"], request["token"])
-        mine = result.get("mine", "")
-        interface = next((entry["interface"] for entry in own if entry["address"] == mine), "")
-        found[address] = result | {"interface": "lo" if mine.startswith("127.") else interface}
-    return found
+def rdma() -> Rdma:
+    """This host's RDMA devices."""
+    return reader.read(Rdma, hostprobe.rdma(), "rdma")
 
 
-def _place(path: str) -> dict[str, Any]:
-    """A directory in full, and whether it is there or can be made."""
+def addresses() -> tuple[Address, ...]:
+    """This host's own IPv4 addresses."""
+    return tuple(reader.read(Address, each, "an address") for each in hostprobe.network()["addresses"])
+
+
+def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Reach:
+    """The way to an address of the head; on it the own address and its interface."""
+    found = reader.read(Reach, hostprobe.reach(address, request.port, request.token), address)
+    interface = next((entry.interface for entry in own if entry.address == found.mine), "")
+    return dataclasses.replace(found, interface="lo" if found.mine.startswith("127.") else interface)
+
+
+def _place(path: str) -> Place:
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if parent.exists())
-    return {"path": str(full), "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK)}
+    return Place(str(full), there.is_dir() and os.access(there, os.W_OK | os.X_OK))
 
 
 def version_of(package: str) -> str:
@@ -104,7 +112,7 @@ def _machine_id() -> str:
     return socket.gethostname()
 
 
-def _gpus() -> int:
+def n_gpus() -> int:
     """How many GPUs the driver lists; a driver that hangs or is not there has none to offer."""
     if not shutil.which("nvidia-smi"):
         return 0
@@ -114,12 +122,12 @@ def _gpus() -> int:
     return 0
 
 
-def _checkpoint_fault(asked: dict[str, Any] | None) -> str:
+def _weights_fault(asked: WeightsCheck | None) -> str:
     """'' where the checkpoint that rank 0 will read is whole and fits, else the trainer's own sentence."""
     if asked is None:
         return ""
     try:
-        weights.check_checkpoint(Path(asked["path"]), asked["seq_len"], asked["layers"], random=asked["random"])
+        weights.check_checkpoint(Path(asked.path), asked.seq_len, asked.layers, random=asked.random)
     except UserError as error:
         return str(error)
     return ""

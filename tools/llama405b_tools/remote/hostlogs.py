@@ -7,12 +7,13 @@ node runner notes when each part of each file arrived.
 import bisect
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from llama405b.contract.files import read_json
+from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b_tools.remote.messages import News, StreamRequest
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.text.blocks import Blocks, split_lines, time_of
 from llama405b_tools.text.merge import Entry, Merge
@@ -26,19 +27,14 @@ AGENT_LOG = "torchrun.log"
 class HostLogs:
     """What is new in the logs of a run."""
 
-    def __init__(self, run: RunDir, host: str, request: Mapping[str, Any]) -> None:
-        """Take from the request what is wanted.
-
-        ``attempt`` (0: the newest, and those that follow; -1: all), ``marks`` to go on from, ``since_s`` (seconds ago),
-        ``tail`` (lines of each file), ``agent`` (torchrun's own log too), ``stderr`` (only that).
-        """
+    def __init__(self, run: RunDir, host: str, request: StreamRequest) -> None:
         self.run, self.host, self.request = run, host, request
         self.root = run.logs(host)
-        wanted = int(request.get("attempt", 0))
-        marked = [int(m[1]) for file in request.get("marks") or {} if (m := ATTEMPT_DIR.fullmatch(file.split("/")[0]))]
-        newest = int((read_json(run.plan) or {}).get("attempt", 0))
-        self.attempt = wanted or min([newest, *marked])  # a reader that comes back goes on where it was
-        self.follow_attempts = wanted == 0
+        marked = [int(m[1]) for file in request.marks if (m := ATTEMPT_DIR.fullmatch(file.split("/")[0]))]
+        plan = read_record(Plan, run.plan)
+        newest = plan.attempt if plan else 0
+        self.attempt = request.attempt or min([newest, *marked])  # a reader that comes back goes on where it was
+        self.follow_attempts = request.attempt == 0
         self.tail = Tail(self.root, wants=self._wants)
         self.times = Times(run.times(host))
         self.blocks: dict[str, Blocks] = {}
@@ -46,12 +42,12 @@ class HostLogs:
         self.merge = Merge()
         self.utc_offset_s = float(time.localtime().tm_gmtoff)
         self.marks: dict[str, tuple[int, int]] = {}
-        for file, (inode, offset) in (request.get("marks") or {}).items():
+        for file, (inode, offset) in request.marks.items():
             self.marks[file] = (inode, offset)
             self.tail.begin_at(self.root / file, (inode, offset))
 
-    def poll(self, *, final: bool) -> Iterator[dict[str, Any]]:
-        """Yield messages until nothing is left: entries as [time, file, text], and the marks after them."""
+    def poll(self, *, final: bool) -> Iterator[News]:
+        """Yield messages until nothing is left: entries, and the marks after them."""
         batch: list[Entry] = []
         while self._read(final=final):
             for entry in self.merge.pop():
@@ -63,15 +59,12 @@ class HostLogs:
         if batch:
             yield self._message(batch)
 
-    def _message(self, batch: list[Entry]) -> dict[str, Any]:
+    def _message(self, batch: list[Entry]) -> News:
         for entry in batch:
             self.marks[entry.file] = (self.tail.marks[self.root / entry.file][0], entry.end)
         marks = {entry.file: self.marks[entry.file] for entry in batch}
-        return {
-            "entries": [[entry.time, entry.file, entry.text] for entry in batch],
-            "marks": marks,
-            "now": time.time(),
-        }
+        entries = tuple((entry.time, entry.file, entry.text) for entry in batch)
+        return News(entries=entries, marks=marks, now=time.time())
 
     def _read(self, *, final: bool) -> bool:
         """Read a piece of every file of which nothing waits; whether there was anything."""
@@ -105,9 +98,9 @@ class HostLogs:
     def _wants(self, path: Path) -> bool:
         parts = path.relative_to(self.root).parts
         if parts == (AGENT_LOG,):
-            return bool(self.request.get("agent"))
+            return self.request.agent
         match = ATTEMPT_DIR.fullmatch(parts[0])
-        if not match or (self.request.get("stderr") and parts[-1] != "stderr.log"):
+        if not match or (self.request.stderr and parts[-1] != "stderr.log"):
             return False
         attempt = int(match[1])
         return self.attempt < 0 or attempt == self.attempt or (self.follow_attempts and attempt > self.attempt)
@@ -119,10 +112,10 @@ class HostLogs:
         info, offset = path.stat(), 0
         if file == AGENT_LOG and self.attempt > 0:
             offset = max(0, path.read_bytes().rfind(ATTEMPT_LINE + f"{self.attempt}:".encode()) + 1)
-        if self.request.get("since_s"):
-            offset = max(offset, self.times.begin_of(file, time.time() - float(self.request["since_s"])))
-        if self.request.get("tail") is not None:
-            offset = max(offset, _start_of_last(path, int(self.request["tail"])))
+        if self.request.since_s:
+            offset = max(offset, self.times.begin_of(file, time.time() - self.request.since_s))
+        if self.request.tail is not None:
+            offset = max(offset, _start_of_last(path, self.request.tail))
         self.tail.begin_at(path, (info.st_ino, offset))
 
 

@@ -8,6 +8,7 @@ that names the peers, tries to reach them, prints what it found, and ends. It al
 """
 
 import concurrent.futures
+import errno
 import glob
 import hashlib
 import json
@@ -393,6 +394,7 @@ class Listener:
     def __init__(self, port: int, token: str) -> None:
         self.token = token
         self.fault = ""
+        self.in_use = False
         self.port = port
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -401,6 +403,7 @@ class Listener:
             self.socket.listen(512)
         except OSError as error:
             self.fault = error.strerror or str(error)
+            self.in_use = error.errno == errno.EADDRINUSE
             return
         self.port = self.socket.getsockname()[1]
         threading.Thread(target=self.serve, daemon=True).start()
@@ -432,7 +435,7 @@ def reach(address: str, port: int, token: str) -> dict:
                     break
                 said += more
     except socket.timeout:
-        return {"fault": "no answer within %d s" % CONNECT_S}
+        return {"fault": "no answer within %d s" % CONNECT_S, "silent": True}
     except OSError as error:
         return {"fault": error.strerror or str(error)}
     if said.decode("utf-8", "replace") != token:
@@ -460,7 +463,7 @@ def reach_all(peers):
                 found = reach(address, port, peer["token"])
                 with lock:
                     results[peer["name"]]["reached"]["%s:%d" % (address, port)] = found
-                if "no answer" in found["fault"]:  # nor would it on another port
+                if found.get("silent"):  # nor would it on another port
                     break
 
     def resolve(peer):
@@ -487,7 +490,7 @@ def main():
     request = json.loads(sys.stdin.readline())
     os.umask(0o077)
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
-    facts = {}
+    facts, failed = {}, {}
     parts = {
         "identity": identity,
         "environment": lambda: environment(request),
@@ -506,7 +509,8 @@ def main():
         try:
             facts[name] = parts[name]()
         except Exception as error:  # one fact that cannot be had does not cost the others
-            facts[name] = {"probe_failed": "%s: %s" % (type(error).__name__, error)}
+            facts[name] = None
+            failed[name] = "%s: %s" % (type(error).__name__, error)
 
     threads = [threading.Thread(target=collect, args=(name,), daemon=True) for name in parts]
     for thread in threads:
@@ -515,7 +519,10 @@ def main():
     for thread in threads:
         thread.join(max(0, deadline - time.time()))
     for name in parts:
-        facts.setdefault(name, {"probe_failed": "it did not answer in time"})
+        if name not in facts:
+            facts[name] = None
+            failed[name] = "it did not answer in time"
+    facts["failed"] = dict(failed)
     facts["port_fault"] = listeners[0].fault
     facts["ports"] = [listener.port for listener in listeners if not listener.fault]
     facts["now"] = time.time()

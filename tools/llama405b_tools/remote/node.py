@@ -17,13 +17,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
-from llama405b.contract.files import read_json, write_json
+from llama405b.contract import reader
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.files import append_line, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.plan import Plan, plan_from_json
-from llama405b.contract.records import NodeStatus
+from llama405b.contract.plan import Plan
+from llama405b.contract.records import Heartbeat, NodeState, NodeStatus, StopMark
 from llama405b_tools.machine import fabric
+from llama405b_tools.machine.torchrun import root_cause
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.tail import Tail
@@ -32,9 +34,7 @@ from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, SLURM_POLL_S, LOGS_EVERY_S = 0.2, 1.0, 0.5
 NOTE_EVERY_S = 0.5  # of one file
-ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*: \d+ \(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
-)
+DONE, MOST_WORD = b"done", 4096  # what the guardian hears: that all is well, or a cause
 
 
 class NodeRunner:
@@ -46,10 +46,10 @@ class NodeRunner:
         self.stop_signal = 0
         self.fell_back = ""  # NCCL's line that says so
         self.ended = threading.Event()  # torchrun has
-        record = read_json(run.plan)
-        if record is None:
+        plan = read_record(Plan, run.plan)
+        if plan is None:
             raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
-        self.plan: Plan = plan_from_json(record)
+        self.plan = plan
 
     def main(self) -> int:
         """Run torchrun to its end; returns its exit code, or 128 + the signal that ended it.
@@ -60,9 +60,9 @@ class NodeRunner:
         lock = take_lock(self.run.lock(self.host))
         if lock is None:
             raise SystemExit(f"{self.run.name} runs on {self.host} already")
-        self.report("starting")
-        if asked := read_json(self.run.stop(self.host)):  # between the agent's look and ours
-            self.report("stopped", reason=f"stopped by {asked['by']}")
+        self.report(NodeState.STARTING)
+        if mark := self.stop_mark():  # between the agent's look and ours
+            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, self.host, by=mark.by))
             return 128 + signal.SIGTERM
         guardian, line = self.start_guardian()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -72,16 +72,16 @@ class NodeRunner:
         try:
             child = self.start_torchrun()
         except OSError as error:
-            os.write(line, f"torchrun could not be started ({error})".encode())
+            os.write(line, reader.dumps(Cause(CauseKind.NOT_STARTED, self.host, detail=str(error))).encode())
             raise
-        self.report("running")
+        self.report(NodeState.RUNNING)
         shown = self.show_logs(child)
         code = self.wait(child)
         self.ended.set()
         shown.join(GRACE_S)
         processes.sweep(self.marker, below=os.getpid(), spare=(guardian,))
         self.report_end(code)
-        os.write(line, b"done")  # the guardian may go
+        os.write(line, DONE)  # the guardian may go
         os.close(line)
         os.waitpid(guardian, 0)
         return code if code >= 0 else 128 - code
@@ -90,46 +90,66 @@ class NodeRunner:
         """Remember that the run is to end."""
         self.stop_signal = self.stop_signal or number
 
-    def report(self, state: str, **more: Any) -> None:
-        """Write the status."""
+    def stop_mark(self) -> StopMark | None:
+        """Who asked for the end, if somebody did."""
+        return read_record(StopMark, self.run.stop(self.host))
+
+    def report(
+        self, state: NodeState, cause: Cause | None = None, *, exit_code: int | None = None, number: int | None = None
+    ) -> None:
+        """Write the status; ``number``: the signal that ended torchrun."""
         pid = os.getpid()
         began = processes.start_time(pid) or 0
-        status = NodeStatus(self.host, state, self.plan.attempt, pid, began, time=time.time(), **more)
+        status = NodeStatus(
+            self.host,
+            state,
+            self.plan.attempt,
+            pid,
+            began,
+            exit_code=exit_code,
+            signal=number,
+            cause=cause,
+            time=time.time(),
+        )
         write_json(self.run.status(self.host), status)
-        if state not in ("starting", "running"):
-            with contextlib.suppress(OSError), self.run.ends(self.host).open("a", encoding="utf-8") as ends:
-                ends.write(json.dumps(dataclasses.asdict(status)) + "\n")
+        if state not in (NodeState.STARTING, NodeState.RUNNING):
+            with contextlib.suppress(OSError):
+                append_line(self.run.ends(self.host), reader.dumps(status))
 
     def report_end(self, code: int) -> None:
-        """Say how torchrun ended, and which rank was the first to fail."""
-        asked = read_json(self.run.stop(self.host))
+        """Say how torchrun ended, and why."""
+        mark, host = self.stop_mark(), self.host
+        exit_code = code if code >= 0 else None
         if self.fell_back:
-            said = f"NCCL fell back to TCP sockets although RDMA ports are up ({self.fell_back.strip()[:200]}); "
-            self.report("exited", exit_code=code, reason=f"{said}set NCCL_IB_HCA with --env, or take --allow-sockets")
-            return
-        if self.stop_signal and asked:
-            self.report("stopped", exit_code=code if code >= 0 else None, reason=f"stopped by {asked['by']}")
+            cause = Cause(CauseKind.SOCKETS, host, exit_code=code, detail=self.fell_back.strip()[:200])
+            self.report(NodeState.EXITED, cause, exit_code=code)
+        elif self.stop_signal and mark:
+            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, host, by=mark.by), exit_code=exit_code)
         elif self.stop_signal:
-            name = signal.Signals(self.stop_signal).name
-            self.report("killed", signal=int(self.stop_signal), reason=f"stopped by {name}")
-        elif code < 0:
-            self.report("killed", signal=-code, reason=f"torchrun was killed by {_signal_name(-code)}")
+            cause = Cause(CauseKind.SIGNAL, host, signal=int(self.stop_signal))
+            self.report(NodeState.KILLED, cause, number=int(self.stop_signal))
+        elif exit_code is None:
+            self.report(NodeState.KILLED, Cause(CauseKind.TORCHRUN_KILLED, host, signal=-code), number=-code)
         else:
-            self.report("exited", exit_code=code, reason="" if code == 0 else self.first_failure())
+            self.report(NodeState.EXITED, self.first_failure(code) if code else None, exit_code=code)
 
-    def first_failure(self) -> str:
-        """The first failure of this attempt on this host, from torchrun's summary and the rank's own words."""
+    def first_failure(self, code: int) -> Cause:
+        """The first failure of this attempt on this host, from torchrun's summary and the rank's own word."""
         log = self.run.agent_log(self.host)
         text = log.read_text(encoding="utf-8", errors="replace").rpartition(f"\nattempt {self.plan.attempt}: ")[2]
-        match = ROOT_CAUSE.search(text)
-        if setup := re.search(rf"^{SETUP_FAILED}.*", text, re.MULTILINE):
-            return setup[0]
-        if match is None:
-            return f"torchrun failed; see {log}"
-        rank, code = self.plan.node(self.host).first_rank + int(match[1]), int(match[2])
-        words = (read_json(self.run.heartbeat(rank)) or {}).get("message", "")
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
-        return f"rank {rank} {how}{f': {words}' if words and code >= 0 else ''}"
+        if setup := re.search(rf"^{SETUP_FAILED} (\d+)$", text, re.MULTILINE):
+            return Cause(CauseKind.SETUP_FAILED, self.host, exit_code=int(setup[1]), detail=self.plan.setup)
+        failed = root_cause(text)
+        if failed is None:
+            return Cause(CauseKind.TORCHRUN_FAILED, self.host, exit_code=code, detail=str(log))
+        local_rank, exit_code = failed
+        rank = self.plan.node(self.host).first_rank + local_rank
+        if exit_code < 0:
+            return Cause(CauseKind.RANK_KILLED, self.host, rank, signal=-exit_code)
+        beat = read_record(Heartbeat, self.run.heartbeat(rank))
+        if beat and beat.cause:
+            return dataclasses.replace(beat.cause, host=self.host, rank=rank, exit_code=exit_code)
+        return Cause(CauseKind.RANK_EXIT, self.host, rank, exit_code=exit_code)
 
     def start_guardian(self) -> tuple[int, int]:
         """Fork the process that ends the run should this one be killed; returns its pid and a pipe to it."""
@@ -144,11 +164,13 @@ class NodeRunner:
         os.close(write)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        words = os.read(read, 1000)
-        if words != b"done":
+        word = os.read(read, MOST_WORD)
+        if word != DONE:
             processes.sweep(self.marker, spare=(runner,))
-            reason = words.decode("utf-8", "replace") or "the node runner was killed"
-            self.report("killed", signal=int(signal.SIGKILL), reason=reason)
+            cause = Cause(CauseKind.RUNNER_KILLED, self.host)
+            with contextlib.suppress(reader.MalformedError):
+                cause = reader.loads(Cause, word, "the node runner's word")
+            self.report(NodeState.KILLED, cause, number=int(signal.SIGKILL))
         os._exit(0)
 
     def start_torchrun(self) -> "subprocess.Popen[bytes]":
@@ -202,7 +224,8 @@ class NodeRunner:
             if (code := child.poll()) is not None:  # Popen.wait with a timeout would wake up twenty times a second
                 return code
             time.sleep(SLURM_POLL_S if self.plan.slurm_job else POLL_S)
-        grace_s = float((read_json(self.run.stop(self.host)) or {}).get("grace_s", self.plan.grace_s))
+        mark = self.stop_mark()
+        grace_s = mark.grace_s if mark else self.plan.grace_s
         ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:
             return code
@@ -222,11 +245,11 @@ class NodeRunner:
         while (code := child.poll()) is None and time.monotonic() < deadline:
             below = processes.descendants(child.pid) if deaf else ()
             for rank in sorted(deaf):
-                beat = read_json(self.run.heartbeat(rank))
-                if beat and beat["pid"] in below:
+                beat = read_record(Heartbeat, self.run.heartbeat(rank))
+                if beat and beat.pid in below:
                     deaf.discard(rank)
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(beat["pid"], signal.SIGUSR1)
+                        os.kill(beat.pid, signal.SIGUSR1)
             time.sleep(POLL_S)
         return code
 
@@ -258,13 +281,6 @@ class NodeRunner:
         thread = threading.Thread(target=follow, daemon=True)
         thread.start()
         return thread
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ A host writes into ``.<name>.part``, verifies, and renames; what broke off is go
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -12,11 +13,13 @@ import queue
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llama405b.contract import reader
 from llama405b_tools.remote import wire
+from llama405b_tools.remote.messages import NextHop
 
 AHEAD = 8  # chunks on their way to the disk or to the next host
 ACCEPT_S = 15.0
@@ -36,9 +39,9 @@ class Receiver:
         self.bad: list[str] = []
         self.next: socket.socket | None = None
         self.next_fault = ""
-        self.verified: dict[str, list[Any]] = _read_record(root)
+        self.verified = _read_record(root)
 
-    def run(self, below: dict[str, Any] | None) -> None:
+    def run(self, below: NextHop | None) -> None:
         """Receive everything; ``below``: the next host's addresses, port and token.
 
         Raises:
@@ -46,7 +49,7 @@ class Receiver:
             OSError: This host's disk fails.
         """
         link = self._accept()
-        files: wire.FileList = [(str(name), int(size)) for name, size in json.loads(wire.line(link))]
+        files: wire.FileList = list(reader.loads(wire.Offer, wire.line(link), "what is to come").files)
         for name, _ in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise OSError(f"{name!r} leads out of the directory")
@@ -61,7 +64,7 @@ class Receiver:
         least = mine
         if below:
             least = [min(pair) for pair in zip(mine, self._connect(below, files), strict=True)]
-        wire.send(link, f"{json.dumps(least)}\n".encode())
+        wire.send(link, f"{reader.dumps(wire.Present(tuple(least)))}\n".encode())
         self.total = sum(size for _, size in files)
         for (name, size), have, begin in zip(files, mine, least, strict=True):
             self.file = name
@@ -80,14 +83,14 @@ class Receiver:
                     return link
             link.close()
 
-    def _connect(self, below: dict[str, Any], files: wire.FileList) -> list[int]:
+    def _connect(self, below: NextHop, files: wire.FileList) -> list[int]:
         """Connect to the next host, and hear what everybody below has; without it the chain ends here."""
-        for address in below["addresses"]:
+        for address in below.addresses:
             try:
-                self.next = socket.create_connection((address, below["port"]), wire.CONNECT_S)
+                self.next = socket.create_connection((address, below.port), wire.CONNECT_S)
                 self.next.settimeout(wire.STALL_S)
-                wire.send(self.next, f"{below['token']}\n{json.dumps(files)}\n".encode())
-                return [int(have) for have in json.loads(wire.line(self.next))]
+                wire.send(self.next, f"{below.token}\n{reader.dumps(wire.Offer(tuple(files)))}\n".encode())
+                return list(reader.loads(wire.Present, wire.line(self.next), "what the next host has").sizes)
             except (OSError, wire.BrokenLinkError, ValueError) as error:
                 self.next, self.next_fault = None, str(error)
         return [size for _, size in files]
@@ -153,14 +156,14 @@ class Receiver:
         if not whole:
             partial.replace(path)
         info = path.stat()
-        self.verified[name] = [info.st_size, info.st_mtime_ns, said]
+        self.verified[name] = (info.st_size, info.st_mtime_ns, said)
         _write_record(self.root, self.verified)
 
     def _known(self, name: str, path: Path) -> str:
         """The SHA-256 of a file that was verified here and not touched since."""
-        size, mtime, digest = self.verified.get(name, [0, 0, ""])
+        size, mtime, digest = self.verified.get(name, (0, 0, ""))
         info = path.stat()
-        return str(digest) if (info.st_size, info.st_mtime_ns) == (size, mtime) else ""
+        return digest if (info.st_size, info.st_mtime_ns) == (size, mtime) else ""
 
     def _pass_on(self, chunk: bytes) -> None:
         if self.next:
@@ -234,15 +237,20 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def _read_record(root: Path) -> dict[str, list[Any]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Verified:
+    files: Mapping[str, tuple[int, int, str]]  # name -> bytes, mtime_ns, SHA-256
+
+
+def _read_record(root: Path) -> dict[str, tuple[int, int, str]]:
     try:
-        found = json.loads((root / RECORD).read_text(encoding="utf-8"))
+        text = (root / RECORD).read_text(encoding="utf-8")
+        return dict(reader.loads(_Verified, f'{{"files": {text}}}', RECORD).files)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
-def _write_record(root: Path, record: dict[str, list[Any]]) -> None:
+def _write_record(root: Path, record: dict[str, tuple[int, int, str]]) -> None:
     partial = root / f"{RECORD}.{os.getpid()}"
     partial.write_text(json.dumps(record), encoding="utf-8")
     partial.replace(root / RECORD)

@@ -2,72 +2,81 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from llama405b_tools.remote import hostprobe, wire
+from llama405b.contract import reader
+from llama405b_tools.remote import wire
+from llama405b_tools.remote.facts import addresses
+from llama405b_tools.remote.messages import (
+    LOOK,
+    Hop,
+    NextHop,
+    RelayNews,
+    RelayReady,
+    RelayRequest,
+    RelaySees,
+    SendRequest,
+)
 from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
 from llama405b_tools.remote.wire import BrokenLinkError
 
 
-def _say(value: dict[str, Any]) -> None:
-    print(json.dumps(value), flush=True)
-
-
-def relay(
-    request: dict[str, Any], say: Callable[[dict[str, Any]], None] = _say, hear: Callable[[], str] = sys.stdin.readline
-) -> None:
+def relay(request: RelayRequest) -> None:
     """A host's part: say where it listens, hear who comes next, receive, and tell how it goes once a second.
 
     Before that every host leaves a mark, and says whose it sees: who shares a directory must not write it at once.
     """
-    root = Path(request["to"]).expanduser()
-    receiver = Receiver(root, request["token"])
-    mark = f".llama405b-{hashlib.sha256(request['token'].encode()).hexdigest()[:16]}-"  # the token itself is a secret
+    root = Path(request.to).expanduser()
+    receiver = Receiver(root, request.token)
+    mark = f".llama405b-{hashlib.sha256(request.token.encode()).hexdigest()[:16]}-"  # the token itself is a secret
     try:
         root.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # a full disk is said when it is known what is to come
-            (root / f"{mark}{request['host']}").touch()
+            (root / f"{mark}{request.host}").touch()
     except OSError as error:
-        say({"end": True, "fault": f"{root} cannot be made ({error.strerror})", "own": True, "done": 0})
+        _say(RelayReady(fault=f"{root} cannot be made ({error.strerror})"))
         return
-    own = [entry["address"] for entry in hostprobe.network()["addresses"]]
-    say({"port": receiver.port, "addresses": own})
-    if hear():
-        say({"sees": [path.name.removeprefix(mark) for path in root.glob(f"{mark}*")]})
-    below = json.loads(hear() or "null")
+    _say(RelayReady(receiver.port, tuple(entry.address for entry in addresses())))
+    if sys.stdin.readline() == LOOK:
+        _say(RelaySees(tuple(path.name.removeprefix(mark) for path in root.glob(f"{mark}*"))))
+    hop = _hear(Hop)
     with contextlib.suppress(OSError):
-        (root / f"{mark}{request['host']}").unlink(missing_ok=True)
-    threading.Thread(target=_end_with_input, args=(hear,), daemon=True).start()
-    lasting = False  # whether the fault is this host's, and would be again
-    with _Telling(say, lambda: {"done": receiver.done, "total": receiver.total, "file": receiver.file}):
-        try:
-            receiver.run(below)
-            fault = "; ".join(receiver.bad)
-        except TimeoutError:
-            fault = f"nobody sent anything within {ACCEPT_S:.0f} s"
-        except (BrokenLinkError, ValueError) as error:
-            fault = str(error)
-        except OSError as error:
-            fault, lasting = error.strerror or str(error), True
-    say({"end": True, "fault": fault, "own": lasting, "done": receiver.done})
+        (root / f"{mark}{request.host}").unlink(missing_ok=True)
+    if hop is None:  # the operator is gone
+        return
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    with _Telling(lambda: RelayNews(receiver.done, receiver.total)):
+        fault, lasting = _receive(receiver, hop.below)
+    _say(RelayNews(receiver.done, receiver.total, end=True, fault=fault, own=lasting))
 
 
-def _end_with_input(hear: Callable[[], str]) -> None:
+def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
+    """Receive everything; what went wrong, and whether that is this host's fault and would be again."""
+    try:
+        receiver.run(below)
+    except TimeoutError:
+        return f"nobody sent anything within {ACCEPT_S:.0f} s", False
+    except (BrokenLinkError, ValueError) as error:
+        return str(error), False
+    except OSError as error:
+        return error.strerror or str(error), True
+    return "; ".join(receiver.bad), False
+
+
+def _end_with_input() -> None:
     """The operator is gone: what came is kept, and the same command goes on from there."""
-    while hear():
+    while sys.stdin.readline():
         pass
     os._exit(1)
 
 
-def send_from_here(request: dict[str, Any], say: Callable[[dict[str, Any]], None] = _say) -> None:
+def send_from_here(request: SendRequest) -> None:
     """The source's part, where a host has the files: send them to the first of the chain."""
-    root, done = Path(request["path"]).expanduser(), 0
+    root, done = Path(request.path).expanduser(), 0
     fault = ""
 
     def progress(position: int) -> None:
@@ -75,20 +84,31 @@ def send_from_here(request: dict[str, Any], say: Callable[[dict[str, Any]], None
         done = position
 
     files = wire.list_files(root)
-    with _Telling(say, lambda: {"done": done, "total": sum(size for _, size in files)}):
+    total = sum(size for _, size in files)
+    with _Telling(lambda: RelayNews(done, total)):
         try:
-            with contextlib.closing(wire.connect(request["below"])) as link:
-                wire.source(root, files, request["below"]["token"], link, progress)
+            with contextlib.closing(wire.connect(request.below)) as link:
+                wire.source(root, files, request.below.token, link, progress)
         except (OSError, BrokenLinkError) as error:
             fault = str(error)
-    say({"end": True, "fault": fault, "done": done})
+    _say(RelayNews(done, total, end=True, fault=fault))
+
+
+def _say(message: RelayReady | RelaySees | RelayNews) -> None:
+    print(reader.dumps(message), flush=True)
+
+
+def _hear(kind: type[Hop]) -> Hop | None:
+    """The next line of standard input; None where it has closed."""
+    line = sys.stdin.readline()
+    return reader.loads(kind, line, "the next hop") if line else None
 
 
 class _Telling:
     """Tells once a second how it goes."""
 
-    def __init__(self, say: Callable[[dict[str, Any]], None], state: Callable[[], dict[str, Any]]) -> None:
-        self.say, self.state, self.over = say, state, threading.Event()
+    def __init__(self, state: Callable[[], RelayNews]) -> None:
+        self.state, self.over = state, threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> None:
@@ -100,4 +120,4 @@ class _Telling:
 
     def _run(self) -> None:
         while not self.over.wait(1.0):
-            self.say(self.state())
+            _say(self.state())

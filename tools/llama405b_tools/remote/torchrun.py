@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from llama405b.contract.plan import Plan
 
-SETUP_FAILED = "the setup line failed"
+SETUP_FAILED = "LLAMA405B_SETUP_FAILED"  # in torchrun's log, with the exit code of the setup line
 MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run directory>:<host>
 
 
@@ -37,7 +37,7 @@ def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
     """``argv``, after a shell line of the user's own (``module load cuda``), whose failure ends it."""
     if not line:
         return list(argv)
-    script = f'eval "$0" || {{ echo "{SETUP_FAILED} with exit code $?: $0" >&2; exit 97; }}; exec "$@"'
+    script = f'eval "$0" || {{ echo "{SETUP_FAILED} $?" >&2; exit 97; }}; exec "$@"'
     return ["bash", "-c", script, line, *argv]
 
 
@@ -48,6 +48,7 @@ def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
         MARKER: f"{run_dir}:{name}",
         "LLAMA405B_HOST": name,
         "LLAMA405B_FIRST_RANK": str(node.first_rank),
+        "LLAMA405B_ATTEMPT": str(plan.attempt),
         "GLOO_SOCKET_IFNAME": node.interface,
         "NCCL_SOCKET_IFNAME": node.interface,
         "PYTHONUNBUFFERED": "1",

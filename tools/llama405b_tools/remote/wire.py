@@ -6,16 +6,33 @@ below has already; then of each file the bytes from there on, and the SHA-256 of
 Bytes travel as they are: the training network is trusted with them, the token only keeps strangers out.
 """
 
+import dataclasses
 import hashlib
-import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+from llama405b.contract import reader
+from llama405b_tools.remote.messages import NextHop
 
 CHUNK = 4 << 20
 CONNECT_S, STALL_S = 3.0, 120.0
 FileList = list[tuple[str, int]]  # path below the root, bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """What is to come: path below the root, and bytes, of every file."""
+
+    files: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Present:
+    """How many bytes of each everybody from here on has already."""
+
+    sizes: tuple[int, ...]
 
 
 class Link(Protocol):
@@ -53,8 +70,8 @@ def source(root: Path, files: FileList, token: str, link: Link, progress: Callab
         OSError: A file cannot be read.
     """
     base = root if root.is_dir() else root.parent
-    send(link, f"{token}\n{json.dumps(files)}\n".encode())
-    have = json.loads(line(link))
+    send(link, f"{token}\n{reader.dumps(Offer(tuple(files)))}\n".encode())
+    have = reader.loads(Present, line(link), "what the next host has").sizes
     done = 0
     for (name, size), begin in zip(files, have, strict=True):
         digest = hashlib.sha256()
@@ -73,18 +90,18 @@ def source(root: Path, files: FileList, token: str, link: Link, progress: Callab
         send(link, digest.hexdigest().encode())
 
 
-def connect(below: dict[str, Any]) -> socket.socket:
+def connect(below: NextHop) -> socket.socket:
     """A connection to the first address of a host that answers.
 
     Raises:
         BrokenLinkError: None does.
     """
     why = "it has no address"
-    for address in below["addresses"]:
+    for address in below.addresses:
         try:
-            link = socket.create_connection((address, below["port"]), CONNECT_S)
+            link = socket.create_connection((address, below.port), CONNECT_S)
         except OSError as error:
-            why = f"{address}:{below['port']}: {error.strerror or error}"
+            why = f"{address}:{below.port}: {error.strerror or error}"
         else:
             link.settimeout(STALL_S)
             return link

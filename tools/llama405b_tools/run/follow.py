@@ -3,27 +3,32 @@
 import collections
 import contextlib
 import dataclasses
+import enum
 import queue
 import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
-from llama405b.contract.errors import FAILED, GOOD, REFUSED, STOPPED_FOLLOWING
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
+from llama405b.contract.events import EventKind
 from llama405b.contract.plan import Plan
-from llama405b_tools.hosts.fleet import Fleet, Outcome
+from llama405b.contract.records import Metrics
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.remote.messages import Ended, News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
+from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.judge import Failure, Heard
 from llama405b_tools.run.start import stop_this
-from llama405b_tools.run.streams import Streams
+from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.clean import clean
 
 MEAN_OF = 10  # steps: one step's loss depends on its few sequences
 POLL_S = 0.5
-STEP_LINE = re.compile(r"step (\d+)/\d+\s+loss ([\d.]+)")
+RANK_0_OUT = re.compile(r"/0/stdout\.log$")
 SLACK_S = 60.0  # beyond the trainer's own timeout, for it to say itself what it waits for
 PEER_GRACE_S = 15.0  # after the first failure, for the others to find out by themselves
 
@@ -36,20 +41,41 @@ class Limits:
     slow_s: float  # while loading, saving, and until the first step is done
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ending:
+class EndKind(enum.StrEnum):
     """How a run ended, or that following it did."""
 
-    code: int  # 0 the run ended well, 1 it failed or was stopped, 130 Ctrl-C
+    WELL = "well"
+    FAILED = "failed"
+    STOPPED = "stopped"  # somebody asked for it
+    LEFT = "left"  # Ctrl-C: the run goes on
+
+
+EXIT_CODES = {EndKind.WELL: GOOD, EndKind.FAILED: FAILED, EndKind.STOPPED: FAILED, EndKind.LEFT: STOPPED_FOLLOWING}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended, and why."""
+
+    kind: EndKind
     failure: Failure | None = None
     stopped_by: str = ""
-    refused: bool = False  # by the trainer: the same again would be refused again
+
+    @property
+    def code(self) -> int:
+        """The exit code that says so."""
+        return EXIT_CODES[self.kind]
+
+    @property
+    def refused(self) -> bool:
+        """Whether the trainer refused its input: the same again would be refused again."""
+        return self.failure is not None and self.failure.cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED)
 
     @property
     def words(self) -> str:
         """One clause."""
         if self.failure:
-            return f"{self.failure.host}: {self.failure.what}"
+            return f"{self.failure.host}: {failure_words(self.failure)}"
         return f"stopped by {self.stopped_by}" if self.stopped_by else "the run ended well"
 
 
@@ -58,48 +84,46 @@ class Watch:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.metrics: list[dict[str, Any]] = []
-        self.ended: dict[str, Failure | None] = {}
+        self.metrics: list[Metrics] = []
+        self.ended: set[str] = set()
         self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
-        self.losses: dict[int, float] = {}  # by step, as rank 0 prints them in this attempt
         self.said: collections.deque[str] = collections.deque(maxlen=300)  # rank 0's last lines
         self.saved = ""
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure as long as no host reports one
-        self.stopped: dict[str, Outcome] = {}  # how ending the rest went, where that was needed
+        self.stopped: dict[str, Ended | HostError] = {}  # how ending the rest went, where that was needed
         self.hangs = False
         self.stopped_by = ""  # who asked for the end, if somebody did
         self.heard: dict[str, Heard] = {}  # each host's heartbeats
 
-    def take(self, host: str, news: dict[str, Any]) -> list[str]:
+    def loss_of(self, step: int) -> float | None:
+        """Of a step that this attempt took."""
+        return next((m.loss for m in self.metrics if m.step == step and m.attempt == self.plan.attempt), None)
+
+    def take(self, arrival: Arrival) -> list[str]:
         """Take one piece of news; returns the lines to print."""
-        if "unreachable" in news:
+        host, news = arrival.host, arrival.news
+        if isinstance(news, Unreachable):
             first = host not in self.unreachable
-            self.unreachable[host] = news["unreachable"]
-            return (
-                [f"{host} │ cannot be reached: {news['unreachable']}; its part may go on, trying again"]
-                if first
-                else []
-            )
-        if self.unreachable.pop(host, None):
-            return [f"{host} │ reached again", *self.take(host, news)]
-        if "metrics" in news:
-            for metrics in news["metrics"]:  # a resumed run goes back: what it takes again is forgotten
-                while self.metrics and self.metrics[-1]["step"] >= metrics["step"]:
-                    self.metrics.pop()
-                self.metrics.append(metrics)
-        elif "entries" in news:
-            return [line for _, file, text in news["entries"] for line in self._lines(host, file, text.split("\n"))]
-        elif "beats" in news:
-            self.heard[host] = Heard(news["beats"], news["now"], time.monotonic())
-        elif "alive" in news and not news["alive"]:
-            self.stopped_by = self.stopped_by or news.get("stopped_by", "")
-            described = {"alive": False, "leftovers": [], "status": news["status"]}
-            self._end(host, judge.failure_of(host, described))
-        return []
+            self.unreachable[host] = news.why
+            line = f"{host} │ cannot be reached: {news.why}; its part may go on, trying again"
+            return [line] if first else []
+        lines = [f"{host} │ reached again"] if self.unreachable.pop(host, None) else []
+        for metrics in news.metrics:  # a resumed run goes back: what it takes again is forgotten
+            while self.metrics and self.metrics[-1].step >= metrics.step:
+                self.metrics.pop()
+            self.metrics.append(metrics)
+        for event in news.events:
+            if event.kind is EventKind.SAVED and event.attempt == self.plan.attempt:
+                self.saved = event.path
+        if news.beats is not None and news.now is not None:
+            self.heard[host] = Heard(news.beats, news.now, time.monotonic())
+        if news.node and not news.node.alive:
+            self._end(host, news.node)
+        return [*lines, *self._lines(host, news)]
 
     def look_for_hang(self, limits: Limits) -> None:
         """Count a rank that is silent for too long as a failure."""
-        longest_step_s = max((m["step_s"] for m in self.metrics), default=0.0)
+        longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
         hung = judge.hung(self.heard, time.monotonic(), max(limits.step_s, 5 * longest_step_s), limits.slow_s)
         if hung and not self.failures:
             self.hangs = True
@@ -107,27 +131,28 @@ class Watch:
 
     def worst(self) -> Failure | None:
         """The failure to name; None where no host reported any."""
-        lost = [Failure(host, f"cannot be reached: {why}", origin=2) for host, why in self.unreachable.items()]
+        lost = [Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()]
         found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # who hangs waits for who is lost
         return judge.first_failure(found) if self.failures else None
 
-    def _end(self, host: str, failure: Failure | None) -> None:
-        self.ended[host] = failure
+    def _end(self, host: str, node: NodeNews) -> None:
+        self.stopped_by = self.stopped_by or node.stopped_by
+        failure = judge.failure_of(host, judge.state_of(node.status, alive=False))
+        self.ended.add(host)
         if failure:
             self.failures.append(failure)
 
-    def _lines(self, host: str, file: str, lines: list[str]) -> list[str]:
-        for line in lines:
-            if line.startswith("saved "):
-                self.saved = line.removeprefix("saved ")
-            if step := STEP_LINE.match(line):
-                self.losses[int(step[1])] = float(step[2])
-        if host == self.plan.nodes[0].name and re.search(r"/0/stdout\.log$", file):
-            self.said.extend(lines)
-            return lines
-        return [
-            f"{host} │ {line}" for line in lines if file.endswith("stderr.log") and line.startswith("llama405b train:")
-        ]
+    def _lines(self, host: str, news: News) -> list[str]:
+        """What is printed of a host's logs: rank 0's standard output, and what the others say of their end."""
+        found: list[str] = []
+        for _, file, text in news.entries:
+            lines = text.split("\n")
+            if host == self.plan.nodes[0].name and RANK_0_OUT.search(file):
+                self.said.extend(lines)
+                found += lines
+            elif file.endswith("stderr.log"):
+                found += [f"{host} │ {line}" for line in lines if line.startswith("llama405b train:")]
+        return found
 
 
 def watch_run(
@@ -139,7 +164,8 @@ def watch_run(
     """
     watch = Watch(plan)
     names = [node.name for node in plan.nodes]
-    streams = Streams(fleet, plan.run, names, {"follow": True, "beats": limits is not None}, metrics_of=names[0])
+    request = StreamRequest(plan.run, "", follow=True, beats=limits is not None)
+    streams = Streams(fleet, names, request, records_of=names[0])
     give_up_at = float("inf")
     try:
         while len(watch.ended) < len(plan.nodes) and not until(watch):
@@ -151,7 +177,7 @@ def watch_run(
                 watch.stopped = stop_this(plan, fleet)
                 break
             with contextlib.suppress(queue.Empty):
-                for line in watch.take(*streams.news.get(timeout=POLL_S)):
+                for line in watch.take(streams.arrivals.get(timeout=POLL_S)):
                     print(clean(line))
                 sys.stdout.flush()
     finally:
@@ -171,39 +197,38 @@ def follow(fleet: Fleet, plan: Plan, hosts: str = "", limits: Limits | None = No
             f"\nno longer following; the run goes on. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "
             f"`{front_door()} stop{hosts} --run {plan.run}` ends it"
         )
-        return Ending(STOPPED_FOLLOWING)
+        return Ending(EndKind.LEFT)
 
 
 def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
     """Print how it ended."""
     if watch.metrics:
-        first, last = watch.metrics[0], watch.metrics[-1]
-        ending = watch.metrics[-MEAN_OF:]
-        loss = sum(m["loss"] for m in ending) / len(ending)
-        tokens_per_s = sum(m["tokens_per_s"] * m["step_s"] for m in watch.metrics) / sum(
-            m["step_s"] for m in watch.metrics
-        )
-        print(
-            f"\n{plan.run}: steps {first['step']}-{last['step']}, loss {first['loss']:.3f} -> {loss:.3f} (mean of the last {len(ending)}), "
-            f"{tokens_per_s:,.0f} tokens/s on {plan.world} ranks of {len(plan.nodes)} hosts"
-        )
+        print(f"\n{plan.run}: {_progress(watch.metrics, plan)}")
     if watch.saved:
         print(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
     if worst := watch.worst():
         for host, end in watch.stopped.items():
-            if isinstance(end, HostError) or end["left"]:
-                print(
-                    f"{host}: could not be verified to have ended; run `{front_door()} stop{hosts} --run {plan.run}` again",
-                    file=sys.stderr,
-                )
-        print(f"FAILED  {worst.host}: {worst.what}", file=sys.stderr)
-        again = "" if guarded else f"; the same launch with --run {plan.run} --resume auto goes on"
-        print(f"next: {logs}{again}", file=sys.stderr)
-        refused = plan.trains and f" exited with {REFUSED}: " in worst.what
-        return Ending(FAILED, worst, refused=refused)
+            if isinstance(end, HostError) or not end.clean:
+                again = f"`{front_door()} stop{hosts} --run {plan.run}`"
+                print(f"{host}: could not be verified to have ended; run {again} again", file=sys.stderr)
+        print(f"FAILED  {worst.host}: {failure_words(worst)}", file=sys.stderr)
+        resume = "" if guarded else f"; the same launch with --run {plan.run} --resume auto goes on"
+        print(f"next: {logs}{resume}", file=sys.stderr)
+        return Ending(EndKind.FAILED, worst)
     if watch.stopped_by:
         print(f"stopped by {watch.stopped_by}; the same launch with --run {plan.run} --resume auto goes on")
-        return Ending(FAILED, stopped_by=watch.stopped_by)
+        return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
     print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains yours")
-    return Ending(GOOD)
+    return Ending(EndKind.WELL)
+
+
+def _progress(metrics: list[Metrics], plan: Plan) -> str:
+    """From the first step to the last: loss and rate."""
+    first, last, ending = metrics[0], metrics[-1], metrics[-MEAN_OF:]
+    loss = sum(each.loss for each in ending) / len(ending)
+    tokens_per_s = sum(each.tokens_per_s * each.step_s for each in metrics) / sum(each.step_s for each in metrics)
+    return (
+        f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), "
+        f"{tokens_per_s:,.0f} tokens/s on {plan.world} ranks of {len(plan.nodes)} hosts"
+    )

@@ -5,27 +5,33 @@
 the run, or after N restarts in a row that brought no newer checkpoint.
 """
 
+import contextlib
 import dataclasses
+import enum
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from llama405b.contract import reader
+from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
-from llama405b.contract.files import read_json, write_json
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import append_line, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.plan import Plan, plan_from_json
+from llama405b.contract.plan import Plan
+from llama405b.contract.records import GUARDING, GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote import processes
-from llama405b_tools.run.follow import SLACK_S, Ending, Limits, follow
-from llama405b_tools.run.guard_record import Guard, machine_id, of_run
-from llama405b_tools.run.judge import step_of
+from llama405b_tools.remote.messages import Ended, HostRun
+from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, follow
+from llama405b_tools.run.guard_record import machine_id, of_run
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import ask, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
@@ -34,6 +40,15 @@ from llama405b_tools.run.start import StartError, stop_this
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to bring the hosts back; then the last, for as long as it takes
 NOTIFY_TIMEOUT_S = 60.0
 POLL_S = 0.3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GuardOrder:
+    """What a guard is told, by its standard input: the launch, its hosts, and the plan that runs."""
+
+    asked: LaunchRequest
+    hosts: tuple[Host, ...]
+    plan: Plan
 
 
 def spawn(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> "subprocess.Popen[bytes]":
@@ -48,7 +63,7 @@ def spawn(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> "subproces
             start_new_session=True,
         )
     assert child.stdin
-    child.stdin.write(pickle.dumps((asked, tuple(hosts), plan)))
+    child.stdin.write(reader.dumps(GuardOrder(asked, tuple(hosts), plan)).encode())
     child.stdin.close()
     return child
 
@@ -76,18 +91,37 @@ def unguarded(asked: LaunchRequest, fleet: Fleet) -> Plan | None:
     Only where it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
     """
     known = of_run(asked.run)
-    if known and known[1] is not False and known[0]["state"] in ("watching", "recovering"):
+    if known and known.state.state in GUARDING and not known.gone:
         return None
-    record = read_json(RunDir.here(asked.run).plan)
+    plan = read_record(Plan, RunDir.here(asked.run).plan)
+    if plan is None:
+        return None
     try:
-        plan = plan_from_json(record or {})
         _, seen = ask(fleet, asked.run)
-    except (KeyError, TypeError, UserError, HostError):
+    except (UserError, HostError):
         return None  # what is wrong launch says
     programs = {dataclasses.replace(asked, resume=resume).training_program() for resume in (asked.resume, "auto", "no")}
     same = plan.program in programs and [node.name for node in plan.nodes] == list(fleet.hosts)
-    lives = [described["created"] for described in seen.values() if isinstance(described, dict) and described["alive"]]
-    return plan if same and set(plan.secrets) == set(asked.secrets) and set(lives) == {plan.created} else None
+    lives = {found.created for found in seen.values() if isinstance(found, HostRun) and found.alive}
+    return plan if same and set(plan.secrets) == set(asked.secrets) and lives == {plan.created} else None
+
+
+class Notice(enum.StrEnum):
+    """What ``--notify`` hears of."""
+
+    INCIDENT = "incident"
+    WAITING = "waiting"
+    RECOVERY = "recovery"
+    STOPPED = "stopped"
+    END = "end"
+    GAVE_UP = "gave up"
+
+
+def _unsure(ends: Mapping[str, Ended | HostError]) -> list[str]:
+    """The hosts of which it is not certain that nothing is left, each with why."""
+    found = [f"{name}: {end}" for name, end in ends.items() if isinstance(end, HostError)]
+    left = {name: end for name, end in ends.items() if isinstance(end, Ended) and not end.clean}
+    return found + [f"{name}: processes {list(end.left)} cannot be ended" for name, end in left.items()]
 
 
 class Watchman:
@@ -96,45 +130,55 @@ class Watchman:
     def __init__(self, asked: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
         self.asked, self.hosts, self.plan, self.fleet = asked, hosts, plan, fleet
         began = processes.start_time(os.getpid()) or 0
-        self.record = Guard(plan.run, os.getpid(), began, machine_id(), asked.restart)
+        self.record = GuardState(plan.run, os.getpid(), began, machine_id(), asked.restart)
         load_s = asked.config.timeouts.load if asked.config else 3600
         self.limits = Limits(asked.hang_after_s, load_s + SLACK_S)
 
     def main(self) -> int:
         """Guard the run to its end; returns the exit code."""
-        self.say("watching", "")
+        self.say(GuardStage.WATCHING, "")
         while True:
             ending = follow(self.fleet, self.plan, hosts_argument(self.asked.hosts_file), self.limits)
             if ending.failure is None:
-                self.say("stopped" if ending.stopped_by else "ended", ending.words)
-                self.notify("stopped" if ending.stopped_by else "end", ending.words)
+                stopped = ending.kind is EndKind.STOPPED
+                self.say(GuardStage.STOPPED if stopped else GuardStage.ENDED, ending.words)
+                self.notify(Notice.STOPPED if stopped else Notice.END, ending.words)
                 return ending.code
+            self.record = dataclasses.replace(self.record, cause=ending.failure.cause)
+            self.event(EventKind.FAILED)
             if why := self.hopeless(ending):
                 return self.give_up(f"{ending.words}; {why}")
-            self.say("recovering", ending.words)
-            self.notify("incident", ending.words)
+            self.say(GuardStage.RECOVERING, ending.words)
+            self.notify(Notice.INCIDENT, ending.words)
             try:
                 if stopped_by := self.bring_back():
-                    self.say("stopped", f"stopped by {stopped_by}")
+                    self.say(GuardStage.STOPPED, f"stopped by {stopped_by}")
                     return FAILED
             except UserError as error:
                 return self.give_up(f"{ending.words}; it cannot be resumed: {error}")
-            self.record.restarts += 1
-            words = f"running again after {ending.words} (restart {self.record.restarts}, from {self.record.checkpoint or 'the weights'})"
-            self.say("watching", words)
-            self.notify("recovery", words)
+            self.restarted(ending)
+
+    def restarted(self, ending: Ending) -> None:
+        """Count a restart, and say so."""
+        self.record = dataclasses.replace(self.record, restarts=self.record.restarts + 1)
+        self.event(EventKind.RESTARTED)
+        source = self.record.checkpoint or "the weights"
+        said = f"running again after {ending.words} (restart {self.record.restarts}, from {source})"
+        self.say(GuardStage.WATCHING, said)
+        self.notify(Notice.RECOVERY, said)
 
     def hopeless(self, ending: Ending) -> str:
-        """Why another try would be in vain; '' where it may not be."""
+        """Why another try would bring nothing; '' where it may bring something."""
         if ending.refused and not self.record.restarts:  # later it is a host that changed, and may change back
             return "the trainer refused its input, and would again"
-        checkpoint = newest_checkpoint(self.fleet, self.plan.run) or ""
-        if checkpoint and (not self.record.checkpoint or step_of(checkpoint) > step_of(self.record.checkpoint)):
-            self.record.in_vain, self.record.checkpoint = 0, checkpoint
-        if self.record.in_vain >= self.asked.restart:
-            since = f"since {self.record.checkpoint}" if self.record.checkpoint else "and no checkpoint yet"
-            return f"that was after {self.record.in_vain} restarts without a newer checkpoint ({since})"
-        self.record.in_vain += 1
+        newest = newest_checkpoint(self.fleet, self.plan.run)
+        known, in_vain = self.record.checkpoint, self.record.in_vain
+        if newest and (not known or step_of(newest) > step_of(Path(known))):
+            known, in_vain = str(newest), 0
+        if in_vain >= self.asked.restart:
+            since = f"since {known}" if known else "and no checkpoint yet"
+            return f"that was after {in_vain} restarts without a newer checkpoint ({since})"
+        self.record = dataclasses.replace(self.record, checkpoint=known, in_vain=in_vain + 1)
         return ""
 
     def bring_back(self) -> str:
@@ -146,51 +190,62 @@ class Watchman:
         said, tries = "", 0
         while True:
             ends = stop_this(self.plan, self.fleet)
-            for end in ends.values():
-                if isinstance(end, dict) and end.get("stopped_by"):
-                    return str(end["stopped_by"])
-            unsure = [f"{name}: {end}" for name, end in ends.items() if isinstance(end, HostError)]
-            unsure += [
-                f"{name}: processes {end['left']} cannot be ended"
-                for name, end in ends.items()
-                if isinstance(end, dict) and end["left"]
-            ]
-            why = "; ".join(unsure)
+            stopped_by = [end.stopped_by for end in ends.values() if isinstance(end, Ended) and end.stopped_by]
+            if stopped_by:
+                return stopped_by[0]
+            why = "; ".join(_unsure(ends)) or self.start_again()
             if not why:
-                try:
-                    asked, hosts = resumed(self.asked, self.hosts, self.plan)
-                    self.plan = launch(asked, hosts, self.fleet, again=True)
-                    return ""
-                except StartError as error:  # of this attempt something may be left, to be ended next
-                    self.plan, why = error.plan, str(error)
-                except RunError as error:
-                    why = str(error)
+                return ""
             if why != said:
                 said = why
-                self.say("recovering", f"cannot start yet: {why}")
+                self.say(GuardStage.RECOVERING, f"cannot start yet: {why}")
                 if tries == len(RETRY_S):
-                    self.notify("waiting", why)
+                    self.notify(Notice.WAITING, why)
             time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
+
+    def start_again(self) -> str:
+        """Launch the run from its newest checkpoint; why that is not possible now, or ''.
+
+        Raises:
+            UserError: It never will be.
+        """
+        try:
+            asked, hosts = resumed(self.asked, self.hosts, self.plan)
+            self.plan = launch(asked, hosts, self.fleet, again=True)
+        except StartError as error:  # of this attempt something may be left, to be ended next
+            self.plan = error.plan
+            return str(error)
+        except RunError as error:
+            return str(error)
+        return ""
+
+    def event(self, kind: EventKind) -> None:
+        """Add an event of the guard's own."""
+        record = self.record
+        path = record.checkpoint if kind is EventKind.RESTARTED else ""
+        event = RunEvent(time.time(), "guard", kind, self.plan.attempt, None, path, record.restarts, cause=record.cause)
+        with contextlib.suppress(OSError):
+            append_line(RunDir.here(self.plan.run).events("guard"), reader.dumps(event))
 
     def give_up(self, why: str) -> int:
         """End what is left, and say why nothing more is tried."""
         stop_this(self.plan, self.fleet)
-        self.say("gave up", why)
-        self.notify("gave up", why)
+        self.say(GuardStage.GAVE_UP, why)
+        self.notify(Notice.GAVE_UP, why)
         return FAILED
 
-    def say(self, state: str, message: str) -> None:
+    def say(self, stage: GuardStage, message: str) -> None:
         """Write the record, and a line of the log."""
-        self.record.state, self.record.message, self.record.time = state, message, time.time()
+        self.record = dataclasses.replace(self.record, state=stage, message=message, time=time.time())
         write_json(RunDir.here(self.plan.run).guard, self.record)
-        print(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {state}{f': {message}' if message else ''}", flush=True)
+        print(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{f': {message}' if message else ''}", flush=True)
 
-    def notify(self, event: str, message: str) -> None:
+    def notify(self, event: Notice, message: str) -> None:
         """Run the user's command; what it does wrong is said, and changes nothing."""
         if not self.asked.notify:
             return
-        env = os.environ | {"LLAMA405B_EVENT": event, "LLAMA405B_RUN": self.plan.run, "LLAMA405B_MESSAGE": message}
+        env = os.environ | {"LLAMA405B_EVENT": str(event), "LLAMA405B_RUN": self.plan.run, "LLAMA405B_MESSAGE": message}
         try:
             done = subprocess.run(
                 ["/bin/sh", "-c", self.asked.notify],
@@ -210,22 +265,22 @@ class Watchman:
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.run.guard``; what to guard comes by standard input."""
     os.umask(UMASK)
-    asked, hosts, plan = pickle.loads(sys.stdin.buffer.read())
+    order = reader.loads(GuardOrder, sys.stdin.buffer.read(), "the guard's order")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Fleet(hosts) as fleet:
-        watchman = Watchman(asked, hosts, plan, fleet)
+    with Fleet(order.hosts) as fleet:
+        watchman = Watchman(order.asked, order.hosts, order.plan, fleet)
 
         def dismissed(*_: object) -> None:
-            watchman.say("stopped", "dismissed: the run is being stopped")
+            watchman.say(GuardStage.STOPPED, "dismissed: the run is being stopped")
             os._exit(FAILED)
 
         signal.signal(signal.SIGTERM, dismissed)
         try:
             return watchman.main()
         except Exception as error:
-            watchman.say("gave up", f"the guard itself failed: {type(error).__name__}: {error}")
-            watchman.notify("gave up", watchman.record.message)
+            watchman.say(GuardStage.GAVE_UP, f"the guard itself failed: {type(error).__name__}: {error}")
+            watchman.notify(Notice.GAVE_UP, watchman.record.message)
             raise
 
 

@@ -2,45 +2,58 @@
 
 import contextlib
 import dataclasses
+import enum
 import os
 import signal
 import socket
 import time
 from pathlib import Path
 
-from llama405b.contract.files import read_json
+from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
+from llama405b.contract.records import GUARDING, GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.text.clean import clean
 
 
-@dataclasses.dataclass(slots=True)
+class Life(enum.StrEnum):
+    """Whether a guard's process lives."""
+
+    LIVES = "lives"
+    DIED = "died"
+    ELSEWHERE = "elsewhere"  # on another machine: nobody knows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Guard:
-    """What a guard has done so far; ``guard.json``."""
+    """A run's guard, as its record tells."""
 
-    run: str
-    pid: int
-    pid_start: int
-    machine: str  # where it runs
-    limit: int  # restarts in vain
-    state: str = "watching"  # watching | recovering | ended | stopped | gave up
-    message: str = ""
-    restarts: int = 0
-    in_vain: int = 0  # restarts since the newest checkpoint last became newer
-    checkpoint: str = ""  # newest known
-    time: float = 0.0
+    state: GuardState
+    life: Life
+
+    @property
+    def gone(self) -> bool:
+        """Whether it died while the run still needed it."""
+        return self.state.state in GUARDING and self.life is Life.DIED
 
 
-def of_run(run: str) -> tuple[dict[str, object], bool | None] | None:
-    """The record of a run's guard, and whether it lives; None where it is another machine's, so that nobody knows."""
-    record = read_json(RunDir.here(run).guard)
-    fields = {field.name for field in dataclasses.fields(Guard)}
-    if record is None or not fields <= set(record) or not all(type(record[key]) is int for key in ("pid", "pid_start")):
+def of_run(run: str) -> Guard | None:
+    """The guard of a run on this machine; None where there never was one."""
+    state = read_record(GuardState, RunDir.here(run).guard)
+    if state is None:
         return None
-    machine, here = str(record["machine"]).split(), machine_id().split()
+    machine, here = state.machine.split(), machine_id().split()
     if machine == here:
-        return record, processes.same_process(int(record["pid"]), int(record["pid_start"]))
-    return record, False if len(machine) == 3 and machine[:2] == here[:2] else None  # rebooted since
+        lives = processes.same_process(state.pid, state.pid_start)
+        return Guard(state, Life.LIVES if lives else Life.DIED)
+    rebooted = len(machine) == 3 and machine[:2] == here[:2]
+    return Guard(state, Life.DIED if rebooted else Life.ELSEWHERE)
+
+
+def is_guarded(run: str) -> bool:
+    """Whether a guard of this machine may bring the run back."""
+    found = of_run(run)
+    return found is not None and found.life is Life.LIVES
 
 
 def machine_id() -> str:
@@ -54,13 +67,13 @@ def machine_id() -> str:
 def dismiss(run: str) -> None:
     """End the guard of a run on this machine, if there is one: what is stopped on purpose must not be resumed."""
     found = of_run(run)
-    if found and found[1]:
-        pid = int(str(found[0]["pid"]))
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 10
-        while processes.start_time(pid) is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
+    if found is None or found.life is not Life.LIVES:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(found.state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while processes.start_time(found.state.pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def guard_line(run: str) -> str:
@@ -68,11 +81,12 @@ def guard_line(run: str) -> str:
     found = of_run(run)
     if found is None:
         return ""
-    record, lives = found
-    if record["state"] in ("watching", "recovering") and lives is False:
-        died = f"process {record['pid']} of this machine died while {record['state']}"
+    state = found.state
+    if found.gone:
+        died = f"process {state.pid} of this machine died while {state.state}"
         return f"guard: GONE ({died}); nobody restarts this run: repeat its launch command to have it guarded again"
-    done = f"restarted {record['restarts']} times, {record['in_vain']} of at most {record['limit']} in vain"
-    message = f"; {record['message']}" if record["message"] else ""
-    where = "" if lives is not None else f" on {str(record['machine']).partition(' ')[0]}"
-    return clean(f"guard{where}: {record['state']}, {done}{message}")
+    times = f"{state.restarts} restart{'s' * (state.restarts != 1)}"
+    message = f"; {state.message}" if state.message else ""
+    where = f" on {state.machine.partition(' ')[0]}" if found.life is Life.ELSEWHERE else ""
+    done = f"{times}, {state.in_vain} of {state.limit} allowed without progress"
+    return clean(f"guard{where}: {state.state}, {done}{message}")

@@ -10,21 +10,42 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.files import read_json, write_json
+from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
+from llama405b_tools.remote.messages import Ended, HostRun
 from llama405b_tools.remote.secrets import write_secrets
+from llama405b_tools.run.plan import Terms
 from llama405b_tools.run.request import LaunchRequest
 
 SIGNAL_BEFORE_S = 300  # before the job's time is over, for the trainer to save
 KILL_WAIT_S = 60.0  # for Slurm to end what did not end by itself
 POLL_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobRecord:
+    """Which job a run is."""
+
+    job: str
+    options: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What the nodes of a job make the plan from."""
+
+    terms: Terms
+    program_again: tuple[str, ...]  # if Slurm requeues the job
+    grace_s: float
 
 
 def submit(asked: LaunchRequest, options: str) -> str:
@@ -39,15 +60,16 @@ def submit(asked: LaunchRequest, options: str) -> str:
     new = not run.path.exists()
     if run.path.exists() and asked.resume == "no":
         raise UserError(f"--run: {asked.run!r} exists here; take another name, or go on with --resume auto")
-    earlier = read_json(run.job)
-    if earlier and slurm.state_of(earlier["job"]) not in slurm.GONE:
+    earlier = read_record(JobRecord, run.job)
+    if earlier and slurm.state_of(earlier.job) not in slurm.GONE:
         raise UserError(
-            f"--run: {asked.run!r} is job {earlier['job']} already; `llama405b stop --run {asked.run}` ends it"
+            f"--run: {asked.run!r} is job {earlier.job} already; `llama405b stop --run {asked.run}` ends it"
         )
     for leftover in (run.path / "status").glob("*") if (run.path / "status").is_dir() else ():
         if leftover.suffix in (".stop", ".where"):
             leftover.unlink()
-    write_json(run.job_request, _request(asked))
+    again = dataclasses.replace(asked, resume="auto").training_program()
+    write_json(run.job_request, JobRequest(asked.terms(), again, SIGNAL_BEFORE_S - 60))
     if asked.secrets:
         write_secrets(run.job_secrets, dict(asked.secrets))
     script = run.job_script
@@ -67,23 +89,8 @@ def submit(asked: LaunchRequest, options: str) -> str:
             shutil.rmtree(run.path)
         raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
     job = done.stdout.strip().partition(";")[0]
-    write_json(run.job, {"job": job, "options": options})
+    write_json(run.job, JobRecord(job, options))
     return job
-
-
-def _request(asked: LaunchRequest) -> dict[str, Any]:
-    """What the nodes make the plan from."""
-    return {
-        "run": asked.run,
-        "program": asked.training_program(),
-        "program_again": dataclasses.replace(asked, resume="auto").training_program(),  # if Slurm requeues the job
-        "env": dict(asked.env),
-        "setup": asked.setup,
-        "secrets": sorted(asked.secrets),
-        "checkpoint_dir": asked.config.checkpoint.dir if asked.config else "",
-        "on_cpu": bool(asked.config and asked.config.parallel.device == "cpu"),
-        "grace_s": SIGNAL_BEFORE_S - 60,
-    }
 
 
 def job_script(name: str, directory: Path) -> str:
@@ -110,6 +117,21 @@ def _options(text: str) -> list[str]:
         raise UserError(f'--slurm: {text!r} cannot be read ({error}); write it as "-N 4 -p gpu"') from None
 
 
+def end_job(
+    run: RunDir, job: str, hosts: Iterable[str], by: str = "", grace_s: float = 0.0
+) -> dict[str, Ended | HostError]:
+    """End a job, and say of each of its nodes what an agent would."""
+    gone = stop(run, job, hosts, by, grace_s)
+    return {name: Ended(known=True, was_alive=True, job_left=not gone) for name in hosts}
+
+
+def with_node(end: Ended | HostError, seen: HostRun | HostError | None) -> Ended | HostError:
+    """The same, with what the run's files say now."""
+    if isinstance(end, HostError):
+        return end
+    return dataclasses.replace(end, node=seen if isinstance(seen, HostRun) else None)
+
+
 def stop(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
     """End a job: with a grace by the node runners, which look for the word in their files, then by Slurm.
 
@@ -132,7 +154,7 @@ def stop(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -
 def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
     """Leave the word on which the node runners let the trainer save, and end."""
     for host in hosts:
-        write_json(run.stop(host), {"by": by, "grace_s": grace_s, "time": time.time()})
+        write_json(run.stop(host), StopMark(by, grace_s, time.time()))
 
 
 def _until_gone(job: str, seconds: float) -> None:
@@ -148,26 +170,32 @@ def waits(run: str) -> bool:
 
 def hosts_of(run: str) -> tuple[Host, ...]:
     """The nodes of a run that is a job, as hosts whose files are here; () before the job has begun."""
-    plan = read_json(RunDir.here(run).plan)
-    where = f"job {(read_json(RunDir.here(run).job) or {}).get('job')}"
-    names: Sequence[dict[str, Any]] = plan["nodes"] if plan else ()
-    return tuple(Host(node["name"], where, address="localhost", python=sys.executable) for node in names)
+    plan, record = read_record(Plan, RunDir.here(run).plan), _record(run)
+    where = f"job {record.job if record else ''}"
+    nodes = plan.nodes if plan else ()
+    return tuple(Host(node.name, where, address="localhost", python=sys.executable) for node in nodes)
 
 
 def run_asked(run: str | None, hosts_file: Path) -> str | None:
     """The run that is meant, where it is a job: the one named, or the newest here where there is no hosts file."""
     if run:
-        return run if re.fullmatch(r"[\w.-]+", run) and "job" in (read_json(RunDir.here(run).job) or {}) else None
+        return run if re.fullmatch(r"[\w.-]+", run) and _record(run) else None
     if hosts_file.exists():
         return None
-    jobs = [path for path in Path("runs").glob("*/slurm.json") if "job" in (read_json(path) or {})]
+    jobs = [path for path in Path("runs").glob("*/slurm.json") if _record(path.parent.name)]
     found = [(path.stat().st_mtime, path.parent.name) for path in jobs]
     return max(found)[1] if found else None
 
 
 def job_of(run: str) -> str:
     """The job that a run is."""
-    return str((read_json(RunDir.here(run).job) or {})["job"])
+    record = _record(run)
+    assert record, f"{run} is not a job"
+    return record.job
+
+
+def _record(run: str) -> JobRecord | None:
+    return read_record(JobRecord, RunDir.here(run).job)
 
 
 def words_of(run: str) -> str:

@@ -1,17 +1,48 @@
-"""Which run a verb means, and what the hosts know of it. Pure: takes the agents' answers, returns judgements."""
+"""Which run a verb means, how it stands on a host, and who failed first. Pure: takes the hosts' answers, returns values."""
 
 import dataclasses
+import enum
+import signal
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
-from llama405b_tools.text.clean import clean
+from llama405b.contract.records import NodeState, NodeStatus, Phase
+from llama405b.contract.words import STUCK
+from llama405b_tools.remote.messages import Beat, HostRun
 
-# What a rank says that lost its peer. gloo may also abort the process then, in a thread of its own.
-EFFECTS = ("lost contact with another rank", "torchrun failed; see", "stopped with rank ")
-UNSURE = ("killed by SIGABRT", "stopped by SIGTERM")  # its own fault, or how another's end reached it
-VANISHED = "its processes are gone without a word; was the machine restarted?"
-Described = dict[str, Any]  # one run as one host's agent describes it
+HEARD_WITHIN_S = 20.0  # a host not heard for longer is out of reach: of its ranks nothing is known
+SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.RESUME, Phase.CHECKPOINT)
+
+
+class Standing(enum.StrEnum):
+    """How a run stands on one host."""
+
+    NO_RUN = "no such run"
+    NEVER_STARTED = "never started"
+    STARTING = "starting"
+    RUNNING = "running"
+    LEFTOVERS = "leftovers"  # processes without their node runner
+    VANISHED = "vanished"
+    STOPPED = "stopped"  # somebody asked for it
+    EXITED = "exited"
+    KILLED = "killed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """How a run stands on one host, and why where it is not as it should be."""
+
+    standing: Standing
+    exit_code: int | None = None
+    signal: int | None = None
+    cause: Cause | None = None
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it runs, or ended as it should."""
+        ended_well = self.standing is Standing.EXITED and self.exit_code == 0
+        return ended_well or self.standing in (Standing.RUNNING, Standing.STARTING, Standing.STOPPED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,120 +50,140 @@ class Failure:
     """Why a host is not as it should be."""
 
     host: str
-    what: str
-    origin: int  # how surely the fault began there: 2 surely, 1 perhaps, 0 it followed from another
+    cause: Cause
+    state: State | None = None  # of its node runner, where that has ended
+
+    @property
+    def origin(self) -> int:
+        """How surely the fault began there: 2 surely, 1 perhaps, 0 it followed from another."""
+        return origin_of(self.cause)
 
 
-def choose(answers: Mapping[str, Sequence[Described]], asked: str | None) -> str:
+def choose(answers: Mapping[str, Sequence[HostRun]], named: str | None) -> str:
     """The run that is meant: the one named, else the only live one, else the newest.
 
     Raises:
         UserError: There is none, or several are alive.
     """
     runs = [run for found in answers.values() for run in found]
-    names = {run["run"] for run in runs}
-    if asked:
-        if asked not in names:
-            raise UserError(f"--run: no host knows a run {asked!r}; `llama405b status` shows the newest")
-        return asked
+    if named:
+        if named not in {run.run for run in runs}:
+            raise UserError(f"--run: no host knows a run {named!r}; `llama405b status` shows the newest")
+        return named
     if not runs:
         raise UserError("no run on these hosts yet; `llama405b launch` starts one")
-    live = sorted({run["run"] for run in runs if run["alive"]})
+    live = sorted({run.run for run in runs if run.alive})
     if len(live) > 1:
         raise UserError(f"--run: {len(live)} runs are alive; say which: {', '.join(live)}")
-    return live[0] if live else str(max(runs, key=lambda run: float(run["created"]))["run"])
+    return live[0] if live else max(runs, key=lambda run: run.created).run
 
 
-def state_of(described: Described | None) -> str:
-    """One word (or a few) for the table."""
-    if described is None:
-        return "no such run"
-    status = described["status"]
-    if described["alive"]:
-        return str(status["state"]) if status else "starting"
-    if described["leftovers"]:
-        return f"LEFTOVERS ({len(described['leftovers'])} processes)"
+def state_of_run(run: HostRun | None) -> State:
+    """How a run stands on a host, as its agent describes it; None: the host does not know it."""
+    if run is None:
+        return State(Standing.NO_RUN, cause=Cause(CauseKind.NO_RUN))
+    return state_of(run.status, alive=run.alive, leftovers=len(run.leftovers))
+
+
+def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> State:
+    """How a run stands, by its node runner's status, its lock, and its processes."""
+    if alive:
+        return State(Standing(status.state) if status else Standing.STARTING)
+    if leftovers:
+        return State(Standing.LEFTOVERS, cause=Cause(CauseKind.LEFTOVERS, count=leftovers))
     if status is None:
-        return "never started"
-    if status["state"] in ("starting", "running"):
-        return "vanished"
-    if status["state"] == "stopped":
-        return "stopped"
-    if status["state"] == "exited":
-        return f"exited {status.get('exit_code')}"
-    return f"killed by signal {status.get('signal')}"
+        return State(Standing.NEVER_STARTED, cause=Cause(CauseKind.NEVER_STARTED))
+    if status.state in (NodeState.STARTING, NodeState.RUNNING):
+        return State(Standing.VANISHED, cause=Cause(CauseKind.VANISHED, status.host))
+    cause = status.cause
+    if cause is None and status.reason:  # of version 0.1
+        cause = Cause(CauseKind.UNKNOWN, status.host, detail=status.reason)
+    return State(Standing(status.state), status.exit_code, status.signal, cause)
 
 
-def failure_of(host: str, described: Described | None) -> Failure | None:
-    """Why a host is not as it should be; None where it runs, or ended well."""
-    state = state_of(described)
-    if state in ("running", "starting", "exited 0", "stopped"):
+def failure_of(host: str, state: State) -> Failure | None:
+    """Why a host is not as it should be; None where it is."""
+    if state.is_good:
         return None
-    status = (described or {}).get("status") or {}
-    reason = VANISHED if state == "vanished" else clean(status.get("reason", ""))
-    return Failure(host, f"{state}{f': {reason}' if reason else ''}", origin_of(reason))
+    return Failure(host, state.cause or Cause(CauseKind.UNKNOWN, host), state)
 
 
-def origin_of(reason: str) -> int:
-    """See ``Failure``."""
-    return 0 if any(sign in reason for sign in EFFECTS) else 1 if any(sign in reason for sign in UNSURE) else 2
+def origin_of(cause: Cause) -> int:
+    """See ``Failure``. gloo may abort a rank that lost its peer, in a thread of its own; SIGTERM is how peers are ended."""
+    if cause.kind in (CauseKind.LOST_PEER, CauseKind.FOLLOWED, CauseKind.TORCHRUN_FAILED):
+        return 0
+    aborted = cause.kind in (CauseKind.RANK_KILLED, CauseKind.TORCHRUN_KILLED) and cause.signal == signal.SIGABRT
+    ended = cause.kind is CauseKind.SIGNAL and cause.signal == signal.SIGTERM
+    return 1 if aborted or ended or cause.kind is CauseKind.UNKNOWN else 2
 
 
-def step_of(checkpoint: str) -> int:
-    """The step of a checkpoint's path, ``…/step-<8 digits>``."""
-    return int(checkpoint.rpartition("step-")[2])
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The one to name: where the fault began, rather than a host that lost its peer; in order of arrival."""
+    return max(failures, key=lambda failure: failure.origin)  # the first of equals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heard:
     """A host's heartbeats as they were last heard."""
 
-    beats: Sequence[Described]
+    beats: Sequence[Beat]
     now: float  # by the host's clock, as they were read
     at_s: float  # by the operator's monotonic clock, as they arrived
 
 
-HEARD_WITHIN_S = 20.0  # a host not heard for longer is out of reach: of its ranks nothing is known
-SLOW_PHASES = ("start", "data", "load", "resume", "checkpoint")
-STATES = {"T": "it is stopped by a signal", "D": "it waits for a disk or driver that does not answer"}
+@dataclasses.dataclass(frozen=True, slots=True)
+class SilentRank:
+    """A rank that has said nothing for too long."""
+
+    host: str
+    beat: Beat
+    age_s: float
 
 
-Beats = Mapping[str, Sequence[tuple[Described, float]]]  # by host: heartbeats, and how old each is, seconds
+def silent_rank(
+    beats: Mapping[str, Sequence[tuple[Beat, float]]], step_limit_s: float, slow_limit_s: float
+) -> SilentRank | None:
+    """The rank that the others most likely wait for, where ranks are silent for too long.
 
-
-def silent_rank(beats: Beats, step_limit_s: float, slow_limit_s: float) -> tuple[str, Described, float] | None:
-    """The rank that the others most likely wait for, where ranks are silent for too long: host, heartbeat, age; else None.
-
-    First one that cannot run, then the one furthest behind. A stopped process has no excuse in any phase.
+    ``beats``: by host, heartbeats and how old each is, in seconds. First one that cannot run, then the one furthest behind.
+    A stopped process has no excuse in any phase.
     """
     silent = []
     for host, each in beats.items():
         for beat, age_s in each:
-            before_first_step = beat["time"] == beat["phase_since"]  # which compiles and connects
-            slow = (beat["phase"] in SLOW_PHASES or before_first_step) and beat["state"] != "T"
-            if beat["phase"] not in ("done", "failed") and age_s > (slow_limit_s if slow else step_limit_s):
-                silent.append(((beat["state"] not in STATES, beat["step"], -age_s), host, beat, age_s))
-    return min(silent, key=lambda entry: entry[0])[1:] if silent else None
+            before_first_step = beat.time == beat.phase_since  # which compiles and connects
+            slow = (beat.phase in SLOW_PHASES or before_first_step) and beat.state != "T"
+            limit_s = slow_limit_s if slow else step_limit_s
+            if beat.phase not in (Phase.DONE, Phase.FAILED) and age_s > limit_s:
+                silent.append(SilentRank(host, beat, age_s))
+    return min(silent, key=lambda rank: (rank.beat.state not in STUCK, rank.beat.step, -rank.age_s), default=None)
 
 
 def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:
     """``silent_rank`` as a failure; a host's clock is compared with itself alone, so skew between hosts does not matter."""
     beats = {
-        host: [(beat, hears.now - beat["time"] + now_s - hears.at_s) for beat in hears.beats]
+        host: [(beat, hears.now - beat.time + now_s - hears.at_s) for beat in hears.beats]
         for host, hears in heard.items()
         if now_s - hears.at_s <= HEARD_WITHIN_S
     }
     found = silent_rank(beats, step_limit_s, slow_limit_s)
-    if found is None:
-        return None
-    host, beat, age_s = found
-    why = f"; {STATES[beat['state']]}" if beat["state"] in STATES else ""
-    words = (
-        f"hung: rank {beat['rank']} is silent for {age_s:.0f} s, in phase {beat['phase']} at step {beat['step']}{why}"
+    return Failure(found.host, hang_cause(found)) if found else None
+
+
+def hang_cause(found: SilentRank) -> Cause:
+    """That a rank is silent, as a cause."""
+    beat = found.beat
+    return Cause(
+        CauseKind.HUNG,
+        found.host,
+        beat.rank,
+        phase=beat.phase,
+        step=beat.step,
+        age_s=found.age_s,
+        process_state=beat.state,
     )
-    return Failure(host, words, origin=2)
 
 
-def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The one to name: where the fault began, rather than a host that lost its peer; in order of arrival."""
-    return max(failures, key=lambda failure: failure.origin)  # the first of equals
+def cause_of_rank(beat: Beat) -> Cause:
+    """Why a rank failed, as its heartbeat says; where it does not, that it did."""
+    return beat.cause or Cause(CauseKind.RANK_EXIT, beat.host, beat.rank)

@@ -1,8 +1,92 @@
-"""Put a request, the hosts' answers and the way between them together as a plan. Pure."""
+"""Put what was asked for, the hosts' facts and the way between them together as a plan. Pure: the one place that makes plans."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.plan import Node, Plan
+from llama405b_tools.machine import fabric
+from llama405b_tools.machine.fabric import Rdma
+
+PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> variable of the ranks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """What a run is asked to be, wherever it runs."""
+
+    run: str
+    program: tuple[str, ...]
+    env: Mapping[str, str]
+    secrets: tuple[str, ...]  # names
+    setup: str = ""
+    checkpoint_dir: str = ""
+    on_cpu: bool = False
+    allow_sockets: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostPart:
+    """One host's facts, as far as a plan needs them."""
+
+    name: str
+    slots: int  # ranks; 0: one for each GPU, or 1 where there is none
+    machine: str  # equal for two hosts of the file that are one machine
+    gpus: int
+    cores: int
+    rdma: Rdma
+    workdir: str
+    python: str
+    address: str  # its own, on the training network
+    interface: str  # that carries it
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)  # cache and scratch, in full
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launching:
+    """What is of one launch alone."""
+
+    attempt: int
+    created: float  # seconds since the epoch
+    token: str  # fresh: no other launch's rendezvous has it
+    endpoint: str  # host:port of the rendezvous store
+    owner: str
+    grace_s: float = 0.0
+    slurm_job: str = ""
+
+
+def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) -> Plan:
+    """Build the plan of a launch.
+
+    Raises:
+        UserError: Hosts that are one machine ask for more GPUs than it has.
+    """
+    slots = [part.slots or (0 if terms.on_cpu else part.gpus) or 1 for part in parts]
+    devices = _devices(parts, slots, on_cpu=terms.on_cpu)
+    nccl = [{} if terms.on_cpu else nccl_settings(part) for part in parts]
+    firsts = first_ranks(slots)
+    nodes = []
+    for i, part in enumerate(parts):
+        on_machine = sum(n for n, other in zip(slots, parts, strict=True) if other.machine == part.machine)
+        threads = {"OMP_NUM_THREADS": str(max(1, part.cores // on_machine))}
+        env = threads | devices[i] | nccl[i] | places_env(part.places) | dict(terms.env)
+        nodes.append(Node(part.name, slots[i], firsts[i], part.workdir, part.python, part.address, part.interface, env))
+    return Plan(
+        run=terms.run,
+        attempt=launching.attempt,
+        created=launching.created,
+        rdzv_id=f"{terms.run}-{launching.attempt}-{launching.token}",
+        endpoint=launching.endpoint,
+        program=terms.program,
+        secrets=terms.secrets,
+        nodes=tuple(nodes),
+        checkpoint_dir=terms.checkpoint_dir,
+        owner=launching.owner,
+        setup=terms.setup,
+        refuse_sockets=all(nccl) and not terms.allow_sockets,
+        grace_s=launching.grace_s,
+        slurm_job=launching.slurm_job,
+    )
 
 
 def first_ranks(slots: Sequence[int]) -> list[int]:
@@ -10,22 +94,43 @@ def first_ranks(slots: Sequence[int]) -> list[int]:
     return [sum(slots[:i]) for i in range(len(slots))]
 
 
-def device_env(nodes: Sequence[tuple[str, int]], gpus: Sequence[int]) -> list[dict[str, str]]:
-    """Disjoint GPUs for hosts that are one machine: ``(machine, slots)`` per host -> its environment.
+def places_env(places: Mapping[str, str]) -> dict[str, str]:
+    """What ``cache=`` and ``scratch=`` of the hosts file mean to the ranks."""
+    return {PLACES[key]: path for key, path in places.items()}
+
+
+def nccl_settings(part: HostPart) -> dict[str, str]:
+    """What NCCL is told of a host's RDMA devices; {} where it has no GPU, or none of those."""
+    return {name: value for name, (value, _) in nccl_reasons(part).items()}
+
+
+def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
+    """The same, each with its reason."""
+    ports = fabric.read(part.rdma)
+    if not part.gpus or not fabric.has_rdma(ports):
+        return {}
+    return fabric.nccl_env(ports, part.interface)
+
+
+def _devices(parts: Sequence[HostPart], slots: Sequence[int], *, on_cpu: bool) -> list[dict[str, str]]:
+    """Disjoint GPUs for hosts that are one machine.
 
     Raises:
         UserError: The hosts on one machine ask for more GPUs than it has.
     """
+    if on_cpu:
+        return [{"CUDA_VISIBLE_DEVICES": ""} for _ in parts]
+    machines = [part.machine for part in parts]
     used: dict[str, int] = {}
     environments: list[dict[str, str]] = []
-    shared = {machine for machine, _ in nodes if sum(m == machine for m, _ in nodes) > 1}
-    for (machine, slots), present in zip(nodes, gpus, strict=True):
-        begin = used.get(machine, 0)
-        used[machine] = begin + slots
-        if present and used[machine] > present:
+    for part, count in zip(parts, slots, strict=True):
+        begin = used.get(part.machine, 0)
+        used[part.machine] = begin + count
+        if part.gpus and used[part.machine] > part.gpus:
             raise UserError(
-                f"slots: {used[machine]} ranks on a machine with {present} GPUs; lower slots= in the hosts file"
+                f"slots: {used[part.machine]} ranks on a machine with {part.gpus} GPUs; lower slots= in the hosts file"
             )
-        ids = ",".join(str(i) for i in range(begin, begin + slots))
-        environments.append({"CUDA_VISIBLE_DEVICES": ids} if present and machine in shared else {})
+        ids = ",".join(str(i) for i in range(begin, begin + count))
+        shared = part.gpus and machines.count(part.machine) > 1
+        environments.append({"CUDA_VISIBLE_DEVICES": ids} if shared else {})
     return environments

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract import command, config
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.plan import Node, Plan
-from llama405b_tools.hosts.fleet import Fleet, Outcome, Reply, ssh_address
+from llama405b.contract.plan import Plan
+from llama405b_tools.hosts.dialogue import Dialogue
+from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOOPBACK, Host
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
-from llama405b_tools.machine import fabric
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
-from llama405b_tools.run.plan import device_env, first_ranks
+from llama405b_tools.remote.messages import LaunchFacts, ProbeRequest, StatusReply, StatusRequest, WeightsCheck
+from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons
 from llama405b_tools.run.request import LaunchRequest
-from llama405b_tools.run.streams import Dialogue
 from llama405b_tools.text.fold import fold_names
 
 PROBE_TIMEOUT_S = 60.0
@@ -40,9 +40,10 @@ class Way:
     interface: Mapping[str, str]  # that carries it
 
 
-def probe(
-    asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False
-) -> tuple[dict[str, Reply], Way]:
+Facts = Mapping[str, LaunchFacts]  # by host
+
+
+def probe(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> tuple[Facts, Way]:
     """Ask every host whether the run can start there, and find out where they meet.
 
     ``again``: a restart, at which whatever is wrong is a host's fault, and may pass.
@@ -52,19 +53,20 @@ def probe(
         UserError: The run's name or the port is in use, or the checkpoint on the head cannot be used.
     """
     head, token = hosts[0], f"llama405b {secrets.token_hex(8)}"
-    listening, first, port = _ask_head(asked, hosts, fleet, token)
+    listening, first, port = _ask_head(asked, head, fleet, token)
     try:
         candidates = candidates_of(head, first)
         requests = {
-            host.name: _request(asked, host, port, token) | {"is_head": False, "candidates": candidates}
+            host.name: dataclasses.replace(_request(asked, host, port, token), candidates=tuple(candidates))
             for host in hosts[1:]
         }
-        outcomes: dict[str, Outcome] = {head.name: first, **fleet.ask_all("probe", requests, PROBE_TIMEOUT_S)}
+        outcomes: dict[str, LaunchFacts | HostError] = {head.name: first}
+        outcomes |= fleet.ask_all("probe", requests, LaunchFacts, PROBE_TIMEOUT_S)
     finally:
         if listening:
             listening.end_input()
             listening.close()
-    answers = {name: found for name, found in outcomes.items() if isinstance(found, dict)}
+    answers = {name: found for name, found in outcomes.items() if isinstance(found, LaunchFacts)}
     try:
         refuse_input(asked, answers, port)
     except UserError as error:
@@ -72,89 +74,78 @@ def probe(
             raise RunError(str(error)) from None
         raise
     faults = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
-    slots = {host.name: 0 if _on_cpu(asked) else host.slots for host in hosts}
+    on_cpu = asked.terms().on_cpu
+    slots = {host.name: 0 if on_cpu else host.slots for host in hosts}
     faults |= {name: fault for name, found in answers.items() if (fault := _host_fault(found, slots[name]))}
     way = meet(head, candidates, answers, port)
-    faults = (way if isinstance(way, dict) else hidden_addresses(way, answers)) | faults
-    if faults:
+    faults = (hidden_addresses(way, answers) if isinstance(way, Way) else way) | faults
+    if faults or not isinstance(way, Way):
         raise RunError(fault_list(faults, len(hosts)))
-    assert isinstance(way, Way)
-    if clauses := disagreements({name: found["facts"] for name, found in answers.items()}):
+    if clauses := disagreements({name: found.versions for name, found in answers.items()}):
         raise RunError(f"the hosts differ: {'; '.join(clauses)}; install the same everywhere. Nothing was started")
     return answers, way
 
 
 def _ask_head(
-    asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, token: str
-) -> tuple[Dialogue | None, Outcome, int]:
+    asked: LaunchRequest, head: Host, fleet: Fleet, token: str
+) -> tuple[Dialogue | None, LaunchFacts | HostError, int]:
     """Probe the head, which then listens on the rendezvous port; tries several ports unless one is asked for."""
-    head, port = hosts[0].name, asked.port
-    for _ in range(1 if asked.port else PORT_TRIES):
-        port = asked.port or random.choice(PORTS)
-        request = _request(asked, hosts[0], port, token) | {"is_head": True, "candidates": []}
-        if asked.config and asked.config.model.path != config.DEMO_MODEL:
-            request["checkpoint"] = {
-                "path": asked.config.model.path,
-                "seq_len": asked.config.data.seq_len,
-                "layers": asked.config.model.layers,
-                "random": asked.config.model.weights == "random",
-            }
+    ports = [asked.port] if asked.port else random.sample(PORTS, PORT_TRIES)
+    for port in ports:
+        request = dataclasses.replace(_request(asked, head, port, token), is_head=True, weights=_weights(asked))
         try:
-            dialogue = Dialogue(fleet.stream(head, "probe", request))
-            answer = dialogue.answer(PROBE_TIMEOUT_S)
+            dialogue = Dialogue(fleet.stream(head.name, "probe", request))
+            answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
         except HostError as error:
-            return None, _why(fleet, head, asked.run, error), port
-        if not answer["port_fault"] or asked.port:
-            return dialogue, answer, port
+            return None, _why(fleet, head.name, asked.run, error), port
+        if not answer.port_fault or port == ports[-1]:
+            break
         dialogue.end_input()
     return dialogue, answer, port
+
+
+def _weights(asked: LaunchRequest) -> WeightsCheck | None:
+    """What the head is to check of the checkpoint; the demo's is made there."""
+    config_ = asked.config
+    if config_ is None or config_.model.path == config.DEMO_MODEL:
+        return None
+    model = config_.model
+    return WeightsCheck(model.path, config_.data.seq_len, model.layers, model.weights == "random")
 
 
 def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
     """A better word for why a host's stream failed: from a question that hears its standard error."""
     try:
-        fleet.ask(head, "status", {"host": head, "run": run}, PROBE_TIMEOUT_S)
+        fleet.ask(head, "status", StatusRequest(head, run), StatusReply, PROBE_TIMEOUT_S)
     except HostError as better:
         return better
     return error
 
 
-def candidates_of(head: Host, answer: Outcome) -> list[str]:
+def candidates_of(head: Host, answer: LaunchFacts | HostError) -> list[str]:
     """Addresses at which the others may find the head: ``address=`` alone, else its own, fast and private ones first."""
     if head.address or head.loopback:
         return [head.address or "127.0.0.1"]
-    own = answer["own"] if isinstance(answer, dict) else []
-    own = sorted(own, key=lambda entry: (not is_private(entry["address"]), -_mbit(entry["mbit"])))
-    return list(dict.fromkeys([*(entry["address"] for entry in own), ssh_address(head)]))
+    own = answer.own if isinstance(answer, LaunchFacts) else ()
+    ordered = sorted(own, key=lambda entry: (not is_private(entry.address), -_mbit(entry.mbit)))
+    return list(dict.fromkeys([*(entry.address for entry in ordered), ssh_address(head)]))
 
 
 def _mbit(text: str) -> int:
     return int(text) if text.lstrip("-").isdigit() else 0
 
 
-def meet(head: Host, candidates: Sequence[str], answers: Mapping[str, Reply], port: int) -> Way | dict[str, str]:
+def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Way | dict[str, str]:
     """The first candidate that every other host reaches; else, by host, why there is none."""
-    others = {name: found["head"] for name, found in answers.items() if name != head.name}
+    others = {name: found.head for name, found in answers.items() if name != head.name}
     if head.name not in answers:
         return {}
-    own = {entry["address"]: entry["interface"] for entry in answers[head.name]["own"]}
     for candidate in candidates:
-        if all(found[candidate]["fault"] == "" for found in others.values()):
-            loopback = LOOPBACK.fullmatch(candidate) is not None
-            default = next(iter(own), "127.0.0.1")
-            mine = "127.0.0.1" if loopback else candidate if candidate in own else default
-            return Way(
-                head="127.0.0.1" if loopback else candidate,
-                port=port,
-                address={head.name: mine, **{name: found[candidate]["mine"] for name, found in others.items()}},
-                interface={
-                    head.name: own.get(mine, "lo"),
-                    **{name: found[candidate]["interface"] for name, found in others.items()},
-                },
-            )
+        if all(found[candidate].fault == "" for found in others.values()):
+            return _way_at(candidate, head, answers, port)
     faults = {}
     for name, found in others.items():
-        failed = {address: result["fault"] for address, result in found.items() if result["fault"]}
+        failed = {address: reach.fault for address, reach in found.items() if reach.fault}
         if failed:
             tried = ", ".join(f"{address} ({fault})" for address, fault in failed.items())
             faults[name] = (
@@ -164,83 +155,83 @@ def meet(head: Host, candidates: Sequence[str], answers: Mapping[str, Reply], po
     return faults
 
 
-def refuse_input(asked: LaunchRequest, answers: Mapping[str, Reply], port: int) -> None:
+def _way_at(candidate: str, head: Host, answers: Facts, port: int) -> Way:
+    """Where the hosts meet, at an address of the head that all reach."""
+    own = {entry.address: entry.interface for entry in answers[head.name].own}
+    mine = candidate if candidate in own else next(iter(own), "127.0.0.1")
+    if LOOPBACK.fullmatch(candidate):
+        candidate = mine = "127.0.0.1"
+    others = {name: found.head[at] for name, found in answers.items() for at in found.head if _is_at(at, candidate)}
+    return Way(
+        head=candidate,
+        port=port,
+        address={head.name: mine, **{name: reach.mine for name, reach in others.items()}},
+        interface={head.name: own.get(mine, "lo"), **{name: reach.interface for name, reach in others.items()}},
+    )
+
+
+def _is_at(tried: str, candidate: str) -> bool:
+    """Whether an address that was tried is the one that was chosen; all loopback ones are one."""
+    both_loopback = LOOPBACK.fullmatch(tried) and LOOPBACK.fullmatch(candidate)
+    return tried == candidate or both_loopback is not None
+
+
+def refuse_input(asked: LaunchRequest, answers: Facts, port: int) -> None:
     """Refuse what is wrong with the request rather than with a host.
 
     Raises:
         UserError: As ``probe`` says.
     """
     for name, found in answers.items():
-        if found["alive"]:
-            owner = f", launched by {found['owner']}" if found["owner"] else ""
+        if found.alive:
+            owner = f", launched by {found.owner}" if found.owner else ""
             stop = f"{front_door()} stop{hosts_argument(asked.hosts_file)} --run {asked.run}"
             raise UserError(f"--run: {asked.run!r} is running on {name}{owner}; `{stop}` ends it, or take another name")
-        if found["run_exists"] and asked.resume == "no":
+        if found.run_exists and asked.resume == "no":
             raise UserError(f"--run: {asked.run!r} exists on {name}; take another name, or go on with --resume auto")
-        if found["port_fault"]:
-            why = "in use" if "in use" in found["port_fault"] else f"not to be had ({found['port_fault']})"
+        if found.port_fault:
+            why = "in use" if found.port_in_use else f"not to be had ({found.port_fault})"
             raise UserError(f"--port: {port} is {why} on the head; leave --port out to get a free one")
-        if not found["tmux"]:
+        if not found.tmux:
             raise UserError(f"{name}: there is no tmux; install it there (apt-get install tmux). Nothing was started")
-        if found["checkpoint"]:
-            raise UserError(f"{name}: {found['checkpoint']}")
+        if found.weights_fault:
+            raise UserError(f"{name}: {found.weights_fault}")
 
 
-def make_plan(asked: LaunchRequest, hosts: Sequence[Host], answers: Mapping[str, Reply], way: Way, now: float) -> Plan:
+def plan_of(asked: LaunchRequest, hosts: Sequence[Host], answers: Facts, way: Way, now: float) -> Plan:
     """Put the answers together.
 
     Raises:
         UserError: Hosts that are one machine ask for more GPUs than it has.
     """
-    slots = [host.slots or answers[host.name]["gpus"] or 1 for host in hosts]
-    machines = [answers[host.name]["machine"] for host in hosts]
-    on_cpu = _on_cpu(asked)
-    gpus = [0 if on_cpu else answers[host.name]["gpus"] for host in hosts]
-    devices = device_env(list(zip(machines, slots, strict=True)), gpus)
-    if on_cpu:
-        devices = [{"CUDA_VISIBLE_DEVICES": ""} for _ in hosts]
-    nccl = {} if on_cpu else {name: nccl_env(found, way.interface[name]) for name, found in answers.items()}
-    attempt = 1 + max(answers[host.name]["attempt"] for host in hosts)
-    nodes = []
-    for i, host in enumerate(hosts):
-        found = answers[host.name]
-        on_machine = sum(s for s, machine in zip(slots, machines, strict=True) if machine == machines[i])
-        threads = {"OMP_NUM_THREADS": str(max(1, found["cores"] // on_machine))}
-        nodes.append(
-            Node(
-                host.name,
-                slots[i],
-                first_ranks(slots)[i],
-                found["workdir"],
-                host.python or sys.executable,
-                way.address[host.name],
-                way.interface[host.name],
-                threads
-                | devices[i]
-                | nccl.get(host.name, {})
-                | places_env({key: place["path"] for key, place in found["places"].items()})
-                | dict(asked.env),
-            )
-        )
-    return Plan(
-        run=asked.run,
-        attempt=attempt,
+    launching = Launching(
+        attempt=1 + max(found.attempt for found in answers.values()),
         created=now,
-        rdzv_id=f"{asked.run}-{attempt}-{secrets.token_hex(4)}",
+        token=secrets.token_hex(4),
         endpoint=f"{way.head}:{way.port}",
-        program=asked.training_program(),
-        secrets=tuple(asked.secrets),
-        nodes=tuple(nodes),
-        checkpoint_dir=asked.config.checkpoint.dir if asked.config else "",
         owner=f"{getpass.getuser()}@{socket.gethostname()}",
-        setup=asked.setup,
-        refuse_sockets=bool(nccl) and all(nccl.values()) and not asked.allow_sockets,
     )
+    return build_plan(asked.terms(), parts_of(hosts, answers, way), launching)
 
 
-def places_env(places: Mapping[str, str]) -> dict[str, str]:
-    """What ``cache=`` and ``scratch=`` of the hosts file mean to the ranks."""
-    return {PLACES[key]: path for key, path in places.items()}
+def parts_of(hosts: Sequence[Host], answers: Facts, way: Way) -> list[HostPart]:
+    """What a plan needs of each host."""
+    return [
+        HostPart(
+            name=host.name,
+            slots=host.slots,
+            machine=answers[host.name].machine,
+            gpus=answers[host.name].gpus,
+            cores=answers[host.name].cores,
+            rdma=answers[host.name].rdma,
+            workdir=answers[host.name].workdir,
+            python=host.python or sys.executable,
+            address=way.address[host.name],
+            interface=way.interface[host.name],
+            places={key: place.path for key, place in answers[host.name].places.items()},
+        )
+        for host in hosts
+    ]
 
 
 def check_training(asked: LaunchRequest, plan: Plan) -> None:
@@ -256,12 +247,12 @@ def check_training(asked: LaunchRequest, plan: Plan) -> None:
         config.check_world(parsed.config, plan.world)
 
 
-def hidden_addresses(way: Way, answers: Mapping[str, Reply]) -> dict[str, str]:
+def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:
     """Hosts whose interface has another address first: gloo is told interfaces, and takes the first address."""
     faults = {}
     for name, found in answers.items():
         address, interface = way.address[name], way.interface[name]
-        first = next((entry["address"] for entry in found["own"] if entry["interface"] == interface), address)
+        first = next((entry.address for entry in found.own if entry.interface == interface), address)
         if first != address and interface != "lo":
             faults[name] = (
                 f"its {interface} has {first} before {address}, which the hosts meet at, and gloo takes an interface's first "
@@ -270,60 +261,40 @@ def hidden_addresses(way: Way, answers: Mapping[str, Reply]) -> dict[str, str]:
     return faults
 
 
-def nccl_env(found: Reply, interface: str) -> dict[str, str]:
-    """What NCCL is told of a host's RDMA devices; {} where it has no GPU, or none of those."""
-    ports = fabric.read(found["rdma"])
-    if not found["gpus"] or not fabric.has_rdma(ports):
-        return {}
-    return {name: value for name, (value, _) in fabric.nccl_env(ports, interface).items()}
-
-
-def nccl_reasons(asked: LaunchRequest, answers: Mapping[str, Reply], way: Way) -> list[str]:
-    """One line for each setting of NCCL that launch makes: for which hosts, and why."""
+def nccl_lines(env: Mapping[str, str], parts: Sequence[HostPart]) -> list[str]:
+    """One line for each setting of NCCL that launch makes: for which hosts, and why. ``env``: what --env sets."""
     lines: dict[str, list[str]] = {}
-    for host, found in answers.items():
-        if nccl_env(found, way.interface[host]):
-            for name, (value, why) in fabric.nccl_env(fabric.read(found["rdma"]), way.interface[host]).items():
-                said = f"{name}={asked.env[name]} (--env)" if name in asked.env else f"{name}={value} ({why})"
-                lines.setdefault(said, []).append(host)
-    return [f"{fold_names(hosts)}: {line}" for line, hosts in lines.items()]
+    for part in parts:
+        for name, (value, why) in nccl_reasons(part).items():
+            said = f"{name}={env[name]} (--env)" if name in env else f"{name}={value} ({why})"
+            lines.setdefault(said, []).append(part.name)
+    return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
 
 
-def _request(asked: LaunchRequest, host: Host, port: int, token: str) -> Reply:
-    packages = ["torch", "transformers"] if asked.config else ["torch"]
-    return {
-        "run": asked.run,
-        "host": host.name,
-        "port": port,
-        "token": token,
-        "packages": packages,
-        "places": host.places,
-    }
+def _request(asked: LaunchRequest, host: Host, port: int, token: str) -> ProbeRequest:
+    packages = ("torch", "transformers") if asked.config else ("torch",)
+    return ProbeRequest(asked.run, host.name, port, token, packages, host.places)
 
 
-def _on_cpu(asked: LaunchRequest) -> bool:
-    return asked.config is not None and asked.config.parallel.device == "cpu"
-
-
-def _host_fault(found: Reply, slots: int) -> str:
-    if missing := [name for name, version in found["facts"].items() if version == "missing"]:
+def _host_fault(found: LaunchFacts, slots: int) -> str:
+    """Why the run cannot start on a host; '' where it can."""
+    missing = [name for name, version in found.versions.items() if version == "missing"]
+    if missing:
         return f"{', '.join(missing)} is not installed for its python; install it there"
-    if not found["writable"]:
-        return f"{found['workdir']}/runs is no directory that can be written; mend it, or set workdir="
-    for key, place in found["places"].items():
-        if not place["writable"]:
-            return f"{key}={place['path']} cannot be made or written; name a directory of your own"
-    if not found["ip"]:
+    if not found.writable:
+        return f"{found.workdir}/runs is not a directory that can be written; correct that, or set workdir="
+    for key, place in found.places.items():
+        if not place.writable:
+            return f"{key}={place.path} cannot be made or written; name a directory of your own"
+    if not found.ip:
         return "there is no `ip` program; install iproute2 there"
-    if found["gpus"] and slots > found["gpus"]:
-        return f"it has {found['gpus']} GPUs, but slots={slots}; look with nvidia-smi, or lower slots="
-    if found["free_bytes"] < LEAST_FREE_BYTES:
-        free = found["free_bytes"] / (1 << 20)
-        return (
-            f"its disk is full ({free:.0f} MiB free at {found['workdir']}); make room, or set workdir= on another disk"
-        )
-    if found["leftovers"]:
-        return f"{len(found['leftovers'])} processes of an earlier attempt are left; run `llama405b stop` first"
+    if found.gpus and slots > found.gpus:
+        return f"it has {found.gpus} GPUs, but slots={slots}; look with nvidia-smi, or lower slots="
+    if found.free_bytes < LEAST_FREE_BYTES:
+        free = found.free_bytes / (1 << 20)
+        return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"
+    if found.leftovers:
+        return f"{len(found.leftovers)} processes of an earlier attempt are left; run `llama405b stop` first"
     return ""
 
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b.contract.plan import REHEARSAL, Plan
-from llama405b_tools.hosts.fleet import Fleet, Outcome
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.remote.messages import Ended, EndRequest
+from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import SLACK_S, Limits, watch_run
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
@@ -83,31 +85,31 @@ def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
         RunError: The run fails or hangs before; names phase and host.
     """
     limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
-    watch = watch_run(fleet, plan, limits, lambda watch: STEPS in watch.losses)
-    if STEPS in watch.losses:
-        return watch.losses[STEPS]
+    watch = watch_run(fleet, plan, limits, lambda watch: watch.loss_of(STEPS) is not None)
+    if (loss := watch.loss_of(STEPS)) is not None:
+        return loss
     worst = watch.worst()
     if worst is None:
         raise RunError(f"it ended before step {STEPS}")
     beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
-    phases = sorted({beat["failed_in"] or beat["phase"] for beat in beats})
+    phases = sorted({beat.cause.phase if beat.cause and beat.cause.phase else beat.phase for beat in beats})
     phase = f"in phase {'/'.join(phases)}" if phases else "before its ranks started"
-    raise RunError(f"{worst.host}: {worst.what} ({phase})")
+    raise RunError(f"{worst.host}: {failure_words(worst)} ({phase})")
 
 
-def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> dict[str, Outcome]:
+def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> dict[str, Ended | HostError]:
     """End the rehearsal on every host: as a crash would, where ``hard``.
 
     Raises:
         RunError: Something is left of it.
     """
     requests = {
-        node.name: {"run": plan.run, "host": node.name, "hard": hard, "discard": discard}  # whatever attempt is there
+        node.name: EndRequest(plan.run, node.name, hard=hard, discard=discard)  # whatever attempt is there
         for node in plan.nodes
     }
-    ends = fleet.ask_all("stop", requests, STOP_TIMEOUT_S)
+    ends = fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)
     for name, end in ends.items():
-        if isinstance(end, HostError) or end["left"]:
-            left = end if isinstance(end, HostError) else f"processes {end['left']} cannot be ended"
+        if isinstance(end, HostError) or not end.clean:
+            left = end if isinstance(end, HostError) else f"processes {list(end.left)} cannot be ended"
             raise RunError(f"{name}: {left}; `{front_door()} stop --run {plan.run}` ends what is left")
     return ends

@@ -14,6 +14,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
+from llama405b_tools.run.plan import Terms
 from llama405b_tools.text.durations import seconds
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -50,6 +51,20 @@ class LaunchRequest:
     config: Config | None  # None: a program of the user's own
     flags: tuple[str, ...]  # the training settings, as flags
     program: tuple[str, ...]
+
+    def terms(self) -> Terms:
+        """What the plan is built from, wherever it runs."""
+        config = self.config
+        return Terms(
+            run=self.run,
+            program=self.training_program(),
+            env=dict(self.env),
+            secrets=tuple(sorted(self.secrets)),
+            setup=self.setup,
+            checkpoint_dir=config.checkpoint.dir if config else "",
+            on_cpu=config is not None and config.parallel.device == "cpu",
+            allow_sockets=self.allow_sockets,
+        )
 
     def training_program(self) -> tuple[str, ...]:
         """What torchrun runs: the user's program, or our trainer."""

@@ -5,7 +5,6 @@ hears nothing more (the operator's terminal died, the link broke) ends what it s
 """
 
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Mapping
@@ -15,16 +14,17 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
-from llama405b_tools.hosts.fleet import Fleet, Outcome, Reply
+from llama405b.contract.words import words
+from llama405b_tools.hosts.dialogue import Dialogue
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote.messages import KEEP
+from llama405b_tools.remote.messages import KEEP, Ended, EndRequest, Kept, Started, StartFault, StartRequest
 from llama405b_tools.run import jobs
 from llama405b_tools.run.preflight import fault_list
-from llama405b_tools.run.streams import Dialogue
 from llama405b_tools.text.tables import table
 
-START_TIMEOUT_S, STOP_TIMEOUT_S, ROLL_BACK_S = 45.0, 60.0, 20.0
+START_TIMEOUT_S, STOP_TIMEOUT_S, ROLL_BACK_S = 90.0, 60.0, 20.0
 
 
 class StartError(RunError):
@@ -43,46 +43,59 @@ def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool =
     Raises:
         RunError: Names the hosts that did not start, and any on which something may be left.
     """
-    record = dataclasses.asdict(plan)
-    requests: dict[str, Reply] = {
-        node.name: {
-            "host": node.name,
-            "plan": record,
-            "secrets": dict(secrets),
-            "ranks": list(range(node.first_rank, node.first_rank + node.slots)),
-            "again": again,
-        }
+    requests = {
+        node.name: StartRequest(
+            node.name, plan, dict(secrets), tuple(range(node.first_rank, node.first_rank + node.slots)), again
+        )
         for node in plan.nodes
     }
     starting: dict[str, Dialogue] = {}
     try:
-        # the head first, and alone: of two launches at once exactly one gets past it
-        head, *others = requests
-        outcomes = fleet.each(lambda name: _first_step(fleet, name, requests[name], starting), [head])
-        if not faults_of(outcomes):
-            outcomes |= fleet.each(lambda name: _first_step(fleet, name, requests[name], starting), others)
-        if not faults_of(outcomes):
-            outcomes = fleet.each(lambda name: _second_step(starting[name]), requests)
+        faults = _start_all(fleet, requests, starting)
     except BaseException:  # Ctrl-C as well: all or nothing
         print("ending what was started", file=sys.stderr)
         _hang_up(starting)
         stop_this(plan, fleet)
         raise
     _hang_up(starting)
-    if faults := faults_of(outcomes):
+    if faults:
         raise StartError(plan, _undo(plan, faults, fleet))
     with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
         write_json(RunDir.here(plan.run).plan, plan)
 
 
-def _first_step(fleet: Fleet, name: str, request: Reply, starting: dict[str, Dialogue]) -> Reply:
-    starting[name] = Dialogue(fleet.stream(name, "start", request))
-    return starting[name].answer(START_TIMEOUT_S)
+def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dict[str, Dialogue]) -> dict[str, str]:
+    """Both steps, on every host; what went wrong, by host."""
+
+    def first(name: str) -> Started:
+        starting[name] = Dialogue(fleet.stream(name, "start", requests[name]))
+        return starting[name].answer(Started, START_TIMEOUT_S)
+
+    def second(name: str) -> Kept:
+        starting[name].say(KEEP)
+        return starting[name].answer(Kept, START_TIMEOUT_S)
+
+    head, *others = requests
+    for group in ([head], others):  # the head first, and alone: of two launches at once exactly one gets past it
+        outcomes = fleet.each(first, group)
+        faults = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
+        refused = {name: found for name, found in outcomes.items() if isinstance(found, Started) and found.fault}
+        faults |= {name: fault_words(found, requests[name].plan.run) for name, found in refused.items()}
+        if faults:
+            return faults
+    return {name: str(found) for name, found in fleet.each(second, requests).items() if isinstance(found, HostError)}
 
 
-def _second_step(starting: Dialogue) -> Reply:
-    starting.say(KEEP)
-    return starting.answer(START_TIMEOUT_S)
+def fault_words(started: Started, run: str) -> str:
+    """Why a host did not start, as a clause."""
+    words_of = {
+        StartFault.TAKEN: f"run {run} was started by {started.by or 'somebody else'} just now",
+        StartFault.STOPPED: f"run {run} was stopped by {started.by}",
+        StartFault.TMUX: f"tmux would not start a session ({started.detail})",
+        StartFault.ENDED: f"the node runner ended at once: {words(started.cause) if started.cause else 'it does not say why'}",
+        StartFault.SLOW: f"the node runner did not start torchrun within {started.detail} s",
+    }
+    return words_of[started.fault] if started.fault else ""
 
 
 def _hang_up(starting: Mapping[str, Dialogue]) -> None:
@@ -94,26 +107,18 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
         dialogue.close(deadline - time.monotonic())
 
 
-def faults_of(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
-    """What went wrong, by host."""
-    return {
-        name: str(found) if isinstance(found, HostError) else str(found["error"])
-        for name, found in outcomes.items()
-        if isinstance(found, HostError) or "error" in found
-    }
-
-
 def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
     """End what was started, print what happened on each host, and return the sentence that says it."""
     ends = stop_this(plan, fleet)
     rows, unverified = [], []
     for name, end in ends.items():
-        clean = isinstance(end, dict) and not end["left"]
-        left = end if isinstance(end, HostError) else end["left"]
-        rows.append(
-            (name, faults.get(name, "started, then stopped"), "nothing is left" if clean else f"NOT VERIFIED: {left}")
-        )
-        unverified += [] if clean else [name]
+        happened = faults.get(name, "started, then stopped")
+        if isinstance(end, Ended) and end.clean:
+            rows.append((name, happened, "nothing is left"))
+            continue
+        left = end if isinstance(end, HostError) else list(end.left)
+        rows.append((name, happened, f"NOT VERIFIED: {left}"))
+        unverified.append(name)
     print(table(("host", "what happened", "now"), rows), flush=True)
     tail = "; nothing is left running"
     if unverified:
@@ -121,15 +126,9 @@ def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
     return f"{fault_list(faults, len(ends), '')}{tail}"
 
 
-def slurm_end(*, gone: bool) -> Reply:
-    """What became of a node whose job was stopped, as the agent would say it."""
-    return {"known": True, "was_alive": True, "swept": 0, "left": [] if gone else ["the job"], "status": None}
-
-
-def stop_this(plan: Plan, fleet: Fleet) -> dict[str, Outcome]:
+def stop_this(plan: Plan, fleet: Fleet) -> dict[str, Ended | HostError]:
     """End this launch's processes everywhere; another launch's of the same name are not touched."""
     if plan.slurm_job:
-        gone = jobs.stop(RunDir(Path.cwd() / "runs" / plan.run), plan.slurm_job, fleet.hosts, "", 0.0)
-        return {name: slurm_end(gone=gone) for name in fleet.hosts}
-    requests = {node.name: {"run": plan.run, "host": node.name, "only": plan.rdzv_id} for node in plan.nodes}
-    return fleet.ask_all("stop", requests, STOP_TIMEOUT_S)
+        return jobs.end_job(RunDir(Path.cwd() / "runs" / plan.run), plan.slurm_job, fleet.hosts)
+    requests = {node.name: EndRequest(plan.run, node.name, only=plan.rdzv_id) for node in plan.nodes}
+    return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)

@@ -4,15 +4,15 @@ import collections
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.logs.reader import Reader, entry_of
+from llama405b_tools.remote.messages import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.fold import Fold, is_error, text_of, where_of
 from llama405b_tools.text.merge import Entry
 from llama405b_tools.top.draw.lines import LogLine
-from llama405b_tools.top.sources import Live
+from llama405b_tools.top.sources import Live, SourceEvent
 
 KEPT = 3000
 TAIL = 100  # lines of each file to begin with
@@ -25,7 +25,7 @@ class LogPane:
         self.fold = Fold()
         self.lines: collections.deque[LogLine] = collections.deque(maxlen=KEPT)
 
-    def take(self, host: str, entries: Sequence[Sequence[Any]], first_rank: int) -> None:
+    def take(self, host: str, entries: Sequence[tuple[float, str, str]], first_rank: int) -> None:
         """Blocks of one host: [operator's clock, file, text]."""
         for moment, file, text in entries:
             for group in self.fold.push(entry_of(host, moment, file, text, 0.0, first_rank)):
@@ -52,24 +52,16 @@ class LogStream:
     """Reads the logs of a run in a thread, and puts them among the source's events."""
 
     def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
-        asks = {
-            "attempt": 0,
-            "since_s": 0,
-            "tail": TAIL,
-            "agent": False,
-            "stderr": False,
-            "follow": True,
-            "forever": False,
-        }
+        request = StreamRequest(run, "", follow=True, tail=TAIL)
         self.source = source
-        self.reader = Reader(fleet, run, first_ranks, asks)
+        self.reader = Reader(fleet, run, first_ranks, request)
         threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
 
     def entries(self, entries: Iterator[Entry]) -> None:
         """See ``logs.Sink``."""
         for entry in entries:
-            found = [[entry.time, entry.file, redact(entry.text)]]
-            self.source.arrived.put({"t": time.time(), "host": entry.host, "entries": found})
+            block = (entry.time, entry.file, redact(entry.text))
+            self.source.arrived.put(SourceEvent(time.time(), entry.host, entries=(block,)))
 
     def dropped(self, counts: Mapping[str, int]) -> None:
         """See ``logs.Sink``; the oldest go in this pane anyway."""
@@ -77,8 +69,8 @@ class LogStream:
     def note(self, text: str) -> None:
         """See ``logs.Sink``: a line of its own, without the reason, so that a net that is cut is one line for all hosts."""
         host = text.partition(": ")[0]
-        line = [time.time(), "", "(cluster-top reads no log lines from here; `llama405b logs` says why)"]
-        self.source.arrived.put({"t": time.time(), "host": host, "entries": [line]})
+        block = (time.time(), "", "(cluster-top reads no log lines from here; `llama405b logs` says why)")
+        self.source.arrived.put(SourceEvent(time.time(), host, entries=(block,)))
 
     def close(self) -> None:
         """End the agents on the hosts."""

@@ -7,9 +7,9 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.logpane import LogPane, LogStream
-from llama405b_tools.top.sources import Event, Live, Recorder, Replay, Source
+from llama405b_tools.top.sources import Live, Recorder, Replay, Source, SourceEvent
 from llama405b_tools.top.state.cluster import Cluster
-from llama405b_tools.top.state.picture import Picture
+from llama405b_tools.top.state.picture import GuardShown, Picture
 
 FIRST_S = 14.0  # for every host to answer or fail, before --once prints what there is
 PLAIN_WIDTH = 120
@@ -41,39 +41,39 @@ class Session:
             self.take(event)
         self.logs.settle(self.source.now())
 
-    def take(self, event: Event) -> None:
+    def take(self, event: SourceEvent) -> None:
         """Take one event."""
         if self.recorder:
             try:
                 self.recorder.write(event)
             except OSError as error:
                 self.recorder = None
-                self.cluster.note(f"--record: stopped, the file cannot be written ({error.strerror})", event["t"])
-        host, moment = event["host"], event["t"]
-        if "frame" in event:
-            self.cluster.take(host, event["frame"], moment)
-        elif "link" in event:
-            state, why = event["link"]
-            self.cluster.link(host, state, why, moment)
-        elif "note" in event:
-            self.cluster.note(event["note"], moment)
-        elif "entries" in event:
-            self.logs.take(host, event["entries"], self.cluster.first_rank(host))
+                self.cluster.note(f"--record: stopped, the file cannot be written ({error.strerror})", event.t)
+        if event.frame is not None:
+            self.cluster.take(event.host, event.frame, event.t)
+        elif event.link:
+            self.cluster.link(event.host, *event.link, event.t)
+        elif event.note:
+            self.cluster.note(event.note, event.t)
+        elif event.entries:
+            self.logs.take(event.host, event.entries, self.cluster.first_rank(event.host))
 
-    def look(self, event: Event) -> None:
+    def look(self, event: SourceEvent) -> None:
         """Judge the moment of an event, so that what began and ended meanwhile is among the events."""
-        if event["host"] == self.source.hosts[-1]:
-            self.cluster.picture(event["t"])
+        if event.host == self.source.hosts[-1]:
+            self.cluster.advance(event.t)
 
     def picture(self, *, logs: bool) -> Picture:
         """What it is now; with ``logs``, those of the run are followed from now on."""
         if self.fleet and time.monotonic() > self.guard_at:
             self.guard_at = time.monotonic() + GUARD_EVERY_S
-            self.cluster.guard = guard_words(self.cluster.run)
+            self.cluster.guard = guard_shown(self.cluster.run)
         if self.fleet and logs:
             self._follow_logs(self.fleet)
         replays = isinstance(self.source, Replay) and not self.source.done()
-        return self.cluster.picture(self.moment if replays else self.source.now())
+        moment = self.moment if replays else self.source.now()
+        self.cluster.advance(moment)
+        return self.cluster.picture(moment)
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that tells of the run: of those that are there at first in order of time."""
@@ -100,11 +100,9 @@ class Session:
         self.source.close()
 
 
-def guard_words(run: str) -> str:
-    """``guard watching``, ``guard GONE``; "" where there is none on this machine."""
+def guard_shown(run: str) -> GuardShown:
+    """What the guard of a run on this machine does."""
     found = guard_record.of_run(run) if re.fullmatch(r"[\w.-]+", run) else None
     if found is None:
-        return ""
-    record, lives = found
-    gone = record["state"] in ("watching", "recovering") and lives is False
-    return "guard GONE" if gone else f"guard {record['state']}"
+        return GuardShown.NONE
+    return GuardShown.GONE if found.gone else GuardShown(found.state.state)

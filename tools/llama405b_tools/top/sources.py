@@ -1,11 +1,10 @@
 """Where cluster-top's events come from: samplers on live hosts, a recording, or the simulated incident.
 
-An event is a JSON object: ``{"t": operator's clock, "host": name}`` and one of ``frame`` (from the sampler), ``link``
-([state, why]) or ``entries`` ([[operator's clock, file, text], …]: log blocks). A recording is a line of header and a line
-an event; with a name that ends in ``.gz`` it is compressed.
+A recording is a header and then an event per line, as JSON; with a name that ends in ``.gz`` it is compressed.
 """
 
 import contextlib
+import dataclasses
 import gzip
 import itertools
 import json
@@ -17,24 +16,44 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote import carried
 from llama405b_tools.text.clean import CONTROLS, clean
-from llama405b_tools.top.state import picture, simulate
-from llama405b_tools.top.state.frames import EVENT, fault
+from llama405b_tools.top.state import simulate
+from llama405b_tools.top.state.picture import HostState
 
 RETRY_S = 5.0
 PING_S = 10.0
-HEADER = "llama405b_recording"
-RECORDING = {HEADER: int, "hosts": [str], "interval_s": (int, float), "badge": str}
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_LINE = 1 << 24
 END_OF_TIME = 1e11  # seconds since the epoch; what calendars can write
 GZIP = b"\x1f\x8b"  # how such a file begins (RFC 1952)
-LAST_LINE = {"end": True}  # of a recording that is whole
-Event = dict[str, Any]
+LAST_LINE = '{"end": true}'  # of a recording that is whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceEvent:
+    """One thing that arrived, or happened here."""
+
+    t: float  # operator's clock, seconds since the epoch
+    host: str
+    frame: Any = None  # from the sampler, as JSON has it: the cluster reads it
+    link: tuple[str, str] | None = None  # state and why
+    entries: tuple[tuple[float, str, str], ...] = ()  # log blocks: operator's clock, file, text
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """What a recording begins with."""
+
+    llama405b_recording: int
+    hosts: tuple[str, ...]
+    interval_s: float
+    badge: str = ""
 
 
 class Source(Protocol):
@@ -44,7 +63,7 @@ class Source(Protocol):
     interval_s: float
     badge: str
 
-    def events(self, until: float) -> Iterator[Event]:
+    def events(self, until: float) -> Iterator[SourceEvent]:
         """What happened up to a moment of this source's clock."""
 
     def now(self) -> float:
@@ -65,7 +84,7 @@ class Live:
         self.elsewhere = elsewhere
         self.fleet, self.run, self.interval_s, self.badge = fleet, run, interval_s, ""
         self.hosts: Sequence[str] = list(fleet.hosts)
-        self.arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.arrived: queue.SimpleQueue[SourceEvent] = queue.SimpleQueue()
         self.open: dict[str, Stream] = {}
         self.closing = threading.Event()
         self.connecting = threading.BoundedSemaphore(MAX_AT_ONCE)
@@ -81,7 +100,7 @@ class Live:
         """See ``Source``."""
         return False
 
-    def events(self, until: float) -> Iterator[Event]:
+    def events(self, until: float) -> Iterator[SourceEvent]:
         """See ``Source``; waits for the first until then."""
         with contextlib.suppress(queue.Empty):
             yield self.arrived.get(timeout=max(0.0, until - time.time()))
@@ -98,16 +117,16 @@ class Live:
         while not self.closing.is_set():
             try:
                 said = self._listen(name)
-                kind, why = picture.DOWN, f"the sampler ended: {said or 'it said nothing'}"
+                kind, why = HostState.DOWN, f"the sampler ended: {said or 'it said nothing'}"
                 self.fleet.forget(name, unless_open=True)
             except HostError as error:
-                kind, why = error.kind, str(error)
+                kind, why = HostState(error.kind), str(error)
                 self.fleet.forget(name)
             except Exception as error:  # noqa: BLE001 - said on screen, which goes on
-                kind, why = picture.DOWN, str(error) or type(error).__name__
+                kind, why = HostState.DOWN, str(error) or type(error).__name__
             if self.closing.is_set():
                 return
-            self._put(name, "link", [kind, why])
+            self.arrived.put(SourceEvent(time.time(), name, link=(kind, why)))
             self.closing.wait(RETRY_S)
 
     def _listen(self, name: str) -> str:
@@ -117,22 +136,19 @@ class Live:
         stdin = carried.standard_input("sampler", request)
         with self.connecting:  # not all at once: a handshake that waits for its turn too long fails
             connection = self.fleet.connection(name)
-            stream = self.open[name] = connection.stream(carried.COMMAND, stdin)
+            stream = self.open[name] = connection.stream(carried.command("sampler"), stdin)
         last = ""
         if self.closing.is_set():  # meanwhile
             stream.close()
-        self._put(name, "link", [picture.OK, ""])
+        self.arrived.put(SourceEvent(time.time(), name, link=(HostState.OK, "")))
         for line in stream:
             try:
                 frame = json.loads(line)
             except ValueError:
                 last = clean(line)[:200]
                 continue
-            self._put(name, "frame", frame)
+            self.arrived.put(SourceEvent(time.time(), name, frame=frame))
         return last
-
-    def _put(self, name: str, kind: str, value: Any) -> None:
-        self.arrived.put({"t": time.time(), "host": name, kind: value})
 
     def _ping(self) -> None:
         """A sampler that hears nothing for a minute ends: the way may be cut where no machine tells it."""
@@ -145,36 +161,36 @@ class Live:
 class Replay:
     """Events of a recording, as fast as they came (times ``speed``)."""
 
-    def __init__(self, header: Event, events: Iterator[Event], badge: str, speed: float = 1.0) -> None:
-        self.hosts: Sequence[str] = header["hosts"]
-        self.interval_s, self.badge, self.speed = float(header["interval_s"]), badge, speed
+    def __init__(self, header: Header, events: Iterator[SourceEvent], badge: str, speed: float = 1.0) -> None:
+        self.hosts: Sequence[str] = header.hosts
+        self.interval_s, self.badge, self.speed = header.interval_s, badge, speed
         self.rest = events
-        self.next: Event | None = next(events, None)
-        self.begin = self.next["t"] if self.next else 0.0
+        self.next: SourceEvent | None = next(events, None)
+        self.begin = self.next.t if self.next else 0.0
         self.last = self.begin  # of what was yielded
         self.began = time.monotonic()
 
     def now(self) -> float:
         """See ``Source``: the recording's clock."""
-        return self.last if self.next is None else float(self.begin + (time.monotonic() - self.began) * self.speed)
+        return self.last if self.next is None else self.begin + (time.monotonic() - self.began) * self.speed
 
     def done(self) -> bool:
         """See ``Source``."""
         return self.next is None
 
-    def events(self, until: float) -> Iterator[Event]:
+    def events(self, until: float) -> Iterator[SourceEvent]:
         """See ``Source``; waits until then."""
-        while self.next and self.next["t"] <= until:
+        while self.next and self.next.t <= until:
             event, self.next = self.next, next(self.rest, None)
-            self.last = event["t"]
+            self.last = event.t
             yield event
         time.sleep(max(0.0, (until - self.now()) / self.speed))
 
-    def to_the_end(self) -> Iterator[Event]:
+    def to_the_end(self) -> Iterator[SourceEvent]:
         """All that is left, at once; the clock stands at the last of it."""
         while self.next:
             event, self.next = self.next, next(self.rest, None)
-            self.last = event["t"]
+            self.last = event.t
             yield event
 
     def close(self) -> None:
@@ -189,27 +205,33 @@ def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
     """
     if name == "demo":
         names = simulate.names(demo_hosts)
-        end = {"t": simulate.BEGIN + simulate.LENGTH_S, "host": names[-1], "note": "the incident ends"}
-        header = {"hosts": names, "interval_s": 2.0}
-        return Replay(header, itertools.chain(simulate.incident(demo_hosts), [end]), "SIMULATED", speed)
+        end = SourceEvent(simulate.BEGIN + simulate.LENGTH_S, names[-1], note="the incident ends")
+        incident = (reader.read(SourceEvent, each, "event") for each in simulate.incident(demo_hosts))
+        return Replay(Header(1, tuple(names), 2.0), itertools.chain(incident, [end]), "SIMULATED", speed)
     path = Path(name)
     try:
         lines = _lines(path)
-        header = json.loads(next(lines, ""))
-        hosts = set(header["hosts"])
-        if (
-            fault(header, RECORDING, "header")
-            or not hosts
-            or any(CONTROLS.search(word) for word in (*hosts, header["badge"]))
-            or not MIN_INTERVAL_S <= header["interval_s"] <= MAX_INTERVAL_S
-        ):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError, gzip.BadGzipFile, zlib.error):
-        raise UserError(f"--replay: {path} is no recording of cluster-top; make one with --record") from None
+        header = reader.loads(Header, next(lines, ""), "header")
+        _check(header)
+    except (ValueError, gzip.BadGzipFile, zlib.error):
+        raise UserError(f"--replay: {path} is not a recording of cluster-top; make one with --record") from None
     except (OSError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is cut short"
         raise UserError(f"--replay: {path} cannot be read ({reason}); name a recording, or demo") from None
-    return Replay(header, _parsed(lines, hosts), header.get("badge") or "RECORDED", speed)
+    return Replay(header, _parsed(lines, set(header.hosts)), header.badge or "RECORDED", speed)
+
+
+def _check(header: Header) -> None:
+    """Refuse a header that no recording begins with.
+
+    Raises:
+        ValueError: It is one.
+    """
+    words = (*header.hosts, header.badge)
+    if not header.hosts or any(CONTROLS.search(word) for word in words):
+        raise ValueError
+    if not MIN_INTERVAL_S <= header.interval_s <= MAX_INTERVAL_S:
+        raise ValueError
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -220,18 +242,20 @@ def _lines(path: Path) -> Iterator[str]:
             yield line
 
 
-def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[Event]:
+def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
     """The events, up to where the file ends or stops making sense: a recording may end with its machine."""
     last, whole = 0.0, False
     with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
         for line in lines:
-            event = json.loads(line)
-            whole = event == LAST_LINE
-            if not fault(event, EVENT, "event") and event["host"] in hosts and 0 <= event["t"] < END_OF_TIME:
-                last = event["t"]
-                yield event
+            whole = line.strip() == LAST_LINE
+            value = json.loads(line)
+            with contextlib.suppress(reader.MalformedError):
+                event = reader.read(SourceEvent, value, "event")
+                if event.host in hosts and 0 <= event.t < END_OF_TIME:
+                    last = event.t
+                    yield event
     words = "the recording ends" if whole else "the recording is cut short here; what came after is not known"
-    yield {"t": last, "host": max(hosts), "note": words}
+    yield SourceEvent(last, max(hosts), note=words)
 
 
 def _created(path: Path) -> IO[str]:
@@ -255,20 +279,22 @@ class Recorder:
             raise UserError(f"--record: {path} exists; take another name") from None
         except OSError as error:
             raise UserError(f"--record: {path} cannot be written ({error.strerror}); name another") from None
-        header = {HEADER: 1, "hosts": list(source.hosts), "interval_s": source.interval_s, "badge": source.badge}
-        self.write(header)
+        self._write(reader.dumps(Header(1, tuple(source.hosts), source.interval_s, source.badge)))
 
-    def write(self, event: Event) -> None:
+    def write(self, event: SourceEvent) -> None:
         """Add an event.
 
         Raises:
             OSError: The disk is full.
         """
-        self.file.write(json.dumps(event) + "\n")
+        self._write(reader.dumps(event))
 
     def close(self) -> None:
         """Finish the file."""
         with contextlib.suppress(OSError):
-            self.write(LAST_LINE)
+            self._write(LAST_LINE)
         with contextlib.suppress(OSError):
             self.file.close()
+
+    def _write(self, line: str) -> None:
+        self.file.write(line + "\n")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.remote.messages import HostRun
 from llama405b_tools.run import jobs
 from llama405b_tools.run.attach import build_session, operator_socket, window_command
 from llama405b_tools.run.query import ask
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     hosts = read_hosts(args.hosts)
     with Fleet(hosts) as fleet:
         run, seen = ask(fleet, args.run)
-    live = [host for host in hosts if isinstance(found := seen[host.name], dict) and found["alive"]]
+    live = [host for host in hosts if isinstance(found := seen[host.name], HostRun) and found.alive]
     if not live:
         raise UserError(f"run {run} is not running on any host; `llama405b logs --run {run}` shows what it said")
     if args.host:

@@ -6,13 +6,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from llama405b.contract import command, config
 from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
-from llama405b.contract.files import read_json
+from llama405b.contract.files import read_record
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.plan import Node, Plan, plan_from_json
+from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -20,11 +19,11 @@ from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.tmux import tmux_socket
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
-from llama405b_tools.run import guard, guard_record, jobs
+from llama405b_tools.run import guard, jobs
 from llama405b_tools.run.follow import follow
+from llama405b_tools.run.guard_record import dismiss
 from llama405b_tools.run.launch import launch
-from llama405b_tools.run.plan import first_ranks
-from llama405b_tools.run.preflight import places_env
+from llama405b_tools.run.plan import first_ranks, places_env
 from llama405b_tools.run.rehearse import rehearse
 from llama405b_tools.run.request import LaunchRequest, parse
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{plan.run}: runs already, as asked, and nobody guards it; from now on it is guarded")
         else:
             plan = launch(asked, hosts, fleet)
-            guard_record.dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
+            dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
             RunDir.here(plan.run).guard.unlink(missing_ok=True)
         print_next(asked.hosts_file, plan.run)
         if not asked.restart:
@@ -73,7 +72,7 @@ def in_slurm(asked: LaunchRequest, options: str) -> int:
         return GOOD
     said = ""
     try:
-        while not jobs.hosts_of(asked.run) or plan_from_json(_plan(asked.run)).slurm_job != job:
+        while not (plan := _plan(asked.run)) or plan.slurm_job != job:
             if (words := jobs.words_of(asked.run)) != said:
                 print(words, flush=True)
                 said = words
@@ -84,11 +83,11 @@ def in_slurm(asked: LaunchRequest, options: str) -> int:
         print("\nno longer following; the job goes on")
         return STOPPED_FOLLOWING
     with Fleet(jobs.hosts_of(asked.run)) as fleet:
-        return follow(fleet, plan_from_json(_plan(asked.run))).code
+        return follow(fleet, plan).code
 
 
-def _plan(run: str) -> dict[str, Any]:
-    return read_json(RunDir.here(run).plan) or {}
+def _plan(run: str) -> Plan | None:
+    return read_record(Plan, RunDir.here(run).plan)
 
 
 def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:

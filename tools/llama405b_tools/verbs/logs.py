@@ -14,9 +14,11 @@ from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.logs import first_error
-from llama405b_tools.logs.reader import Reader, guarded
+from llama405b_tools.logs.reader import Reader
 from llama405b_tools.logs.show import Show
+from llama405b_tools.remote.messages import HostRun
 from llama405b_tools.run import jobs
+from llama405b_tools.run.guard_record import is_guarded
 from llama405b_tools.run.query import ask
 from llama405b_tools.verbs.arguments import hosts_asked, verb_parser
 
@@ -61,14 +63,14 @@ def main(argv: Sequence[str]) -> int:
         for name, fault in lost.items():
             print(f"- {name}: {fault}", file=sys.stderr)
         first_ranks = {
-            name: found["first_rank"]
+            name: found.first_rank
             for name, found in seen.items()
-            if isinstance(found, dict) and name in (args.host or seen)
+            if isinstance(found, HostRun) and name in (args.host or seen)
         }
-        asks = show.asks() | {"follow": args.follow, "forever": args.follow and guarded(run)}
+        request = show.request(run, follow=args.follow, forever=args.follow and is_guarded(run))
         try:
             with contextlib.closing(show):
-                Reader(fleet, run, first_ranks, asks).show(show)
+                Reader(fleet, run, first_ranks, request).show(show)
         except KeyboardInterrupt:
             return STOPPED_FOLLOWING
     return FAILED if lost else GOOD

@@ -5,17 +5,16 @@ at once, and one that fails does not keep the others back.
 """
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import FAILED, GOOD
-from llama405b.contract.files import read_json, write_json
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.plan import Wishes
-from llama405b_tools.deliver.setup import Work, make_wheelhouse, project_root
-from llama405b_tools.hosts.files import read_hosts, setup_path
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.deliver.setup import Installed, Work, make_wheelhouse, project_root
+from llama405b_tools.hosts.files import read_hosts, write_uses
+from llama405b_tools.hosts.fleet import Fleet, T
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.text.tables import table
@@ -50,23 +49,29 @@ def main(argv: Sequence[str]) -> int:
     wheels = make_wheelhouse(root) if args.offline else None
     with Fleet(hosts) as fleet:
         work = Work(fleet, root, lines, wishes, here)
-        outcomes = fleet.each(work.bring_code)
+        faults = _errors(fleet.each(work.bring_code))
         if wheels:
-            work.bring_wheels(wheels, [name for name, found in outcomes.items() if isinstance(found, dict)])
-        outcomes |= fleet.each(work.install, [name for name, found in outcomes.items() if isinstance(found, dict)])
+            work.bring_wheels(wheels, [name for name in fleet.hosts if name not in faults])
+        outcomes = fleet.each(work.install, [name for name in fleet.hosts if name not in faults])
+        faults |= _errors(outcomes)
         if args.build:
-            outcomes |= work.build(args.build, [name for name, found in outcomes.items() if isinstance(found, dict)])
-    found = {name: reply for name, reply in outcomes.items() if isinstance(reply, dict)}
-    faults = {name: str(reply) for name, reply in outcomes.items() if isinstance(reply, HostError)}
-    known = read_json(setup_path(args.hosts)) or {}
-    write_json(setup_path(args.hosts), known | {name: reply["use"] for name, reply in found.items()})
+            faults |= work.build(args.build, [name for name in fleet.hosts if name not in faults])
+    made = {name: found for name, found in outcomes.items() if isinstance(found, Installed) and name not in faults}
+    write_uses(args.hosts, {name: found.use for name, found in made.items()})
     print(
         table(
             ("host", "now"),
-            [(name, f"FAILED: {faults[name]}" if name in faults else found[name]["said"]) for name in outcomes],
+            [
+                (host.name, f"FAILED: {faults[host.name]}" if host.name in faults else made[host.name].said)
+                for host in hosts
+            ],
         ),
         flush=True,
     )
     if not faults:
         print(f"next: `{front_door()} doctor{hosts_argument(args.hosts)}`, then launch")
     return FAILED if faults else GOOD
+
+
+def _errors(outcomes: Mapping[str, T | HostError]) -> dict[str, HostError]:
+    return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}

@@ -1,17 +1,19 @@
 """``llama405b status``: what runs where, and how it goes."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from llama405b.contract.errors import FAILED, GOOD
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
+from llama405b_tools.remote.messages import HostRun
 from llama405b_tools.run import jobs, judge
+from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import guard_line
-from llama405b_tools.run.judge import Described
-from llama405b_tools.run.query import ask, failures_of
+from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.query import Seen, ask, failures_of
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import hosts_asked, verb_parser
 
@@ -29,54 +31,61 @@ def main(argv: Sequence[str]) -> int:
         run, seen = ask(fleet, args.run or job)
     failures = failures_of(seen)
     if args.json:
-        hosts = {name: {"error": str(found)} if isinstance(found, HostError) else found for name, found in seen.items()}
-        print(
-            json.dumps(
-                {
-                    "run": run,
-                    "ok": not failures,
-                    "failures": [f"{f.host}: {f.what}" for f in failures],
-                    "hosts": hosts,
-                }
-            )
-        )
-    else:
-        print(f"run {run}")
-        print(
-            table(
-                ("host", "state", "ranks", "phase", "step", "heard"),
-                [_row(name, found) for name, found in seen.items()],
-            ),
-            flush=True,
-        )
-        if line := guard_line(run):
-            print(line)
-        print_progress([found for found in seen.values() if isinstance(found, dict)])
-        if failures:
-            worst = judge.first_failure(failures)
-            print(f"{worst.host}: {worst.what}")
+        print(json.dumps(_record(run, seen, failures)))
+        return FAILED if failures else GOOD
+    print(f"run {run}")
+    headings = ("host", "state", "ranks", "phase", "step", "heard")
+    print(table(headings, [_row(name, found) for name, found in seen.items()]), flush=True)
+    if line := guard_line(run):
+        print(line)
+    print_progress([found for found in seen.values() if isinstance(found, HostRun)])
+    if failures:
+        worst = judge.first_failure(failures)
+        print(f"{worst.host}: {failure_words(worst)}")
     return FAILED if failures else GOOD
 
 
-def print_progress(found: Sequence[Described]) -> None:
+def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, object]:
+    """The same, for scripts."""
+    hosts: dict[str, object] = {}
+    for name, found in seen.items():
+        if isinstance(found, HostError):
+            hosts[name] = {"error": str(found)}
+        else:
+            hosts[name] = dataclasses.asdict(found) if found else None
+    said = [f"{failure.host}: {failure_words(failure)}" for failure in failures]
+    return {"run": run, "ok": not failures, "failures": said, "hosts": hosts}
+
+
+def print_progress(found: Sequence[HostRun]) -> None:
     """Print the last step and the newest checkpoint, where a host knows them."""
-    metrics = max((d["metrics"] for d in found if d["metrics"]), key=lambda m: m["step"], default=None)
-    if metrics:
-        print(
-            f"step {metrics['step']}, loss {metrics['loss']:.4f}, {metrics['tokens_per_s']:,.0f} tokens/s, {metrics['step_s']:.2f} s a step"
-        )
-    saved = max((d["checkpoint"] for d in found if d["checkpoint"]), default=None)
+    last = max((each.metrics for each in found if each.metrics), key=lambda metrics: metrics.step, default=None)
+    if last:
+        print(f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s a step")
+    saved = max((each.checkpoint for each in found if each.checkpoint), default=None)
     print(f"newest checkpoint: {saved or 'none yet'}")
 
 
-def _row(name: str, found: Described | HostError | None) -> tuple[str, ...]:
+def _row(name: str, found: HostRun | HostError | None) -> tuple[str, ...]:
     if isinstance(found, HostError):
         return name, f"UNREACHABLE: {found}", "—", "—", "—", "—"
-    beats: list[dict[str, Any]] = found["heartbeats"] if found else []
+    state = state_words(judge.state_of_run(found))
+    beats = found.heartbeats if found else ()
     if found is None or not beats:
-        return name, judge.state_of(found), "—", "—", "—", "—"
-    steps, phases = sorted({b["step"] for b in beats}), sorted({b["phase"] for b in beats})
-    age = max(found["now"] - b["time"] for b in beats)  # both by that host's clock
-    span = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-    ranks = f"{beats[0]['rank']}" if len(beats) == 1 else f"{beats[0]['rank']}-{beats[-1]['rank']}"
-    return name, judge.state_of(found), ranks, "/".join(phases), span, f"{age:.0f} s ago"
+        return name, state, "—", "—", "—", "—"
+    phases = "/".join(sorted({str(beat.phase) for beat in beats}))
+    age_s = max(found.now - beat.time for beat in beats)  # both by that host's clock
+    return (
+        name,
+        state,
+        _span([beat.rank for beat in beats]),
+        phases,
+        _span([beat.step for beat in beats]),
+        f"{age_s:.0f} s ago",
+    )
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """``3`` or ``0-7``."""
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least}-{most}"

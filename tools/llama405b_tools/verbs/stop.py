@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, GOOD, UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import check_run_name
-from llama405b_tools.hosts.fleet import Fleet, Outcome
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.run import guard_record, jobs, judge
+from llama405b_tools.remote.messages import Ended, Orphan, OrphansReply, OrphansRequest
+from llama405b_tools.run import guard_record, jobs
 from llama405b_tools.run.query import ask, check_hosts
 from llama405b_tools.run.stop import STOP_TIMEOUT_S, stop, stop_job
 from llama405b_tools.text.durations import seconds
@@ -40,46 +42,50 @@ def main(argv: Sequence[str]) -> int:
         check_hosts(fleet, run)
         guard_record.dismiss(run)
         ends = stop_job(fleet, run, grace_s) if job else stop(fleet, run, grace_s)
-    if not any(isinstance(end, HostError) or end["known"] for end in ends.values()):
+    if not any(isinstance(end, HostError) or end.known for end in ends.values()):
         raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
     print(f"run {run}")
     print(table(("host", "before", "now"), [_row(name, end) for name, end in ends.items()]), flush=True)
     print_saved(ends, grace_s)
-    bad = {name: end for name, end in ends.items() if isinstance(end, HostError) or end["left"]}
+    bad = {name: end for name, end in ends.items() if isinstance(end, HostError) or not end.clean}
     for name, end in list(bad.items())[:1]:
         what = (
-            f"could not be asked: {end}" if isinstance(end, HostError) else f"processes {end['left']} cannot be ended"
+            f"could not be asked: {end}"
+            if isinstance(end, HostError)
+            else f"processes {list(end.left)} cannot be ended"
         )
         print(f"{name}: {what}; run the same command again once it can be reached")
     return FAILED if bad else GOOD
 
 
-def print_saved(ends: Mapping[str, Outcome], grace_s: float) -> None:
+def print_saved(ends: Mapping[str, Ended | HostError], grace_s: float) -> None:
     """Say which checkpoint the run can go on from, and which steps it would take again."""
-    found = [end["node"] for end in ends.values() if isinstance(end, dict) and end["known"] and end.get("node")]
-    saved = max((d["checkpoint"] for d in found if d["checkpoint"]), default=None)
-    last = max((d["metrics"]["step"] for d in found if d["metrics"]), default=0)
+    told = [end for end in ends.values() if isinstance(end, Ended)]
+    found = [end.node for end in told if end.known and end.node]
+    saved = max((each.checkpoint for each in found if each.checkpoint), default=None)
+    last = max((each.metrics.step for each in found if each.metrics), default=0)
     if not last:
         return
-    lost = last - (judge.step_of(saved) if saved else 0)
-    words = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
-    hint = lost and saved and any(end["was_alive"] for end in ends.values() if isinstance(end, dict))
-    print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{words if hint else ''}")
+    lost = last - (step_of(Path(saved)) if saved else 0)
+    hint = ""
+    if lost and saved and any(end.was_alive for end in told):
+        hint = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
+    print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{hint}")
 
 
 def orphans(fleet: Fleet, *, end: bool) -> int:
     """Print, and on request end, the processes of runs whose node runner is gone."""
-    outcomes = fleet.ask_all("orphans", {name: {"end": end} for name in fleet.hosts}, STOP_TIMEOUT_S)
+    requests = {name: OrphansRequest(end) for name in fleet.hosts}
+    outcomes = fleet.ask_all("orphans", requests, OrphansReply, STOP_TIMEOUT_S)
     rows, left = [], 0
     for name, found in outcomes.items():
         if isinstance(found, HostError):
             rows.append((name, "—", "—", f"UNREACHABLE: {found}"))
             left += 1
-        for orphan in found["orphans"] if isinstance(found, dict) else ():
-            pids = ", ".join(map(str, orphan["pids"][:5])) + (", …" if len(orphan["pids"]) > 5 else "")
-            state = "ended" if not orphan["left"] else f"NOT ENDED: {orphan['left']}" if end else "still there"
-            rows.append((name, orphan["value"].rpartition(":")[0], f"{pids}: {orphan['what'][:60]}", state))
-            left += len(orphan["left"])
+            continue
+        for orphan in found.orphans:
+            rows.append((name, orphan.value.rpartition(":")[0], _processes(orphan), _now(orphan, end=end)))
+            left += len(orphan.left)
     if not rows:
         print(f"no leftovers on {len(outcomes)} hosts")
         return GOOD
@@ -89,8 +95,24 @@ def orphans(fleet: Fleet, *, end: bool) -> int:
     return FAILED if left else GOOD
 
 
-def _row(name: str, end: Outcome) -> tuple[str, str, str]:
+def _processes(orphan: Orphan) -> str:
+    pids = ", ".join(map(str, orphan.pids[:5])) + (", …" if len(orphan.pids) > 5 else "")
+    return f"{pids}: {orphan.what[:60]}"
+
+
+def _now(orphan: Orphan, *, end: bool) -> str:
+    if not orphan.left:
+        return "ended"
+    return f"NOT ENDED: {list(orphan.left)}" if end else "still there"
+
+
+def _row(name: str, end: Ended | HostError) -> tuple[str, str, str]:
     if isinstance(end, HostError):
         return name, "—", f"NOT VERIFIED: {end}"
-    before = "running" if end["was_alive"] else f"{end['swept']} processes left over" if end["swept"] else "not running"
-    return name, before, f"NOT ENDED: {end['left']}" if end["left"] else "no process left"
+    before = "not running"
+    if end.was_alive:
+        before = "running"
+    elif end.swept:
+        before = f"{end.swept} processes left over"
+    left = "the job" if end.job_left else str(list(end.left))
+    return name, before, "no process left" if end.clean else f"NOT ENDED: {left}"

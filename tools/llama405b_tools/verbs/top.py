@@ -30,8 +30,7 @@ from llama405b_tools.top import sources
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.sources import Live, Recorder, Replay, Source
-from llama405b_tools.top.state import picture
-from llama405b_tools.top.state.picture import Picture
+from llama405b_tools.top.state.picture import HostState, Picture
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,12 +157,12 @@ def _await_all(session: Session, *, watches: bool) -> None:
     deadline = source.now() + FIRST_S + 2 * source.interval_s
 
     def settled(host: str) -> bool:
-        return counts[host] >= 2 or session.cluster.hosts[host].link not in (picture.OK, picture.CONNECTING)
+        return counts[host] >= 2 or session.cluster.hosts[host].link not in (HostState.OK, HostState.CONNECTING)
 
     while source.now() < deadline and not source.done() and not all(map(settled, counts)):
         for event in source.events(source.now() + 0.2):
             session.take(event)
-            counts[event["host"]] += "frame" in event
+            counts[event.host] += event.frame is not None
 
 
 def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:

@@ -1,12 +1,11 @@
 """What doctor makes of the hosts' facts: what is wrong, what it means, what to do. Pure."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
+from llama405b_tools.doctor.facts import HostFacts, PeerReach, Reached
 from llama405b_tools.doctor.rules import of_host
-from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Facts, Needs
+from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
 from llama405b_tools.machine import fabric, gpus
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
@@ -30,16 +29,14 @@ class Finding:
 class Peers:
     """How the hosts reach each other."""
 
-    reach: Mapping[
-        str, Mapping[str, Any]
-    ]  # from -> to -> {"resolves": [address, s], "reached": {"address:port": {...}}}
+    reach: Mapping[str, Mapping[str, PeerReach]]  # from -> to
     candidates: Mapping[str, Sequence[str]]  # host -> addresses that others tried
     ports: Mapping[str, Sequence[int]]  # host -> rendezvous port, ephemeral port
     chosen: Mapping[str, str]  # host -> address= in the hosts file, or ""
 
 
 def diagnose(
-    facts: Mapping[str, Facts], lost: Mapping[str, str], skew_s: Mapping[str, float], peers: Peers, needs: Needs
+    facts: Mapping[str, HostFacts], lost: Mapping[str, str], skew_s: Mapping[str, float], peers: Peers, needs: Needs
 ) -> list[Finding]:
     """Everything worth saying, problems first; equal findings of several hosts are one."""
     found = [Finding(BAD, (host,), "cannot be reached", why) for host, why in lost.items()]
@@ -61,29 +58,62 @@ def diagnose(
     )
 
 
-def _package(name: str) -> Callable[[Facts], Any]:
-    return lambda facts: facts["environment"]["packages"][name]
+Fact = Callable[[HostFacts], str | int | None]  # None: the host cannot tell
 
 
-SAME: dict[str, tuple[str, Callable[[Facts], Any]]] = {
-    "python": (BAD, lambda facts: facts["environment"]["packages"]["python"].rpartition(".")[0]),  # not patch releases
+def _package(name: str) -> Fact:
+    def version(facts: HostFacts) -> str | None:
+        packages = facts.environment.packages if facts.environment else None
+        return packages.get(name) if packages else None
+
+    return version
+
+
+def _python(facts: HostFacts) -> str | None:
+    """Without its patch release, in which hosts may differ."""
+    version = _package("python")(facts)
+    return str(version).rpartition(".")[0] if version else None
+
+
+def _gpus(facts: HostFacts) -> list[gpus.Gpu]:
+    return gpus.read(facts.gpus.smi, facts.gpus.fields)[0] if facts.gpus else []
+
+
+def _driver(facts: HostFacts) -> str | None:
+    return next((gpu.driver for gpu in _gpus(facts)), None)
+
+
+def _gpu_model(facts: HostFacts) -> str | None:
+    return next((gpu.name for gpu in _gpus(facts)), None)
+
+
+def _n_gpus(facts: HostFacts) -> int | None:
+    return len(_gpus(facts)) if facts.gpus else None
+
+
+def _n_ports_up(facts: HostFacts) -> int | None:
+    return sum(port.up for port in fabric.read(facts.rdma)) if facts.rdma else None
+
+
+SAME: dict[str, tuple[str, Fact]] = {
+    "python": (BAD, _python),
     **{name: (BAD, _package(name)) for name in ("torch", "transformers", "flash-attn", "nccl", "cuda", "llama405b")},
-    "the project's commit": (BAD, lambda facts: facts["environment"]["code"]),
-    "the driver": (WARN, lambda facts: gpus.read(facts["gpus"])[0][0].driver),
-    "GPU model": (WARN, lambda facts: gpus.read(facts["gpus"])[0][0].name),
-    "number of GPUs": (BAD, lambda facts: len(gpus.read(facts["gpus"])[0])),
-    "number of RDMA ports that are up": (WARN, lambda facts: sum(port.up for port in fabric.read(facts["rdma"]))),
-    "kernel": (NOTE, lambda facts: facts["identity"]["kernel"]),
-    "system": (NOTE, lambda facts: facts["identity"]["os"]),
+    "the project's commit": (BAD, lambda facts: facts.environment.code if facts.environment else None),
+    "the driver": (WARN, _driver),
+    "GPU model": (WARN, _gpu_model),
+    "number of GPUs": (BAD, _n_gpus),
+    "number of RDMA ports that are up": (WARN, _n_ports_up),
+    "kernel": (NOTE, lambda facts: facts.identity.kernel if facts.identity else None),
+    "system": (NOTE, lambda facts: facts.identity.os if facts.identity else None),
 }
 
 
-def _sameness(facts: Mapping[str, Facts]) -> Iterator[Finding]:
+def _sameness(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
     for name, (level, get) in SAME.items():
         values: dict[str, str] = {}
         for host, each in facts.items():
-            with contextlib.suppress(KeyError, TypeError, AttributeError, IndexError):  # a host that cannot tell
-                values[host] = str(get(each))
+            if (value := get(each)) is not None:
+                values[host] = str(value)
         for clause in disagreements({host: {name: value} for host, value in values.items()}):
             majority = max(list(values.values()), key=list(values.values()).count)
             odd = tuple(host for host, value in values.items() if value != majority)
@@ -110,12 +140,21 @@ def _reach(peers: Peers) -> Iterator[Finding]:
         elif not peers.chosen[host] and not _all_reach(host, _in_order(candidates)[0], others, peers):
             what = f"the others reach it at {address}, not at {_in_order(candidates)[0]}"
             yield Finding(WARN, (host,), what, f"set address={address} in the hosts file")
-        slow = [
-            name for name in others if (peers.reach[name].get(host, {}).get("resolves") or ["", 0])[1] > SLOW_NAME_S
-        ]
+        slow = [name for name in others if _resolve_s(peers, name, host) > SLOW_NAME_S]
         if slow:
             what = f"looking up {host} takes over {SLOW_NAME_S:.0f} s"
             yield Finding(WARN, tuple(slow), what, "mend its DNS server (/etc/resolv.conf): it delays every start")
+
+
+def _resolve_s(peers: Peers, name: str, host: str) -> float:
+    """How long a host took to look up the name of another, in seconds; 0 where that is not known."""
+    reach = peers.reach[name].get(host)
+    return reach.resolves[1] if reach and reach.resolves else 0.0
+
+
+def _reached(peers: Peers, name: str, host: str) -> Mapping[str, Reached]:
+    reach = peers.reach[name].get(host)
+    return reach.reached if reach else {}
 
 
 def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[list[str], str]:
@@ -126,17 +165,17 @@ def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[list[st
         if not any(_all_reach(host, address, [name], peers) for address in peers.candidates[host])
     ]
     for name in lacking or others:
-        for place, found in peers.reach[name].get(host, {}).get("reached", {}).items():
-            if found["fault"]:
-                return lacking or list(others), f"{place}: {found['fault']}"
+        for place, found in _reached(peers, name, host).items():
+            if found.fault:
+                return lacking or list(others), f"{place}: {found.fault}"
     return lacking or list(others), "it was not tried in time"
 
 
 def _all_reach(host: str, address: str, others: Sequence[str], peers: Peers) -> bool:
     """Whether these hosts reach another at this address, on both ports."""
     for name in others:
-        reached = peers.reach[name].get(host, {}).get("reached", {})
-        if any(reached.get(f"{address}:{port}", {"fault": "?"})["fault"] for port in peers.ports[host]):
+        reached = [_reached(peers, name, host).get(f"{address}:{port}") for port in peers.ports[host]]
+        if any(way is None or way.fault for way in reached):
             return False
     return True
 

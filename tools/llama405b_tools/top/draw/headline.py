@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
-from llama405b_tools.top.state.picture import Picture, Training
+from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, Training, Verdict
 
-VERDICTS = {"HEALTHY": ("●", "green"), "DEGRADED": ("▲", "yellow"), "CONNECTING": ("…", "yellow")}
+VERDICTS = {Verdict.HEALTHY: ("●", "green"), Verdict.DEGRADED: ("▲", "yellow"), Verdict.CONNECTING: ("…", "yellow")}
+PHASE_STYLES = {RunPhase.HUNG: "bold red", RunPhase.FAILED: "bold red", RunPhase.TRAIN: "bold green"}
 
 
 def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
@@ -26,7 +27,7 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         first.append(f"{run.run} ", "bold")
         first.append(
             run.phase,
-            "bold red" if run.phase in ("HUNG", "FAILED") else "bold green" if run.phase == "TRAIN" else "bold",
+            PHASE_STYLES.get(run.phase, "bold"),
         )
         first.append(f" {span(run.phase_s)}")
     else:
@@ -43,7 +44,7 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         if run.others:
             parts.append((3, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")))
         if run.guard:
-            parts.append((2, Text(run.guard, "bold red" if "GONE" in run.guard else "")))
+            parts.append((2, Text(f"guard {run.guard}", "bold red" if run.guard is GuardShown.GONE else "")))
     parts.append((4, Text(f"sampled {span(max(ages)) if ages else DASH}")))
     lines = [_joined(first, parts, width), _progress(run, width) if run else _no_run(pic)]
     sign, style = VERDICTS.get(pic.verdict, ("✖", "bold red"))
@@ -54,7 +55,7 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
 
 def _risk(run: Training, pic: Picture, *, short: bool) -> str:
     steps = f"{run.lost_steps} step{'s' * (run.lost_steps != 1)}"
-    what = "lost" if run.phase in ("STOPPED", "DONE", "FAILED") and run.lost_steps else "at risk"
+    what = "lost" if run.phase in OVER and run.lost_steps else "at risk"
     if short and run.lost_steps is not None:
         return f"{steps} {what}"
     if run.lost_steps is None:
@@ -73,7 +74,7 @@ def _no_run(pic: Picture) -> Text:
 
 
 def _progress(run: Training, width: int) -> Text:
-    if run.phase == "LOADING" and run.total_bytes:
+    if run.phase is RunPhase.LOADING and run.total_bytes:
         share = 100 * (run.done_bytes or 0) / run.total_bytes
         return Text(
             f"loading {(run.done_bytes or 0) / 1e9:,.1f} of {run.total_bytes / 1e9:,.1f} GB  {share:.0f}%  ETA {span(run.eta_s)}"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from llama405b_tools.top.state.picture import Event
+from llama405b_tools.top.state.picture import Change, Level
 
-SIGNS = {"bad": ("✖", "bold red"), "warning": ("▲", "yellow"), "note": ("·", "dim")}
+SIGNS = {Level.BAD: ("✖", "bold red"), Level.WARNING: ("▲", "yellow"), Level.NOTE: ("·", "dim")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[
     return lines
 
 
-def event_line(event: Event) -> Text:
+def event_line(event: Change) -> Text:
     """One line."""
     sign, style = SIGNS[event.level]
     line = Text(_clock(event.time), "dim")

@@ -12,8 +12,7 @@ from llama405b_tools.text.clean import printable
 from llama405b_tools.text.figures import DASH, WIDE, bar, gbit, gib, middle, number, span, sparkline
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
-from llama405b_tools.top.state import picture
-from llama405b_tools.top.state.picture import SEVERITY, HostRow, Picture
+from llama405b_tools.top.state.picture import LINK_STATES, SEVERITY, HostRow, HostState, Picture
 
 SORTS = ("worst", "name", "power", "step", "temperature")
 VERDICT_LINES = 2  # on a screen
@@ -194,9 +193,9 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
 
 def _cells(row: HostRow, area: int) -> Text:
     """A number a GPU; bars where they are many; the history of the CPU where there is none."""
-    if row.state in (picture.CONNECTING, picture.AUTH, picture.REFUSED, picture.TIMEOUT, picture.DOWN):
+    if row.state in (HostState.CONNECTING, *LINK_STATES):
         return Text(DASH, "dim")
-    style = "dim" if row.state == picture.STALE else ""
+    style = "dim" if row.state is HostState.STALE else ""
     if not row.gpus:
         return Text(f"{_without(row):7} {sparkline(row.history, max(0, area - 8), 100.0)}", style)
     if 4 * len(row.gpus) > area:
@@ -274,8 +273,10 @@ def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Tex
     """``gpu-03 ▇▇▇▂▇▇▇▇ min 12% 84C ! 1204``."""
     line = Text("▶ " if is_selected else "  ", "bold cyan")
     line.append(f"{middle(row.name, name_width):{name_width}} ", "bold" if is_selected else "")
-    if row.state not in (picture.OK, picture.HUNG, picture.FAILED):
-        line.append(f"{row.state} {span(row.age_s) if row.state == picture.STALE else ''}", STYLES[SEVERITY[row.state]])
+    if row.state not in (HostState.OK, HostState.HUNG, HostState.FAILED):
+        line.append(
+            f"{row.state} {span(row.age_s) if row.state is HostState.STALE else ''}", STYLES[SEVERITY[row.state]]
+        )
         return line
     if row.gpus:
         bars = _bars(row)
@@ -286,7 +287,7 @@ def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Tex
         line.append(f" {number(least, '3.0f'):>3}% {number(heat, 'd'):>2}C")
     else:
         line.append(f"{_without(row)[:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
-    sign = row.state[0] if row.state != picture.OK else "!" if row.notes else " "
+    sign = row.state[0] if row.state is not HostState.OK else "!" if row.notes else " "
     line.append(f" {sign}", STYLES[SEVERITY[row.state]] or "bold yellow")
     line.append(f" {number(row.step, 'd'):>6}")
     return line

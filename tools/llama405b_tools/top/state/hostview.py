@@ -8,29 +8,30 @@ import dataclasses
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llama405b_tools.machine import gpus
 from llama405b_tools.machine.gpus import Gpu
+from llama405b_tools.remote.messages import Beat
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.fold import fold_numbers
-from llama405b_tools.top.state import picture, verdicts
-from llama405b_tools.top.state.picture import GpuCell, HostRow, ProcessRow, RankRow
+from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state.frames import Frame, RunFrame, Smi
+from llama405b_tools.top.state.picture import GpuCell, HostRow, HostState, ProcessRow, RankRow
+from llama405b_tools.top.state.verdicts import Note
 
 STALE_FRAMES = 3
 SMI_HUNG_S, FIRST_FRAME_S = 10.0, 15.0
 HISTORY = 120
 COUNTERS_S = 600.0  # errors are counted over this time
 TICKS = 100  # a second, as Linux counts CPU time for user space
-UNKNOWN: dict[str, Any] = dict.fromkeys(("utilization", "power_w", "temperature_c", "clock_mhz", "used_mib"))
-Frame = Mapping[str, Any]
-Odd = Mapping[tuple[str, int], str]  # by host and index of a GPU, why it stands out
+Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU, why it stands out
 
 
-class Plan(NamedTuple):
+class RunNodes(NamedTuple):
     """What a host was told of a run."""
 
-    nodes: Sequence[Sequence[Any]]  # name, first rank, ranks
+    nodes: Sequence[tuple[str, int, int]]  # name, first rank, ranks
     nccl: Mapping[str, str]
 
 
@@ -39,7 +40,7 @@ class HostView:
     """What is known of a host."""
 
     name: str
-    link: str = picture.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
+    link: HostState = HostState.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
     why: str = ""
     heard_at: float | None = None
     frame: Frame | None = None
@@ -53,56 +54,56 @@ class HostView:
     apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
     expected_gpus: int = 0  # the most it ever had
     xids: list[str] = dataclasses.field(default_factory=list)
-    procs: Sequence[Sequence[Any]] = ()
+    procs: Sequence[tuple[int, str, int, int, str, str]] = ()
     procs_before: tuple[float, Mapping[int, int]] | None = None  # host's clock and ticks by pid
     cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
-    plans: dict[str, Plan] = dataclasses.field(default_factory=dict)  # by run
+    plans: dict[str, RunNodes] = dataclasses.field(default_factory=dict)  # by run
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
     def take(self, frame: Frame, now: float) -> list[str]:
         """A frame arrived; the GPU errors that are new in the kernel's log."""
         self.before, self.frame, self.heard_at = self.frame, frame, now
-        self.link, self.why = picture.OK, ""
+        self.link, self.why = HostState.OK, ""
         if not self.earlier or now - self.earlier[-1][0] > COUNTERS_S / 10:
             self.earlier.append((now, frame))
         while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
             self.earlier.popleft()
-        self.active_ports |= {(port["device"], port["port"]) for port in frame["ib"] if "ACTIVE" in port["state"]}
-        self._take_smi(frame["smi"])
-        if (run := frame["run"]) and "nodes" in run:
-            self.plans[run["name"]] = Plan(run["nodes"], run.get("nccl", {}))
-        self.expected_gpus = max(self.expected_gpus, len(self.gpus), frame["pci_gpus"] or 0)
-        new = [f"Xid {number} at {bus}: {words}" for bus, number, words in gpus.xids(frame["kernel"] or ())]
+        self.active_ports |= {(port.device, port.port) for port in frame.ib if "ACTIVE" in port.state}
+        self._take_smi(frame.smi)
+        if (run := frame.run) and run.nodes is not None:
+            self.plans[run.name] = RunNodes(run.nodes, run.nccl)
+        self.expected_gpus = max(self.expected_gpus, len(self.gpus), frame.pci_gpus or 0)
+        new = [f"Xid {number} at {bus}: {words}" for bus, number, words in gpus.xids(frame.kernel or ())]
         self.xids = [*self.xids, *new][-3:]
-        if "procs" in frame:
-            self._take_processes(frame)
+        if frame.procs is not None:
+            self._take_processes(frame.procs, frame.now)
         if (level := self._level()) is not None:
             self.history.append(level)
         return new
 
-    def _take_smi(self, smi: Mapping[str, Any]) -> None:
+    def _take_smi(self, smi: Smi) -> None:
         """nvidia-smi's answer; while it takes its time the last one stands, and when it hangs nothing is known."""
         self.gpus_before = self.gpus
-        if smi["hung_s"] > SMI_HUNG_S:
-            self.gpus = [dataclasses.replace(gpu, **UNKNOWN) for gpu in self.gpus]
-        elif smi["text"] is not None or not smi["hung_s"]:
-            self.gpus, fault = gpus.read({"smi": smi["text"], "fields": smi.get("fields", ())})
-            self.apps = list(_apps(smi.get("apps") or ""))
+        if smi.hung_s > SMI_HUNG_S:
+            self.gpus = [_unknown(gpu) for gpu in self.gpus]
+        elif smi.text is not None or not smi.hung_s:
+            self.gpus, fault = gpus.read(smi.text, smi.fields)
+            self.apps = list(_apps(smi.apps or ""))
             self.smi_fault = clean(fault)[:200]
 
-    def _take_processes(self, frame: Frame) -> None:
-        self.procs = frame["procs"] or ()
+    def _take_processes(self, procs: Sequence[tuple[int, str, int, int, str, str]], host_now: float) -> None:
+        self.procs = procs
         ticks = {row[0]: row[2] for row in self.procs}
         if self.procs_before:
             at, old = self.procs_before
-            seconds = max(0.1, frame["now"] - at)
+            seconds = max(0.1, host_now - at)
             self.cpu_of = {pid: 100 / TICKS * (ticks[pid] - old[pid]) / seconds for pid in ticks if pid in old}
-        self.procs_before = frame["now"], ticks
+        self.procs_before = host_now, ticks
 
-    def run(self, name: str) -> Mapping[str, Any] | None:
+    def run(self, name: str) -> RunFrame | None:
         """What it says of a run; None where it does not know it."""
-        run = self.frame["run"] if self.frame else None
-        return run if run and run["name"] == name else None
+        run = self.frame.run if self.frame else None
+        return run if run and run.name == name else None
 
     def is_fresh(self, now: float, interval_s: float) -> bool:
         """Whether frames come."""
@@ -110,71 +111,77 @@ class HostView:
 
     def clock(self, now: float) -> float:
         """The host's own clock at a moment of the operator's."""
-        return float(self.frame["now"]) + now - self.heard_at if self.frame and self.heard_at is not None else now
+        return self.frame.now + now - self.heard_at if self.frame and self.heard_at is not None else now
 
-    def state(self, trouble: tuple[str, str] | None, now: float, interval_s: float) -> tuple[str, str]:
+    def state(self, trouble: tuple[HostState, str] | None, now: float, interval_s: float) -> tuple[HostState, str]:
         """Its state and why; ``trouble``: that of the run here, which counts where the host itself is heard."""
-        if self.link not in (picture.OK, picture.CONNECTING):
+        if self.link not in (HostState.OK, HostState.CONNECTING):
             return self.link, self.why
         if self.frame is None or self.heard_at is None:
             waits_s = 0.0 if self.linked_at is None else now - self.linked_at
             if waits_s > max(FIRST_FRAME_S, STALE_FRAMES * interval_s):
-                return picture.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
-            return picture.CONNECTING, "no frame yet"
+                return HostState.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
+            return HostState.CONNECTING, "no frame yet"
         if not self.is_fresh(now, interval_s):
-            return picture.STALE, f"no frame for {now - self.heard_at:.0f} s"
+            return HostState.STALE, f"no frame for {now - self.heard_at:.0f} s"
         if trouble:
             return trouble
-        smi = self.frame["smi"]
-        if smi["hung_s"] > SMI_HUNG_S:
-            return picture.SMI_HUNG, f"nvidia-smi does not answer for {smi['hung_s']:.0f} s; a GPU or the driver hangs"
-        if not self.gpus and (self.smi_fault or (self.frame["pci_gpus"] and not smi["hung_s"])):
-            return picture.NO_DRIVER, self.smi_fault or f"{self.frame['pci_gpus']} NVIDIA devices, but no nvidia-smi"
-        return picture.OK, ""
+        smi = self.frame.smi
+        if smi.hung_s > SMI_HUNG_S:
+            return HostState.SMI_HUNG, f"nvidia-smi does not answer for {smi.hung_s:.0f} s; a GPU or the driver hangs"
+        if not self.gpus and (self.smi_fault or (self.frame.pci_gpus and not smi.hung_s)):
+            return HostState.NO_DRIVER, self.smi_fault or f"{self.frame.pci_gpus} NVIDIA devices, but no nvidia-smi"
+        return HostState.OK, ""
 
-    def row(self, run_name: str, state: str, why: str, odd: Odd, slow: Sequence[str], now: float) -> HostRow:
-        """Its row of the picture; ``slow``: what is said of its ranks."""
+    def row(self, run_name: str, state: HostState, why: str, odd: Odd, notes: Sequence[Note], now: float) -> HostRow:
+        """Its row of the picture; ``notes``: what stands out here, worst first."""
         age_s, frame = None if self.heard_at is None else now - self.heard_at, self.frame
         if frame is None:
             return HostRow(self.name, state, why, age_s)
         run = self.run(run_name)
-        ranks = tuple(_rank(beat, self.clock(now)) for beat in (run["beats"] if run else ()))
-        cells = self._cells(ranks, odd)
-        memory = frame["memory"]
-        used = memory["total"] - memory["available"] if None not in (memory["total"], memory["available"]) else None
+        ranks = tuple(_rank(beat, self.clock(now)) for beat in (run.beats if run else ()))
+        memory = frame.memory
+        used = None
+        if memory.total is not None and memory.available is not None:
+            used = memory.total - memory.available
         return HostRow(
             name=self.name,
             state=state,
             why=why,
             age_s=age_s,
-            gpus=cells,
-            has_gpu=None if frame["pci_gpus"] is None else bool(self.expected_gpus),
+            gpus=self._cells(ranks, odd),
+            has_gpu=None if frame.pci_gpus is None else bool(self.expected_gpus),
             ranks=ranks,
             processes=self._processes(),
             cpu_pct=self._cpu_pct(),
-            cores=frame["cpu"]["cores"],
-            ram_bytes=memory["total"],
+            cores=frame.cpu.cores,
+            ram_bytes=memory.total,
             ram_used_bytes=used,
-            disk_free_bytes=min((free for _, free, _ in frame["disks"]), default=None),
+            disk_free_bytes=min((free for _, free, _ in frame.disks), default=None),
             net_bytes_per_s=self._rate(_net),
             ib_bytes_per_s=self._rate(_ib),
-            notes=(*self._notes(cells, frame), *slow),
+            notes=tuple(note.words for note in notes),
             history=tuple(self.history),
         )
 
-    def _notes(self, cells: Sequence[GpuCell], frame: Frame) -> list[str]:
+    def notes(self, odd: Odd) -> list[Note]:
         """What stands out here, worst first; GPUs of which the same is said together."""
+        if self.frame is None:
+            return []
         notes = []
-        if self.smi_fault and cells:
-            notes.append(f"nvidia-smi: {self.smi_fault}")
-        if cells and self.expected_gpus > len(cells):
-            notes.append(f"{self.expected_gpus - len(cells)} of {self.expected_gpus} GPUs are lost")
-        said: dict[str, list[int]] = {}
-        for gpu in cells:
-            if gpu.odd:
-                said.setdefault(gpu.odd, []).append(gpu.index)
-        notes += [f"gpu {fold_numbers(indices)}: {words}" for words, indices in said.items()]
-        return [*notes, *self.xids, *verdicts.host_notes(frame, self.earlier[0][1], self.active_ports)]
+        if self.smi_fault and self.gpus:
+            notes.append(Note("smi", f"nvidia-smi: {self.smi_fault}"))
+        lost = self.expected_gpus - len(self.gpus)
+        if self.gpus and lost > 0:
+            notes.append(Note("lost", f"{lost} of {self.expected_gpus} GPUs are lost"))
+        alike: dict[Note, list[int]] = {}
+        for gpu in self.gpus:
+            if note := odd.get((self.name, gpu.index)):
+                alike.setdefault(note, []).append(gpu.index)
+        for note, indices in alike.items():
+            notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}"))
+        notes += [Note(words, words) for words in self.xids]
+        return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.active_ports)]
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
         by_pid = {rank.pid: rank.rank for rank in ranks}
@@ -191,7 +198,7 @@ class HostView:
                 used_mib=gpu.used_mib,
                 memory_mib=gpu.memory_mib,
                 rank=rank_of.get(gpu.uuid),
-                odd=odd.get((self.name, gpu.index), ""),
+                odd=note.words if (note := odd.get((self.name, gpu.index))) else "",
             )
             for gpu in self.gpus
         )
@@ -218,17 +225,22 @@ class HostView:
     def _cpu_pct(self) -> float | None:
         if not self.frame or not self.before:
             return None
-        new, old = self.frame["cpu"], self.before["cpu"]
-        ticks = new["total"] - old["total"]
-        return 100 * (1 - (new["idle"] - old["idle"]) / ticks) if ticks > 0 else None
+        new, old = self.frame.cpu, self.before.cpu
+        ticks = new.total - old.total
+        return 100 * (1 - (new.idle - old.idle) / ticks) if ticks > 0 else None
 
     def _rate(self, bytes_of: Callable[[Frame], dict[str, int]]) -> float | None:
         """Bytes a second between the last two frames, where most flowed."""
         if not self.frame or not self.before:
             return None
-        new, old, seconds = bytes_of(self.frame), bytes_of(self.before), self.frame["now"] - self.before["now"]
+        new, old, seconds = bytes_of(self.frame), bytes_of(self.before), self.frame.now - self.before.now
         rates = [(new[key] - old[key]) / seconds for key in new if key in old] if seconds > 0 else []
         return max(rates) if rates and min(rates) >= 0 else None
+
+
+def _unknown(gpu: Gpu) -> Gpu:
+    """A GPU of which nothing is known any more but that it is there."""
+    return dataclasses.replace(gpu, utilization=None, power_w=None, temperature_c=None, clock_mhz=None, used_mib=None)
 
 
 def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
@@ -244,26 +256,26 @@ def _whole(text: str) -> int | None:
 
 
 def _net(frame: Frame) -> dict[str, int]:
-    return {name: sum(counts) for name, counts in frame["net"].items()}
+    return {name: sum(counts) for name, counts in frame.net.items()}
 
 
 def _ib(frame: Frame) -> dict[str, int]:
     """All ports together; InfiniBand counts words of four bytes (IBA, PortCounters)."""
-    counts = [port["counters"] for port in frame["ib"]]
+    counts = [port.counters for port in frame.ib]
     both = [count for count in counts if {"port_rcv_data", "port_xmit_data"} <= set(count)]
     return {"all": 4 * sum(count["port_rcv_data"] + count["port_xmit_data"] for count in both)} if both else {}
 
 
-def _rank(beat: Mapping[str, Any], host_now: float) -> RankRow:
+def _rank(beat: Beat, host_now: float) -> RankRow:
     return RankRow(
-        beat["rank"],
-        beat["pid"],
-        beat["phase"],
-        beat["step"],
-        max(0.0, host_now - beat["time"]),
-        beat["state"],
-        beat["done_bytes"],
-        beat["total_bytes"],
-        beat.get("data_s"),
-        beat.get("optimizer_s"),
+        beat.rank,
+        beat.pid,
+        beat.phase,
+        beat.step,
+        max(0.0, host_now - beat.time),
+        beat.state,
+        beat.done_bytes,
+        beat.total_bytes,
+        beat.data_s,
+        beat.optimizer_s,
     )

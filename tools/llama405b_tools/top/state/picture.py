@@ -4,14 +4,77 @@
 """
 
 import dataclasses
+import enum
 
-OK, STALE, AUTH, REFUSED, TIMEOUT, DOWN = "OK", "STALE", "AUTH", "REFUSED", "TIMEOUT", "DOWN"
-NO_DRIVER, SMI_HUNG, HUNG, FAILED, CONNECTING = "NO-DRIVER", "SMI-HUNG", "HUNG", "FAILED", "CONNECTING"
-SEVERITY = {  # of a host's state; 2: the run cannot go on, or nobody knows whether it does
-    **dict.fromkeys((HUNG, FAILED, DOWN, AUTH, REFUSED, TIMEOUT), 2),
-    **dict.fromkeys((STALE, SMI_HUNG, NO_DRIVER), 1),
-    **dict.fromkeys((OK, CONNECTING), 0),
+
+class HostState(enum.StrEnum):
+    """What a host is in, worst first."""
+
+    HUNG = "HUNG"  # its rank is the one the others wait for
+    FAILED = "FAILED"
+    DOWN = "DOWN"  # no connection
+    AUTH = "AUTH"
+    REFUSED = "REFUSED"
+    TIMEOUT = "TIMEOUT"
+    STALE = "STALE"  # a connection, and no frames
+    SMI_HUNG = "SMI-HUNG"
+    NO_DRIVER = "NO-DRIVER"
+    OK = "OK"
+    CONNECTING = "CONNECTING"
+
+
+LINK_STATES = (
+    HostState.AUTH,
+    HostState.REFUSED,
+    HostState.TIMEOUT,
+    HostState.DOWN,
+)  # of the connection, not of the host
+SEVERITY = {
+    **dict.fromkeys((HostState.HUNG, HostState.FAILED, *LINK_STATES), 2),
+    **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), 1),
+    **dict.fromkeys((HostState.OK, HostState.CONNECTING), 0),
 }
+
+
+class RunPhase(enum.StrEnum):
+    """What the run as a whole does."""
+
+    STARTING = "STARTING"
+    LOADING = "LOADING"
+    TRAIN = "TRAIN"
+    EVAL = "EVAL"
+    CKPT = "CKPT"
+    HUNG = "HUNG"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+    DONE = "DONE"
+    UNKNOWN = "UNKNOWN"  # not all its hosts are heard
+
+
+OVER = (RunPhase.STOPPED, RunPhase.DONE, RunPhase.FAILED)
+
+
+class Verdict(enum.StrEnum):
+    """The one word for the whole."""
+
+    HEALTHY = "HEALTHY"
+    DEGRADED = "DEGRADED"
+    CONNECTING = "CONNECTING"
+    HUNG = "HUNG"
+    FAILED = "FAILED"
+    DOWN = "DOWN"
+
+
+class GuardShown(enum.StrEnum):
+    """What the guard on this machine does."""
+
+    NONE = ""  # there is none here
+    WATCHING = "watching"
+    RECOVERING = "recovering"
+    ENDED = "ended"
+    STOPPED = "stopped"
+    GAVE_UP = "gave up"
+    GONE = "GONE"  # it died while the run needed it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +134,7 @@ class HostRow:
     """One host."""
 
     name: str
-    state: str  # OK | STALE | AUTH | REFUSED | TIMEOUT | NO-DRIVER | SMI-HUNG | HUNG | FAILED | DOWN | CONNECTING
+    state: HostState
     why: str  # of a state that is not OK
     age_s: float | None  # since the last frame
     gpus: tuple[GpuCell, ...] = ()
@@ -104,7 +167,7 @@ class Training:
     """The run as a whole."""
 
     run: str
-    phase: str  # LOADING | TRAIN | EVAL | CKPT | HUNG | FAILED | STOPPED | DONE | STARTING | UNKNOWN (not all its hosts are heard)
+    phase: RunPhase
     phase_s: float | None
     world: int
     attempt: int  # restarts + 1
@@ -126,17 +189,25 @@ class Training:
     lost_steps: int | None = None  # if it died now
     lost_rank_hours: float | None = None  # the same, in hours of one GPU (or rank, without GPUs)
     network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "": not known
-    guard: str = ""  # what the guard on this machine does: watching, recovering, GONE, …; "": there is none here
+    guard: GuardShown = GuardShown.NONE
     others: tuple[str, ...] = ()  # other runs that live on these hosts
 
 
+class Level(enum.StrEnum):
+    """How bad a change is."""
+
+    BAD = "bad"
+    WARNING = "warning"
+    NOTE = "note"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Event:
+class Change:
     """Something that changed."""
 
     time: float  # when it was noticed; operator's clock, seconds since the epoch
     host: str
-    level: str  # bad | warning | note
+    level: Level
     text: str
 
 
@@ -147,12 +218,12 @@ class Picture:
     time: float  # operator's clock, seconds since the epoch
     interval_s: float
     badge: str  # "" live | RECORDED | SIMULATED
-    verdict: str  # HEALTHY | DEGRADED | CONNECTING | HUNG | FAILED | DOWN
+    verdict: Verdict
     why: str
     exit_code: int  # 0 healthy, 1 degraded or connecting, 3 hung, failed or down
     hosts: tuple[HostRow, ...]  # in the order of the hosts file
     training: Training | None
-    events: tuple[Event, ...]  # oldest first
+    events: tuple[Change, ...]  # oldest first
     fresh: int  # hosts with a frame that is not stale
     gpus_seen: int
     gpus_expected: int  # as far as the hosts have told

@@ -5,13 +5,18 @@ judged on what is not known.
 """
 
 import statistics
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from llama405b.contract.records import Phase
+from llama405b.contract.words import STUCK, said_by_rank
 from llama405b_tools.machine.gpus import Gpu
-from llama405b_tools.run.judge import STATES, Failure, first_failure
-from llama405b_tools.top.state import picture
-from llama405b_tools.top.state.picture import HostRow, Training
+from llama405b_tools.remote.messages import Beat
+from llama405b_tools.run.endings import failure_words
+from llama405b_tools.run.judge import Failure, first_failure
+from llama405b_tools.text.clean import clean
+from llama405b_tools.top.state.frames import Frame, Ram
+from llama405b_tools.top.state.picture import SEVERITY, GuardShown, HostRow, HostState, RunPhase, Training, Verdict
 
 FEW = 4  # GPUs that have to tell before one can deviate
 LOW_POWER, LOW_CLOCK = 0.75, 0.9  # of the median
@@ -23,14 +28,16 @@ LOW_RAM, LOW_DISK, LOW_DISK_BYTES = 0.03, 0.02, 1 << 30
 HANG_STEPS = 5  # times the median step
 STALL_STEPS, STALL_S = 3, 15.0  # times the median step, and at least so long: not a hang yet, and not healthy
 PHASES = {
-    "start": "STARTING",
-    "data": "LOADING",
-    "load": "LOADING",
-    "resume": "LOADING",
-    "train": "TRAIN",
-    "eval": "EVAL",
-}
-PHASES |= {"checkpoint": "CKPT", "done": "DONE", "failed": "FAILED"}
+    Phase.FAILED: RunPhase.FAILED,
+    Phase.START: RunPhase.STARTING,
+    Phase.DATA: RunPhase.LOADING,
+    Phase.LOAD: RunPhase.LOADING,
+    Phase.RESUME: RunPhase.LOADING,
+    Phase.CHECKPOINT: RunPhase.CKPT,
+    Phase.EVAL: RunPhase.EVAL,
+    Phase.TRAIN: RunPhase.TRAIN,
+    Phase.DONE: RunPhase.DONE,
+}  # of a rank -> of the run, in the order in which the others wait for it
 IB_ERRORS = {
     "symbol_error": "symbol errors",
     "link_downed": "link downs",
@@ -38,6 +45,13 @@ IB_ERRORS = {
     "out_of_sequence": "packets out of order",
     "packet_seq_err": "sequence errors",
 }
+
+
+class Note(NamedTuple):
+    """Something that stands out."""
+
+    key: str  # what it is, without the numbers that change
+    words: str
 
 
 class Hang(NamedTuple):
@@ -48,48 +62,76 @@ class Hang(NamedTuple):
     words: str
 
 
-def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], str]:
+def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:
     """The GPUs that stand out, by host and index, each with its reason."""
     everyone = [gpu for each in gpus.values() for gpu in each]
-    power = _median(_share(gpu) for gpu in everyone)
-    clock = _median(gpu.clock_mhz for gpu in everyone)
-    heat = _median(gpu.temperature_c for gpu in everyone)
+    usual = Usual(
+        power=_median(_share(gpu) for gpu in everyone),
+        clock=_median(gpu.clock_mhz for gpu in everyone),
+        heat=_median(gpu.temperature_c for gpu in everyone),
+    )
     found = {}
     for host, each in gpus.items():
         for gpu in each:
-            words = [gpu.fault] if gpu.fault else []
-            words += [f"slowed by {', '.join(gpu.slowed)}"] if gpu.slowed else []
-            words += [f"{gpu.ecc_errors} uncorrected ECC errors"] if gpu.ecc_errors else []
-            share, busy = _share(gpu), power is not None and power > BUSY
-            if share is not None and power is not None and busy and share < LOW_POWER * power:
-                words.append(f"power {100 * share:.0f}% where the median is {100 * power:.0f}%")
-            if gpu.clock_mhz is not None and clock is not None and busy and gpu.clock_mhz < LOW_CLOCK * clock:
-                words.append(f"clock {gpu.clock_mhz} MHz where the median is {clock:.0f}")
-            hot = gpu.temperature_c
-            if hot is not None and heat is not None and hot >= HOT_C and hot > heat + HOTTER_C:
-                words.append(f"{hot} °C where the median is {heat:.0f}")
-            if words:
-                found[host, gpu.index] = "; ".join(words)
+            if notes := list(_oddities(gpu, usual)):
+                joined = Note("+".join(note.key for note in notes), "; ".join(note.words for note in notes))
+                found[host, gpu.index] = joined
     return found
 
 
-def slow_ranks(beats: Mapping[str, Sequence[Mapping[str, Any]]], step_s: float | None) -> dict[str, list[str]]:
+class Usual(NamedTuple):
+    """Medians over all GPUs of the run; None where too few tell."""
+
+    power: float | None  # of the limit
+    clock: float | None  # MHz
+    heat: float | None  # °C
+
+
+def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
+    """What stands out of one GPU."""
+    if gpu.fault:
+        yield Note("fault", gpu.fault)
+    if gpu.slowed:
+        yield Note("slowed", f"slowed by {', '.join(gpu.slowed)}")
+    if gpu.ecc_errors:
+        yield Note("ecc", f"{gpu.ecc_errors} uncorrected ECC errors")
+    if usual.power is not None and usual.power > BUSY:
+        yield from _below(gpu, usual, usual.power)
+    hot = gpu.temperature_c
+    if hot is not None and usual.heat is not None and hot >= HOT_C and hot > usual.heat + HOTTER_C:
+        yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}")
+
+
+def _below(gpu: Gpu, usual: Usual, power: float) -> Iterator[Note]:
+    """Power and clock below those of the others, which work."""
+    share = _share(gpu)
+    if share is not None and share < LOW_POWER * power:
+        yield Note("power", f"power {100 * share:.0f}% where the median is {100 * power:.0f}%")
+    if gpu.clock_mhz is not None and usual.clock is not None and gpu.clock_mhz < LOW_CLOCK * usual.clock:
+        yield Note("clock", f"clock {gpu.clock_mhz} MHz where the median is {usual.clock:.0f}")
+
+
+def slow_ranks(beats: Mapping[str, Sequence[Beat]], step_s: float | None) -> dict[str, list[Note]]:
     """By host, the ranks that keep the others waiting: stopped, or slow in what each does alone: its batch, its update."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Note]] = {}
     for host, each in beats.items():
-        stopped = [f"rank {beat['rank']}: {STATES['T']}" for beat in each if beat["state"] == "T"]
+        stopped = [
+            Note(f"stopped {beat.rank}", f"rank {beat.rank}: {STUCK['T']}") for beat in each if beat.state == "T"
+        ]
         found |= {host: stopped} if stopped else {}
-    for key, words in (("data_s", "its batch"), ("optimizer_s", "clipping and update")):
-        median = _median(beat.get(key) for each in beats.values() for beat in each)
-        if median is None or step_s is None:
-            continue
-        for host, each in beats.items():
-            for beat in each:
-                took = beat.get(key)
-                if took is not None and took > SLOW * median and took - median > SLOW_PART * step_s:
-                    found.setdefault(host, []).append(
-                        f"rank {beat['rank']}: {words} took {took:.2f} s where the median is {median:.2f} s"
-                    )
+    if step_s is None:
+        return found
+    everyone = [(host, beat) for host, each in beats.items() for beat in each]
+    for what, parts in (
+        ("its batch", [(host, beat.rank, beat.data_s) for host, beat in everyone]),
+        ("clipping and update", [(host, beat.rank, beat.optimizer_s) for host, beat in everyone]),
+    ):
+        median = _median(took for _, _, took in parts)
+        for host, rank, took in parts if median is not None else ():
+            if median is None or took is None or took <= SLOW * median or took - median <= SLOW_PART * step_s:
+                continue
+            words = f"rank {rank}: {what} took {took:.2f} s where the median is {median:.2f} s"
+            found.setdefault(host, []).append(Note(f"slow {rank} {what}", words))
     return found
 
 
@@ -102,60 +144,69 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if len(known) >= FEW else None
 
 
-def host_notes(frame: Mapping[str, Any], before: Mapping[str, Any], active: Container[tuple[str, str]]) -> list[str]:
+def host_notes(frame: Frame, before: Frame, active: Container[tuple[str, str]]) -> list[Note]:
     """What stands out on a host beside its GPUs.
 
     ``before``: an earlier frame, for counters that grew since; ``active``: RDMA ports (device, port) that ever were.
     """
-    notes = []
-    memory, old = frame["memory"], before["memory"]
-    if memory["oom_kills"] is not None and old["oom_kills"] is not None and memory["oom_kills"] > old["oom_kills"]:
-        notes.append(f"{memory['oom_kills'] - old['oom_kills']} processes killed for want of memory")
-    if memory["total"] and memory["available"] is not None and memory["available"] < LOW_RAM * memory["total"]:
-        notes.append(f"RAM is full: {memory['available'] / (1 << 30):.1f} GiB left")
-    for path, free, total in frame["disks"]:
+    return [*_memory_notes(frame.memory, before.memory), *_disk_notes(frame), *_port_notes(frame, before, active)]
+
+
+def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
+    if memory.oom_kills is not None and before.oom_kills is not None and memory.oom_kills > before.oom_kills:
+        killed = memory.oom_kills - before.oom_kills
+        yield Note("oom", f"{killed} processes killed for want of memory")
+    if memory.total and memory.available is not None and memory.available < LOW_RAM * memory.total:
+        yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left")
+
+
+def _disk_notes(frame: Frame) -> Iterator[Note]:
+    for path, free, total in frame.disks:
         if free < LOW_DISK_BYTES or free < LOW_DISK * total:
-            notes.append(f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}")
-    earlier = {(port["device"], port["port"]): port for port in before["ib"]}
-    for port in frame["ib"]:
-        name = f"{port['device']}/{port['port']}"
-        counters = earlier.get((port["device"], port["port"]), {}).get("counters", {})
-        grown = [
-            f"{port['counters'][key] - counters[key]} {words}"
-            for key, words in IB_ERRORS.items()
-            if key in counters and port["counters"].get(key, 0) > counters[key]
-        ]
-        notes += [f"{name}: {', '.join(grown)}"] if grown else []
-        if (port["device"], port["port"]) in active and "ACTIVE" not in port["state"]:
-            notes.append(f"{name} is down")
-    return notes
+            yield Note(f"disk {path}", f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}")
 
 
-def hang_words(
-    beat: Mapping[str, Any], age_s: float, gpus: Sequence[Gpu], ages: Sequence[float], *, sure: bool
-) -> str | None:
+def _port_notes(frame: Frame, before: Frame, active: Container[tuple[str, str]]) -> Iterator[Note]:
+    earlier = {(port.device, port.port): port.counters for port in before.ib}
+    for port in frame.ib:
+        name, counters = f"{port.device}/{port.port}", earlier.get((port.device, port.port), {})
+        grown = {key: port.counters.get(key, 0) - counters[key] for key in IB_ERRORS if key in counters}
+        said = [f"{count} {IB_ERRORS[key]}" for key, count in grown.items() if count > 0]
+        if said:
+            yield Note(f"{name} errors", f"{name}: {', '.join(said)}")
+        if (port.device, port.port) in active and "ACTIVE" not in port.state:
+            yield Note(f"{name} down", f"{name} is down")
+
+
+def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[float], *, sure: bool) -> str | None:
     """Why it is a hang, in words; None where the GPUs work or the logs go on, so that it may be none.
 
     ``ages``: seconds since the last log line on each host. ``sure``: it was one already, or the silence is so long that
     log lines excuse nothing.
     """
     shares = [share for share in map(_share, gpus) if share is not None]
-    stuck = STATES.get(beat["state"], "")
+    stuck = STUCK.get(beat.state, "")
     works, talks = shares and max(shares) > IDLE + 0.25, ages and min(ages) < age_s / 4
     if not stuck and (works or (talks and not sure)):
         return None
-    words = f"rank {beat['rank']} is silent for {age_s:.0f} s at step {beat['step']} in phase {beat['phase']}"
+    words = f"rank {beat.rank} is silent for {age_s:.0f} s at step {beat.step} in phase {beat.phase}"
     words += f"; {stuck}" if stuck else ""
     words += f"; its host's GPUs draw {100 * statistics.mean(shares):.0f}% of their power" if shares else ""
     words += f"; no log line for {min(ages):.0f} s" if ages else ""
     return words
 
 
-def phase_of(phases: Sequence[str]) -> str:
+def phase_of(phases: Container[Phase]) -> RunPhase:
     """One word for the ranks' phases: the one that the others wait for."""
-    order = ("failed", "start", "data", "load", "resume", "checkpoint", "eval", "train", "done")
-    known = [phase for phase in order if phase in phases]
-    return PHASES[known[0]] if known else "STARTING"
+    return next((shown for phase, shown in PHASES.items() if phase in phases), RunPhase.STARTING)
+
+
+class Judgement(NamedTuple):
+    """The one word for the whole, why, and the exit code that says it."""
+
+    verdict: Verdict
+    why: str
+    exit_code: int
 
 
 def verdict(
@@ -164,28 +215,39 @@ def verdict(
     hang: Hang | None,
     failures: Sequence[Failure],
     stall: str,
-) -> tuple[str, str, int]:
-    """The one word for the whole, why, and the exit code."""
+) -> Judgement:
+    """Judge the whole: what ends a run before what slows it, and that before what is not yet known."""
     if hang:
-        return "HUNG", f"{hang.host}: {hang.words}", 3
+        return Judgement(Verdict.HUNG, f"{hang.host}: {hang.words}", 3)
     if failures:
         worst = first_failure(failures)
-        return "FAILED", f"{worst.host}: {worst.what}", 3
-    lost = [row for row in hosts if picture.SEVERITY[row.state] == 2]
+        return Judgement(Verdict.FAILED, f"{worst.host}: {trouble_words(worst)}", 3)
+    lost = [row for row in hosts if SEVERITY[row.state] == 2]
     if lost:
-        return (
-            "DOWN",
-            f"{lost[0].name}: {lost[0].state} {lost[0].why}" + (f", and {len(lost) - 1} more" if lost[1:] else ""),
-            3,
-        )
-    reasons = [stall] if stall else []
-    if training and "GONE" in training.guard and training.phase not in ("DONE", "STOPPED"):
+        more = f", and {len(lost) - 1} more" if lost[1:] else ""
+        return Judgement(Verdict.DOWN, f"{lost[0].name}: {lost[0].state} {lost[0].why}{more}", 3)
+    if reasons := _reasons(hosts, training, stall):
+        more = f", and {len(reasons) - 1} more" if reasons[1:] else ""
+        return Judgement(Verdict.DEGRADED, f"{reasons[0]}{more}", 1)
+    waiting = [row.name for row in hosts if row.state is HostState.CONNECTING]
+    if waiting:
+        return Judgement(Verdict.CONNECTING, f"waiting for {len(waiting)} hosts", 1)
+    return Judgement(Verdict.HEALTHY, "", 0)
+
+
+def _reasons(hosts: Sequence[HostRow], training: Training | None, stall: str) -> list[str]:
+    """What slows the run, or may, worst first."""
+    reasons = ["training runs over TCP sockets"] if training and training.network == "SOCKET" else []
+    reasons += [stall] if stall else []
+    if training and training.guard is GuardShown.GONE and training.phase not in (RunPhase.DONE, RunPhase.STOPPED):
         reasons.append("its guard is gone: nobody restarts this run")
-    reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if picture.SEVERITY[row.state] == 1]
-    reasons += [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
-    if training and training.network == "SOCKET":
-        reasons.insert(0, "training runs over TCP sockets")
-    if reasons:
-        return "DEGRADED", reasons[0] + (f", and {len(reasons) - 1} more" if reasons[1:] else ""), 1
-    waiting = [row.name for row in hosts if row.state == picture.CONNECTING]
-    return ("CONNECTING", f"waiting for {len(waiting)} hosts", 1) if waiting else ("HEALTHY", "", 0)
+    reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if SEVERITY[row.state] == 1]
+    return reasons + [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
+
+
+def trouble_words(failure: Failure) -> str:
+    """What a failure is: of a node runner that has ended, or of a rank that will be in a moment."""
+    if failure.state:
+        return failure_words(failure)
+    said = clean(said_by_rank(failure.cause))
+    return f"rank {failure.cause.rank} failed{f': {said}' if said else ''}"

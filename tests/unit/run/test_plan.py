@@ -5,13 +5,15 @@ import subprocess
 
 import pytest
 
+from llama405b.contract import reader
 from llama405b.contract.errors import UserError
-from llama405b.contract.plan import Node, Plan, check_run_name, plan_from_json
+from llama405b.contract.plan import Node, Plan, check_run_name
 from llama405b_tools.hosts.fleet import agent_command
+from llama405b_tools.machine.fabric import Rdma, RdmaPort
 from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.remote.tmux import tmux_session
 from llama405b_tools.remote.torchrun import torchrun_argv
-from llama405b_tools.run.plan import device_env, first_ranks
+from llama405b_tools.run.plan import HostPart, Launching, Terms, build_plan, first_ranks
 
 NASTY = ("a b", "$HOME", "it's", '"q"', "semi;", "new\nline", "ü", "", "*", "-x", "`id`", "\\")
 
@@ -26,7 +28,8 @@ def plan(program=("-m", "llama405b.train")):
 
 def test_plan_survives_json():
     before = plan(NASTY)
-    assert plan_from_json(json.loads(json.dumps(dataclasses.asdict(before)))) == before
+    for text in (json.dumps(dataclasses.asdict(before)), reader.dumps(before)):
+        assert reader.loads(Plan, text, "plan.json") == before
 
 
 def test_only_the_head_hosts_the_store_and_the_program_is_unchanged():
@@ -66,16 +69,47 @@ def test_agent_command_survives_a_real_shell(tmp_path):
     assert "x y" in home.stderr  # ~ was expanded, and cd tried
 
 
+def part(name, slots, machine, gpus, **more):
+    more = {"rdma": Rdma(), "interface": "eth0"} | more
+    return HostPart(name, slots, machine, gpus, 16, workdir="/w", python="/py", address=f"10.0.0.{name}", **more)
+
+
+def built(*parts, **terms):
+    named = {"run": "r", "program": ("-m", "llama405b.train"), "env": {}, "secrets": ()} | terms
+    return build_plan(Terms(**named), parts, Launching(3, 0.0, "0123abcd", "10.0.0.1:2000", "me@here"))
+
+
+def devices(plan):
+    return [node.env.get("CUDA_VISIBLE_DEVICES") for node in plan.nodes]
+
+
 def test_disjoint_devices_on_one_machine():
-    nodes = [("m1", 2), ("m1", 2), ("m2", 4)]
-    assert device_env(nodes, [4, 4, 4]) == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2,3"},
-        {},
-    ]
-    assert device_env([("m", 1), ("m", 1)], [0, 0]) == [{}, {}]
+    parts = [part("1", 2, "m1", 4), part("2", 2, "m1", 4), part("3", 4, "m2", 4)]
+    assert devices(built(*parts)) == ["0,1", "2,3", None]
+    assert devices(built(part("1", 1, "m", 0), part("2", 1, "m", 0))) == [None, None]
+    assert devices(built(*parts, on_cpu=True)) == ["", "", ""]
     with pytest.raises(UserError, match="5 ranks on a machine with 4 GPUs"):
-        device_env([("m", 4), ("m", 1)], [4, 4])
+        built(part("1", 4, "m", 4), part("2", 1, "m", 4))
+
+
+def test_ranks_threads_and_the_users_own_variables():
+    plan = built(part("1", 0, "m1", 8), part("2", 0, "m2", 0), env={"OMP_NUM_THREADS": "3"})
+    assert [(node.slots, node.first_rank) for node in plan.nodes] == [(8, 0), (1, 8)]
+    assert [node.env["OMP_NUM_THREADS"] for node in plan.nodes] == ["3", "3"]
+    assert built(part("1", 4, "m", 0), part("2", 4, "m", 0)).nodes[0].env["OMP_NUM_THREADS"] == "2"
+    assert (plan.rdzv_id, plan.attempt, plan.owner) == ("r-3-0123abcd", 3, "me@here")
+    assert built(part("1", 0, "m", 1, places={"scratch": "/nvme"})).nodes[0].env["TMPDIR"] == "/nvme"
+
+
+def test_a_run_with_rdma_everywhere_refuses_sockets():
+    port = RdmaPort("mlx5_0", 1, "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand", (), ())
+    fast = [part(str(i), 0, f"m{i}", 8, rdma=Rdma((port,))) for i in (1, 2)]
+    plan = built(*fast)
+    assert plan.refuse_sockets
+    assert [node.env["NCCL_IB_HCA"] for node in plan.nodes] == ["=mlx5_0:1"] * 2 or plan.nodes[0].env["NCCL_IB_HCA"]
+    assert not built(*fast, allow_sockets=True).refuse_sockets
+    assert not built(fast[0], part("2", 0, "m2", 8)).refuse_sockets
+    assert not built(*fast, on_cpu=True).refuse_sockets
 
 
 def test_who_differs_from_the_majority():

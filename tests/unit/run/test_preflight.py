@@ -1,4 +1,7 @@
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.machine.addresses import Address
+from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.remote.messages import LaunchFacts, Reach
 from llama405b_tools.run import preflight
 from llama405b_tools.run.preflight import Way
 
@@ -10,6 +13,16 @@ OWN = {
 }
 
 
+def facts(own, head=None):
+    """What a host that has all it needs says."""
+    addresses = tuple(Address(*entry) for entry in own)
+    return LaunchFacts(
+        versions={}, tmux=True, ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
+        machine="m", gpus=0, rdma=Rdma(), cores=2, port_fault="", port_in_use=False, own=addresses, head=head or {},
+        workdir="/w", writable=True, places={}, free_bytes=1 << 40, weights_fault="",
+    )  # fmt: skip
+
+
 def answers(*faults):
     """What three hosts say; ``faults``: (host, address of the head) that do not meet."""
     found = {}
@@ -18,8 +31,8 @@ def answers(*faults):
         for interface, address in OWN["a"] if name != "a" else ():
             fault = "no answer within 3 s" if (name, address) in faults else ""
             mine = dict(own).get(interface, own[-1][1])
-            tried[address] = {"fault": fault, "mine": mine, "interface": interface}
-        found[name] = {"own": [{"interface": i, "address": a, "mbit": "1000"} for i, a in own], "head": tried}
+            tried[address] = Reach(fault, mine, interface)
+        found[name] = facts([(i, a, "1000") for i, a in own], tried)
     return found
 
 
@@ -52,13 +65,11 @@ def test_fast_private_networks_come_first():
         ("ib0", "10.0.0.1", "400000"),
         ("x", "10.9.9.9", "-1"),
     ]
-    answer = {"own": [{"interface": i, "address": a, "mbit": m} for i, a, m in own]}
+    answer = facts(own)
     assert preflight.candidates_of(A, answer)[:4] == ["10.0.0.1", "192.168.1.5", "10.9.9.9", "8.8.4.4"]
 
 
 def test_gloo_takes_an_interfaces_first_address():
-    said = {
-        "a": {"own": [{"interface": "eth0", "address": "172.31.1.5"}, {"interface": "eth0", "address": "10.0.0.1"}]}
-    }
+    said = {"a": facts([("eth0", "172.31.1.5", ""), ("eth0", "10.0.0.1", "")])}
     way = Way("10.0.0.1", 20_000, {"a": "10.0.0.1"}, {"a": "eth0"})
     assert "its eth0 has 172.31.1.5 before 10.0.0.1" in preflight.hidden_addresses(way, said)["a"]

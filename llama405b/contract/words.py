@@ -1,0 +1,60 @@
+"""Causes in words, for whoever prints them. Nothing reads these words but people."""
+
+import signal
+
+from llama405b.contract.causes import Cause, CauseKind
+
+STUCK = {
+    "T": "it is stopped by a signal",
+    "D": "it waits for a disk or driver that does not answer",
+}  # by process state
+SAID_BY_RANK = {  # what a rank tells of its own end; else its detail alone
+    CauseKind.LOST_PEER: "lost contact with another rank in phase {phase}: {detail}",
+    CauseKind.FOLLOWED: "stopped with rank {peer}: {detail}",
+}
+WORDS = {
+    CauseKind.STOPPED: "stopped by {by}",
+    CauseKind.SIGNAL: "stopped by {signal}",
+    CauseKind.RUNNER_KILLED: "the node runner was killed",
+    CauseKind.NOT_STARTED: "torchrun could not be started ({detail})",
+    CauseKind.SETUP_FAILED: "the setup line failed with exit code {exit_code}: {detail}",
+    CauseKind.TORCHRUN_KILLED: "torchrun was killed by {signal}",
+    CauseKind.TORCHRUN_FAILED: "torchrun failed; see {detail}",
+    CauseKind.RANK_KILLED: "rank {rank} was killed by {signal}",
+    CauseKind.SOCKETS: "NCCL fell back to TCP sockets although RDMA ports are up ({detail}); "
+    "set NCCL_IB_HCA with --env, or take --allow-sockets",
+    CauseKind.VANISHED: "its processes are gone without a word; was the machine restarted?",
+    CauseKind.HUNG: "hung: rank {rank} is silent for {age_s:.0f} s, in phase {phase} at step {step}",
+    CauseKind.UNREACHABLE: "cannot be reached: {detail}",
+    CauseKind.UNKNOWN: "{detail}",
+}
+
+
+def words(cause: Cause) -> str:
+    """A clause that says what happened; '' where the kind says all."""
+    if cause.kind in WORDS:
+        stuck = STUCK.get(cause.process_state, "")
+        return _filled(WORDS[cause.kind], cause) + (f"; {stuck}" if stuck else "")
+    if cause.rank is None:
+        return cause.detail
+    said = said_by_rank(cause)
+    return f"rank {cause.rank} exited with {cause.exit_code}{f': {said}' if said else ''}"
+
+
+def said_by_rank(cause: Cause) -> str:
+    """What the rank itself says of its end; '' where it says nothing."""
+    return _filled(SAID_BY_RANK.get(cause.kind, "{detail}"), cause)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _filled(form: str, cause: Cause) -> str:
+    values = {name: getattr(cause, name) for name in ("rank", "peer", "exit_code", "phase", "step", "by", "detail")}
+    age_s = cause.age_s if cause.age_s is not None else 0.0
+    return form.format(**values, age_s=age_s, signal=signal_name(cause.signal or 0))

@@ -1,0 +1,60 @@
+"""What a rank shows of itself when it is asked: a profile of some steps, its memory, where its threads are. Files below the run."""
+
+import faulthandler
+import json
+import resource
+from pathlib import Path
+
+import torch
+
+from llama405b.contract.paths import RunDir
+from llama405b.ranks import Ranks
+
+
+def stacks(run: RunDir, me: Ranks, step: int) -> Path:
+    """Write where every thread of this process is; returns the file."""
+    path = _place(run.diagnosis("stacks", me.rank, step, "txt"))
+    with path.open("w", encoding="utf-8") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    return path
+
+
+def memory(run: RunDir, me: Ranks, step: int) -> Path:
+    """Write what this rank's memory holds; returns the file.
+
+    On CUDA torch's snapshot (https://pytorch.org/memory_viz opens it), else the process's own counts, in bytes.
+    """
+    if me.device.type == "cuda":
+        path = _place(run.diagnosis("memory", me.rank, step, "pickle"))
+        torch.cuda.memory._dump_snapshot(str(path))
+        return path
+    path = _place(run.diagnosis("memory", me.rank, step, "json"))
+    fields = (line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    counts = {name: int(rest.split()[0]) * 1024 for name, rest in fields if rest.rstrip().endswith(" kB")}
+    counts["most_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    path.write_text(json.dumps(counts) + "\n", encoding="utf-8")
+    return path
+
+
+class Profile:
+    """Records what this rank does, as a trace that Perfetto opens, from now until it is finished."""
+
+    def __init__(self, run: RunDir, me: Ranks, request: str, first_step: int, steps: int) -> None:
+        self.request, self.last_step = request, first_step + steps - 1
+        self.path = run.diagnosis("profile", me.rank, first_step, "json")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if me.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(activities=activities)
+        self.profiler.start()
+
+    def finish(self) -> Path:
+        """Write the trace; returns the file."""
+        self.profiler.stop()
+        self.profiler.export_chrome_trace(str(_place(self.path)))
+        return self.path
+
+
+def _place(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,75 @@
+"""What rank 0 tells of the run: metrics and events in files, and lines on standard output. The other ranks tell nothing.
+
+The only part of the trainer that prints while it trains.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.causes import Cause
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import append_line, write_atomic
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Metrics
+from llama405b.ranks import Ranks
+
+
+class Journal:
+    """Rank 0's ``metrics.jsonl`` and ``events/rank-0.jsonl``, and its standard output."""
+
+    def __init__(self, run: RunDir, me: Ranks) -> None:
+        self.run, self.me = run, me
+        self.writer = f"rank-{me.rank}"
+        self.tokens = 0  # target tokens so far
+        self.steps = 0  # of the run, in all
+
+    def log(self, line: str) -> None:
+        """Print a line."""
+        if self.me.leads:
+            print(line, flush=True)
+
+    def event(
+        self, kind: EventKind, *, step: int | None = None, path: Path | None = None, detail: str = "",
+        request: str = "", cause: Cause | None = None,
+    ) -> None:  # fmt: skip
+        """Add an event."""
+        if not self.me.leads:
+            return
+        place = str(path) if path else ""
+        event = RunEvent(time.time(), self.writer, kind, self.me.attempt, step, place, 0, cause, request, detail)
+        with contextlib.suppress(OSError):  # a full disk here is no reason for all ranks to end
+            append_line(self.run.events(self.writer), reader.dumps(event))
+
+    def resumed_at(self, done: int, steps: int) -> None:
+        """Keep the metrics up to step ``done``, which the run goes on from; it has ``steps`` in all."""
+        self.steps = steps
+        if not self.me.leads:
+            return
+        kept = [metrics for metrics in read_metrics(self.run.metrics) if metrics.step <= done]
+        write_atomic(self.run.metrics, "".join(reader.dumps(metrics) + "\n" for metrics in kept))
+        self.tokens = kept[-1].tokens if kept else 0
+
+    def metrics(self, metrics: Metrics) -> None:
+        """Append one step, and print it."""
+        if not self.me.leads:
+            return
+        append_line(self.run.metrics, reader.dumps(metrics))
+        print(
+            f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
+            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s",
+            flush=True,
+        )
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """Metrics of earlier attempts; what follows a line that a kill cut short is dropped."""
+    found: list[Metrics] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(reader.loads(Metrics, line, path.name))
+            except reader.MalformedError:
+                break
+    return found

@@ -1,0 +1,160 @@
+"""Bring data, model and optimizer to where training begins, in the order in which the data flows."""
+
+import base64
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llama405b import load, ranks
+from llama405b.checkpoint import state, store
+from llama405b.commands.make_demo import make_demo
+from llama405b.contract import weights
+from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
+from llama405b.contract.errors import UserError
+from llama405b.contract.events import EventKind
+from llama405b.contract.files import write_atomic
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Phase
+from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
+from llama405b.data.batches import open_batches
+from llama405b.heartbeat import Pulse
+from llama405b.inbox import Inbox
+from llama405b.journal import Journal
+from llama405b.model import llama as model
+from llama405b.optim.adamw import build_optimizer
+from llama405b.parallel import fsdp1, fsdp2
+from llama405b.ranks import Ranks
+from llama405b.trainer import StopSignal, Trainer
+
+
+def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopSignal) -> Trainer:
+    """Bring data, model and optimizer to where training begins: from the model's weights, or from a checkpoint.
+
+    Raises:
+        UserError: The model, the data or a checkpoint cannot be used.
+    """
+    accumulate = check_world(config, me.world)
+    journal = Journal(run, me)
+    files = bring_model_files(config, run, me, journal)
+    pulse.phase(Phase.DATA)
+    batches = open_batches(config.data, files, run.path.parent / ".cache", me)
+    steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
+    root = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+    checkpoints = store.Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run.name)
+    if config.checkpoint.every:
+        checkpoints.prove_shared()
+    start, passed_over = checkpoints.find(resume)
+    for each in passed_over:
+        journal.log(f"passed over {each}; renamed to …aside")
+        journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
+    if me.leads:
+        write_atomic(run.config, to_toml(config))
+    pulse.phase(Phase.LOAD)
+    module = build(config, files, start, me, pulse, journal)
+    optimizer = build_optimizer(module, config.optimizer)
+    torch.manual_seed(config.training.seed + me.rank)
+    done = 0
+    if start:
+        pulse.phase(Phase.RESUME)
+        done = state.restore(start, module, optimizer, me)
+        journal.log(f"resumed from {start}")
+        journal.event(EventKind.RESUMED, step=done, path=start)
+    else:
+        journal.event(EventKind.STARTED, step=0)
+        if resume == "auto":
+            journal.log("no checkpoint yet: starting from the model's weights")
+    shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
+    micro = f"{accumulate} micro-batch{'es' * (accumulate != 1)} on each of {me.world} rank{'s' * (me.world != 1)}"
+    journal.log(f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
+    journal.resumed_at(done, steps)
+    flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
+    return Trainer(
+        config, run, me, module, optimizer, batches, checkpoints, range(done + 1, steps + 1), journal, pulse, stop,
+        Inbox(run), journal.tokens, flops,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SmallFiles:
+    """The model's configuration and tokenizer, by name, in base64."""
+
+    content: dict[str, str]
+
+
+def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) -> Path:
+    """Give every host the model's small files (configuration, tokenizer); only rank 0's needs the directory.
+
+    Raises:
+        UserError: On every rank, where rank 0's directory is not a whole Llama checkpoint that fits the sequences.
+    """
+    directory, random = Path(config.model.path), config.model.weights == "random"
+    small: dict[str, str] = {}
+    error: UserError | None = None
+    if me.leads:
+        try:
+            if directory == Path(DEMO_MODEL) and not directory.exists():
+                journal.log(f"making the demo's model and tokenizer in {directory}")
+                make_demo(directory)
+            weights.check_checkpoint(directory, config.data.seq_len, config.model.layers, random=random)
+            present = [name for name in weights.SMALL_FILES if (directory / name).is_file()]
+            small = {name: base64.b64encode((directory / name).read_bytes()).decode() for name in present}
+        except UserError as found:
+            error = found
+    ranks.refuse_together(error)
+    target = run.model(me.host)
+    for name, content in ranks.from_rank0(_SmallFiles(small)).content.items():
+        if me.local_rank == 0 and name in weights.SMALL_FILES:
+            target.mkdir(parents=True, exist_ok=True)
+            partial = target / f".{name}.{os.getpid()}"
+            partial.write_bytes(base64.b64decode(content))
+            partial.replace(target / name)
+    dist.barrier()
+    return target
+
+
+def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse, journal: Journal) -> Any:
+    """The sharded model with its weights (or, where a checkpoint follows, with memory for them).
+
+    Raises:
+        UserError: The configuration does not fit the model or the device.
+    """
+    parallel, weights_in = config.parallel, Path(config.model.path)
+    attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
+    hf_config = model.read_config(files, config.model.layers)
+    llama = weights.read_llama(files, config.model.layers)
+    random = config.model.weights == "random"
+    began = time.monotonic()
+    if parallel.fsdp == "fsdp1":
+        if me.device.type == "cpu":
+            raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
+        module = fsdp1.build(None if random else weights_in, hf_config, attention, parallel, me)
+        how = "rank 0 broadcast the weights"
+    else:
+        module = model.build_on_meta(hf_config, attention, fsdp2.kept_dtype(parallel.numerics))
+        fsdp2.shard(module, parallel, me.device)
+        if start:
+            load.materialise(module, me, offload=parallel.cpu_offload)
+            how = "weights come from the checkpoint"
+        else:
+            how = load.load(
+                module,
+                weights_in,
+                config.model.load,
+                me,
+                pulse.loaded,
+                offload=parallel.cpu_offload,
+                random=llama if random else None,
+            )
+    if config.model.activation_checkpointing:
+        fsdp2.checkpoint_activations(module)
+    n, each = llama.parameters, BYTES_PER_PARAMETER[parallel.numerics]
+    what = f"{n:,} parameters, {parallel.numerics} at {each} bytes each"
+    journal.log(f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
+    recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
+    journal.log(f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.cpu_offload}")
+    return module

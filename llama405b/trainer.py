@@ -1,0 +1,193 @@
+"""The step loop: what is done in a step, after it, and when somebody asks. Knows its parts; builds none."""
+
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llama405b import diagnose, ranks
+from llama405b.checkpoint import store
+from llama405b.contract.errors import RunError
+from llama405b.contract.events import EventKind
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Metrics, Phase
+from llama405b.contract.requests import RequestKind, RunRequest
+from llama405b.contract.schema import Config
+from llama405b.data.batches import Batches
+from llama405b.diagnose import Profile
+from llama405b.heartbeat import Pulse
+from llama405b.inbox import MAX_STEPS, Inbox
+from llama405b.journal import Journal
+from llama405b.optim.adamw import lr_at, set_lr
+from llama405b.ranks import Ranks
+from llama405b.step import NonFiniteError, train_step
+from llama405b.timer import Laps
+
+
+class NotFiniteError(RunError):
+    """A step's loss or gradient is NaN or infinite."""
+
+
+class StopSignal:
+    """Whether the node runner asked this rank to save and end.
+
+    By SIGUSR1: SIGTERM stays what torchrun ends the survivors of a failure with, which must not wait for a step.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        signal.signal(signal.SIGUSR1, self._take)
+
+    def _take(self, *_: object) -> None:
+        self.came = True
+
+
+@dataclasses.dataclass(slots=True)
+class Trainer:
+    """A model on its ranks, and everything that takes its steps."""
+
+    config: Config
+    run: RunDir
+    me: Ranks
+    module: Any
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    checkpoints: store.Store
+    steps: range  # still to take
+    journal: Journal
+    pulse: Pulse
+    stop: StopSignal
+    inbox: Inbox
+    tokens: int = 0  # target tokens so far, over all ranks
+    flops_per_token: int = 0
+    profile: Profile | None = None
+
+    def take_steps(self) -> None:
+        """Take the steps, writing metrics, heartbeats and checkpoints; a stop that is asked for saves first.
+
+        Raises:
+            UserError: A checkpoint could not be written.
+            RunError: The loss or the gradient is not finite; the last checkpoint stands.
+        """
+        self.pulse.phase(Phase.TRAIN)
+        for step in self.steps:
+            metrics = self.one_step(step)
+            ranks.set_timeout(self.config.timeouts.step)
+            self.pulse.stepped(metrics)
+            self.journal.metrics(metrics)
+            if self.obey(step):
+                self.journal.log(f"stopped after step {step}, as asked")
+                self.journal.event(EventKind.STOPPED, step=step)
+                return
+
+    def one_step(self, step: int) -> Metrics:
+        """Fetch a batch, update the weights, and measure.
+
+        Raises:
+            NotFiniteError: Loss or gradient is not finite.
+        """
+        config, laps = self.config, Laps(self.me.device)
+        lr = lr_at(step, self.steps.stop - 1, config.optimizer)
+        set_lr(self.optimizer, lr)
+        training = config.training
+        microbatches = self.batches.microbatches(step, self.me, training.global_batch_size, training.micro_batch_size)
+        laps.end("data")
+        try:
+            result = train_step(
+                self.module,
+                self.optimizer,
+                microbatches,
+                max_norm=config.optimizer.max_norm,
+                world=self.me.world,
+                set_to_none=not config.parallel.cpu_offload,
+                lap=laps.end,
+            )
+        except NonFiniteError as error:
+            raise NotFiniteError(
+                f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or look at "
+                "the data of this step, and resume"
+            ) from None
+        seconds = laps.seconds()
+        step_s = sum(seconds.values())
+        self.tokens += result.n_targets
+        return Metrics(
+            step=step,
+            time=time.time(),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=self.tokens,
+            tokens_per_s=result.n_targets / step_s,
+            step_s=step_s,
+            data_s=seconds["data"],
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            optimizer_s=seconds["optimizer"],
+            step_tokens=result.n_targets,
+            flops_per_token=self.flops_per_token,
+            attempt=self.me.attempt,
+        )
+
+    def obey(self, step: int) -> bool:
+        """Do after a step what is due, and what was asked for; returns whether the run is to stop."""
+        requests = list(self.inbox.new()) if self.me.leads else []
+        counts = dict.fromkeys(RequestKind, 0)
+        for request in requests:
+            counts[request.kind] = max(counts[request.kind], 1, min(request.steps, MAX_STEPS))
+        stops, *found = ranks.greatest_of([int(self.stop.came), *counts.values()])
+        wanted = dict(zip(counts, found, strict=True))
+        every, last = self.config.checkpoint.every, self.steps.stop - 1
+        due = bool(every) and (step % every == 0 or step == last or bool(stops))
+        if due or (every and wanted[RequestKind.SAVE]):
+            path = self.save(step)
+            self.answer(requests, RequestKind.SAVE, step, path)
+        elif wanted[RequestKind.SAVE]:
+            self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves nothing")
+        if wanted[RequestKind.STACKS]:
+            self.answer(requests, RequestKind.STACKS, step, diagnose.stacks(self.run, self.me, step))
+        if wanted[RequestKind.MEMORY]:
+            self.answer(requests, RequestKind.MEMORY, step, diagnose.memory(self.run, self.me, step))
+        self.finish_profile(step, ending=bool(stops) or step == last)
+        self.begin_profile(requests, wanted[RequestKind.PROFILE], step)
+        return bool(stops)
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint.
+
+        Raises:
+            UserError: It could not be written.
+        """
+        self.pulse.phase(Phase.CHECKPOINT)
+        ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
+        path = self.checkpoints.save(step, self.module, self.optimizer)
+        self.journal.log(f"saved {path}")
+        self.journal.event(EventKind.SAVED, step=step, path=path)
+        self.pulse.phase(Phase.TRAIN)
+        return path
+
+    def finish_profile(self, step: int, *, ending: bool) -> None:
+        """Write the profile whose last step this was, or after which nothing follows."""
+        if self.profile and (ending or step >= self.profile.last_step):
+            path, request, self.profile = self.profile.finish(), self.profile.request, None
+            self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request)
+
+    def begin_profile(self, requests: Sequence[RunRequest], n_steps: int, step: int) -> None:
+        """Begin the profile that is asked for, one at a time."""
+        asked = [request.id for request in requests if request.kind is RequestKind.PROFILE]
+        if n_steps and not self.profile:
+            first, asked = asked[:1], asked[1:]
+            self.profile = Profile(self.run, self.me, "".join(first), step + 1, n_steps)
+        for request in asked:
+            self.journal.event(EventKind.ANSWERED, step=step, request=request, detail="another profile is being taken")
+
+    def answer(
+        self, requests: Sequence[RunRequest], kind: RequestKind, step: int, path: Path | None, why: str = ""
+    ) -> None:
+        """Say of all requests of a kind that they were carried out, or why not."""
+        for request in requests:
+            if request.kind is kind:
+                self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)

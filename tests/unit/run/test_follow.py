@@ -1,0 +1,79 @@
+"""What following a run makes of what arrives: values in, values out."""
+
+import pytest
+
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.plan import Node, Plan
+from llama405b.contract.records import Metrics, NodeState, NodeStatus, Phase
+from llama405b_tools.remote.messages import Beat, News, NodeNews
+from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch
+from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.streams import Arrival, Unreachable
+
+
+@pytest.fixture
+def watch():
+    nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
+    return Watch(Plan("r", 2, 0.0, "r-2-x", "a:1", ("-m", "llama405b.train"), (), nodes))
+
+
+def take(watch, host, **news):
+    return watch.take(Arrival(host, News(**news), 0.0))
+
+
+def metrics(step, loss, attempt):
+    return Metrics(step, 0.0, loss, 1.0, 1e-5, 10 * step, 5.0, 2.0, 0.1, 0.2, 0.3, 0.4, attempt=attempt)
+
+
+def ended(cause, exit_code=1):
+    return NodeNews(False, NodeStatus("h", NodeState.EXITED, 2, 1, 1, exit_code=exit_code, cause=cause), "")
+
+
+def test_who_is_lost_is_named_before_who_waits_for_it(watch):
+    watch.take(Arrival("b", Unreachable("no answer"), 0.0))
+    take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=1000.0)
+    watch.look_for_hang(Limits(300.0, 3600.0))
+    worst = watch.worst()
+    assert (worst.host, worst.cause.kind) == ("b", CauseKind.UNREACHABLE)
+    assert watch.hangs
+
+
+def test_a_host_that_is_only_lost_is_no_failure(watch):
+    watch.take(Arrival("b", Unreachable("no answer"), 0.0))
+    assert watch.worst() is None
+    assert len(watch.take(Arrival("b", Unreachable("no answer"), 0.0))) == 0  # said once
+    assert len(take(watch, "b", end=True)) == 1  # and that it is back
+
+
+def test_where_the_failure_began_is_named_whoever_ends_first(watch):
+    take(watch, "a", node=ended(Cause(CauseKind.LOST_PEER, "a", 0)))
+    take(watch, "b", node=ended(Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)))
+    assert (watch.worst().host, watch.ended) == ("b", {"a", "b"})
+
+
+def test_a_loss_is_of_this_attempt(watch):
+    take(watch, "a", metrics=(metrics(1, 5.0, 1), metrics(2, 4.0, 1)))
+    assert watch.loss_of(2) is None
+    take(watch, "a", metrics=(metrics(2, 4.5, 2),))
+    assert (watch.loss_of(2), [each.step for each in watch.metrics]) == (4.5, [1, 2])
+
+
+def test_what_was_saved_is_an_event_of_this_attempt(watch):
+    take(watch, "a", events=(RunEvent(0.0, "rank-0", EventKind.SAVED, 1, 4, "/old"),))
+    assert watch.saved == ""
+    take(watch, "a", events=(RunEvent(0.0, "rank-0", EventKind.SAVED, 2, 8, "/new"),))
+    assert watch.saved == "/new"
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [(CauseKind.REFUSED, True), (CauseKind.FOLLOWED, True), (CauseKind.RANK_EXIT, False), (CauseKind.HUNG, False)],
+)
+def test_a_refusal_is_known_by_its_kind(kind, refused):
+    assert Ending(EndKind.FAILED, Failure("a", Cause(kind))).refused is refused
+
+
+def test_exit_codes():
+    codes = {EndKind.WELL: 0, EndKind.FAILED: 1, EndKind.STOPPED: 1, EndKind.LEFT: 130}
+    assert {kind: Ending(kind).code for kind in EndKind} == codes

@@ -1,0 +1,100 @@
+"""Which run is meant, how it stands on a host, and where a failure began: values in, values out."""
+
+import signal
+
+import pytest
+
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import UserError
+from llama405b.contract.records import NodeState, NodeStatus, Phase
+from llama405b_tools.remote.messages import Beat, HostRun
+from llama405b_tools.run import judge
+from llama405b_tools.run.judge import Heard, Standing
+
+
+def status(state=NodeState.EXITED, cause=None, *, exit_code=0, number=None, reason=""):
+    return NodeStatus("h", state, 1, 10, 20, exit_code=exit_code, signal=number, cause=cause, reason=reason)
+
+
+def run(name="x", created=0.0, *, alive=False, leftovers=(), known=True, **more):
+    found = status(**more) if known else None
+    return HostRun(name, created, 1, "", 0, alive, leftovers, found, (), (), "", None, None, 0.0)
+
+
+def test_the_only_live_run_else_the_newest():
+    assert judge.choose({"a": [run("x", 1, alive=True), run("y", 2)]}, None) == "x"
+    assert judge.choose({"a": [run("x", 1)], "b": [run("y", 2)]}, None) == "y"
+    assert judge.choose({"a": [run("x")]}, "x") == "x"
+    for answers, named in (
+        ({"a": [run("y", alive=True)], "b": [run("x", alive=True)]}, None),
+        ({"a": [run("x")]}, "z"),
+        ({"a": []}, None),
+    ):
+        with pytest.raises(UserError):
+            judge.choose(answers, named)
+
+
+@pytest.mark.parametrize(
+    ("described", "standing", "kind"),
+    [
+        (None, Standing.NO_RUN, CauseKind.NO_RUN),
+        (run(alive=True, state=NodeState.RUNNING), Standing.RUNNING, None),
+        (run(alive=True, known=False), Standing.STARTING, None),
+        (run(state=NodeState.RUNNING), Standing.VANISHED, CauseKind.VANISHED),
+        (run(exit_code=1, cause=Cause(CauseKind.RANK_EXIT, rank=3)), Standing.EXITED, CauseKind.RANK_EXIT),
+        (run(exit_code=1), Standing.EXITED, CauseKind.UNKNOWN),
+        (run(exit_code=1, reason="rank 0 exited with 1"), Standing.EXITED, CauseKind.UNKNOWN),
+        (run(state=NodeState.KILLED, number=9), Standing.KILLED, CauseKind.UNKNOWN),
+        (run(leftovers=(4, 5)), Standing.LEFTOVERS, CauseKind.LEFTOVERS),
+        (run(known=False), Standing.NEVER_STARTED, CauseKind.NEVER_STARTED),
+        (run(state=NodeState.STOPPED, cause=Cause(CauseKind.STOPPED, by="me")), Standing.STOPPED, None),
+        (run(), Standing.EXITED, None),
+    ],
+)
+def test_standings_and_failures(described, standing, kind):
+    state = judge.state_of_run(described)
+    failure = judge.failure_of("h", state)
+    assert (state.standing, failure and failure.cause.kind) == (standing, kind)
+
+
+def test_the_host_where_it_began_is_named():
+    def failure(host, *cause, **more):
+        return judge.failure_of(host, judge.state_of(status(exit_code=1, cause=Cause(*cause, **more)), alive=False))
+
+    lost = failure("a", CauseKind.LOST_PEER, rank=0)
+    own = failure("b", CauseKind.RANK_KILLED, rank=1, signal=signal.SIGKILL)
+    aborted = failure("c", CauseKind.RANK_KILLED, rank=2, signal=signal.SIGABRT)
+    ended = failure("d", CauseKind.SIGNAL, signal=signal.SIGTERM)
+    assert judge.first_failure([lost, own]).host == "b"
+    assert judge.first_failure([lost]).host == "a"
+    assert judge.first_failure([lost, aborted]).host == "c"
+    assert judge.first_failure([aborted, own]).host == "b"
+    assert judge.first_failure([ended, lost, own]).host == "b"
+    for kind in (CauseKind.FOLLOWED, CauseKind.TORCHRUN_FAILED):
+        assert failure("a", kind, peer=1).origin == 0
+    for kind in (CauseKind.REFUSED, CauseKind.RANK_EXIT, CauseKind.SOCKETS, CauseKind.VANISHED, CauseKind.HUNG):
+        assert failure("a", kind).origin == 2
+
+
+def beat(rank, *, time, step=7, phase=Phase.TRAIN, since=0.0, state="S"):
+    return Beat(rank, "a", 100 + rank, time, step, phase, since, state=state)
+
+
+def test_a_rank_that_is_silent_for_too_long():
+    def hung(*beats, now=1000.0, heard_at=50.0, at=50.0):
+        found = judge.hung({"a": Heard(beats, now, heard_at)}, at, 100.0, 500.0)
+        return found and found.cause
+
+    assert hung(beat(0, time=901.0)) is None
+    assert hung(beat(0, time=899.0)) == Cause(
+        CauseKind.HUNG, "a", 0, phase=Phase.TRAIN, step=7, age_s=101.0, process_state="S"
+    )
+    assert hung(beat(0, time=700.0), beat(1, time=800.0, step=6)).rank == 1  # the one that is behind
+    stopped = hung(beat(0, time=700.0), beat(1, time=800.0, state="T"))
+    assert (stopped.rank, stopped.process_state) == (1, "T")
+    assert hung(beat(0, time=600.0, phase=Phase.LOAD)) is None
+    assert hung(beat(0, time=600.0, since=600.0)) is None  # the first step takes its time
+    assert hung(beat(0, time=400.0, since=400.0)) is not None
+    assert hung(beat(0, time=0.0, phase=Phase.DONE)) is None
+    assert hung(beat(0, time=899.0), at=80.0) is None  # not heard for half a minute: nothing is known
+    assert hung(beat(0, time=980.0), at=60.0) is None

@@ -1,0 +1,13 @@
+"""What torchrun writes when it fails. Pure; ``tests/data/foreign/torchrun`` has a recording of each form."""
+
+import re
+
+ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?rank\s*: \d+ \(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
+)
+
+
+def root_cause(text: str) -> tuple[int, int] | None:
+    """The local rank that torchrun saw fail first on its host, and its exit code (negative: a signal); None: it names none."""
+    match = ROOT_CAUSE.search(text)
+    return (int(match[1]), int(match[2])) if match else None

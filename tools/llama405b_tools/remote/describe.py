@@ -1,0 +1,88 @@
+"""What this host knows of its runs. Standard library."""
+
+import contextlib
+import time
+from pathlib import Path
+
+from llama405b.contract.checkpoints import newest_complete
+from llama405b.contract.files import read_record, read_records
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Node, Plan
+from llama405b.contract.reader import MalformedError, loads
+from llama405b.contract.records import Metrics, NodeState, NodeStatus, StopMark
+from llama405b_tools.remote import processes, slurm
+from llama405b_tools.remote.locks import is_alive, run_of
+from llama405b_tools.remote.messages import Beat, HostRun, StatusReply, StatusRequest
+
+NEWEST_RUNS = 20
+LAST_BYTES = 4096  # of the metrics, in which their last line is
+
+
+def status(request: StatusRequest) -> StatusReply:
+    """Every run of this host, newest first: its state, its ranks' heartbeats, its last step and checkpoint."""
+    found = []
+    for path in Path("runs").iterdir() if Path("runs").is_dir() else []:
+        plan = read_record(Plan, path / "plan.json") if request.run in (None, path.name) else None
+        if plan and request.host in [node.name for node in plan.nodes]:
+            found.append((plan.created, path.name, plan))
+    found.sort(key=lambda entry: entry[0], reverse=True)
+    return StatusReply(tuple(describe(run_of(name), plan, request.host) for _, name, plan in found[:NEWEST_RUNS]))
+
+
+def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
+    """One run, as its files and processes here tell."""
+    node, alive = plan.find(host), lives(run, plan, host)
+    saved = newest_complete(checkpoints_of(run, plan))
+    return HostRun(
+        run=run.name,
+        created=plan.created,
+        attempt=plan.attempt,
+        owner=plan.owner,
+        first_rank=node.first_rank if node else 0,
+        alive=alive,
+        leftovers=() if alive or plan.slurm_job else tuple(processes.marked(f"{run.path}:{host}")),
+        status=read_record(NodeStatus, run.status(host)),
+        heartbeats=beats_of(run, node),
+        ends=tuple(read_records(NodeStatus, run.ends(host), NEWEST_RUNS)),
+        stopped_by=stopped_by(run, host),
+        metrics=_last_metrics(run.metrics),
+        checkpoint=str(saved) if saved else None,
+        now=time.time(),
+    )
+
+
+def lives(run: RunDir, plan: Plan | None, host: str) -> bool:
+    """Whether a node runner runs the plan: here, or on the node of a Slurm job whose files these are."""
+    if plan is None or not plan.slurm_job:
+        return is_alive(run, host)
+    status = read_record(NodeStatus, run.status(host))
+    if status and status.attempt == plan.attempt and status.state not in (NodeState.STARTING, NodeState.RUNNING):
+        return False
+    return slurm.alive(plan.slurm_job)
+
+
+def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
+    """The heartbeats of a node's ranks, by rank, each with the state of its process."""
+    if node is None:
+        return ()
+    beats = [read_record(Beat, run.heartbeat(rank)) for rank in range(node.first_rank, node.first_rank + node.slots)]
+    return tuple(beat.with_state(processes.state(beat.pid)) for beat in beats if beat)
+
+
+def stopped_by(run: RunDir, host: str) -> str:
+    """Who asked for the run's end here; "" where nobody did."""
+    mark = read_record(StopMark, run.stop(host))
+    return mark.by if mark else ""
+
+
+def checkpoints_of(run: RunDir, plan: Plan) -> Path:
+    """The directory of a run's checkpoints."""
+    return Path(plan.checkpoint_dir) if plan.checkpoint_dir else run.checkpoints
+
+
+def _last_metrics(path: Path) -> Metrics | None:
+    with contextlib.suppress(OSError, MalformedError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        lines = file.read().splitlines()
+        return loads(Metrics, lines[-1], path.name) if lines else None
+    return None

@@ -1,0 +1,95 @@
+"""End a run's processes on this host and see that none is left; hand a request to one that trains. Standard library."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from llama405b.contract.files import read_record, write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import REHEARSAL, Plan
+from llama405b.contract.records import NodeStatus, StopMark
+from llama405b.contract.requests import RunRequest
+from llama405b_tools.remote import processes
+from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
+from llama405b_tools.remote.locks import is_alive, run_of
+from llama405b_tools.remote.messages import Asked, AskRequest, Ended, EndRequest, Orphan, OrphansReply, OrphansRequest
+from llama405b_tools.remote.tmux import tmux_session, tmux_socket
+
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
+SLACK_S = 10.0  # beyond that, for the node runner to write how it ended
+
+
+def end(request: EndRequest) -> Ended:
+    """End every process of the run on this host, and look whether any is left."""
+    run, host = run_of(request.run), request.host
+    plan = read_record(Plan, run.plan)
+    if request.only not in (None, plan.rdzv_id if plan else None):  # another launch's: not ours to end
+        return Ended(known=True, was_alive=False, stopped_by=stopped_by(run, host))
+    was_alive = is_alive(run, host)
+    if request.by and run.path.is_dir():
+        write_json(run.stop(host), StopMark(request.by, request.grace_s, time.time()))
+    if was_alive:
+        _end_runner(run, host, request)
+    ended, left = processes.sweep(f"{run.path}:{host}")
+    session = ["kill-session", "-t", f"={tmux_session(host)}"]
+    subprocess.run(["tmux", "-L", tmux_socket(run.name), *session], capture_output=True, timeout=10, check=False)
+    with contextlib.suppress(OSError):
+        run.secrets(host).unlink()
+    if request.discard and plan and run.name.endswith(REHEARSAL) and not left:
+        shutil.rmtree(checkpoints_of(run, plan), ignore_errors=True)
+    return Ended(
+        known=run.path.is_dir() and (plan is None or plan.find(host) is not None),
+        was_alive=was_alive,
+        swept=ended,
+        left=tuple(left),
+        stopped_by=stopped_by(run, host),
+        node=describe(run, plan, host) if plan else None,
+    )
+
+
+def _end_runner(run: RunDir, host: str, request: EndRequest) -> None:
+    """Tell the node runner to end the run, and wait for it; its guardian ends the rest where it does not answer."""
+    runner = read_record(NodeStatus, run.status(host))
+    if runner is None or not processes.same_process(runner.pid, runner.pid_start):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(runner.pid, signal.SIGKILL if request.hard else signal.SIGTERM)
+    deadline = time.monotonic() + request.grace_s + GRACE_S + SLACK_S
+    while is_alive(run, host) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if is_alive(run, host):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(runner.pid, signal.SIGKILL)
+
+
+def orphans(request: OrphansRequest) -> OrphansReply:
+    """Processes of runs whose node runner is gone, by run directory; ended where ``end`` says so."""
+    found: dict[str, list[int]] = {}
+    for value, pids in processes.all_marked().items():
+        directory, _, host = value.rpartition(":")
+        if not is_alive(RunDir(Path(directory)), host):
+            found[value] = pids
+    left = {value: processes.sweep(value)[1] for value in found} if request.end else found
+    return OrphansReply(
+        tuple(
+            Orphan(value, tuple(pids), processes.command_of(pids[0]), tuple(left[value]))
+            for value, pids in sorted(found.items())
+        )
+    )
+
+
+def ask(request: AskRequest) -> Asked:
+    """Write a request for the trainer to find; for the head, whose rank 0 looks for them."""
+    run = run_of(request.run)
+    plan = read_record(Plan, run.plan)
+    if plan is None or not lives(run, plan, plan.nodes[0].name):
+        return Asked("")
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    record = RunRequest(name, request.kind, request.by, time.time(), request.steps)
+    write_json(run.requests / f"{name}.json", record)
+    return Asked(name)

@@ -1,0 +1,91 @@
+"""Start a run's part on this host, and end it again unless the operator says to keep it. Standard library."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from llama405b.contract import reader
+from llama405b.contract.files import read_record, write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b.contract.records import NodeState, NodeStatus, StopMark
+from llama405b_tools.remote import ending
+from llama405b_tools.remote.locks import is_alive, run_of, take_lock
+from llama405b_tools.remote.messages import KEEP, EndRequest, Kept, Started, StartFault, StartRequest
+from llama405b_tools.remote.secrets import write_secrets
+from llama405b_tools.remote.tmux import tmux_session, tmux_socket
+
+START_WITHIN_S = 60.0  # for the node runner to start torchrun, on a machine however busy
+TMUX_WITHIN_S = 20.0
+KEEP_WITHIN_S = 60.0  # after this host is up, for all the others to be
+
+
+def start(request: StartRequest) -> None:
+    """Start the run here, and say so; end it again unless the operator, having heard from all hosts, says to keep it."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # whoever asked may be gone: then there is something to end
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    started = _start(request)
+    with contextlib.suppress(BrokenPipeError):
+        print(reader.dumps(started), flush=True)
+        if started.fault:
+            return
+        if select.select([sys.stdin], [], [], KEEP_WITHIN_S)[0] and sys.stdin.readline() == KEEP:
+            print(reader.dumps(Kept(True)), flush=True)
+            return
+    ending.end(EndRequest(request.plan.run, request.host, only=request.plan.rdzv_id))
+    sys.stdout = None  # nobody listens, and nothing is left to say
+
+
+def _start(request: StartRequest) -> Started:
+    """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
+    host, plan = request.host, request.plan
+    run = run_of(plan.run)
+    claim = take_lock(run.start_lock(host))  # two launches of one name at once: the other one is told
+    if claim is None or is_alive(run, host):
+        known = read_record(Plan, run.plan)
+        return Started(StartFault.TAKEN, by=known.owner if known else "")
+    if not request.again:
+        run.stop(host).unlink(missing_ok=True)
+    elif run.stop(host).exists():
+        mark = read_record(StopMark, run.stop(host))
+        return Started(StartFault.STOPPED, by=mark.by if mark else "")
+    write_json(run.plan, plan)
+    run.status(host).unlink(missing_ok=True)
+    for rank in request.ranks:
+        run.heartbeat(rank).unlink(missing_ok=True)
+    if request.secrets:
+        write_secrets(run.secrets(host), dict(request.secrets))
+    if fault := _start_tmux(run, host):
+        return Started(StartFault.TMUX, detail=fault)
+    return _await_torchrun(run, host)
+
+
+def _await_torchrun(run: RunDir, host: str) -> Started:
+    deadline = time.monotonic() + START_WITHIN_S
+    while time.monotonic() < deadline:
+        status = read_record(NodeStatus, run.status(host))
+        if status and status.state is NodeState.KILLED:
+            return Started(StartFault.ENDED, cause=status.cause)
+        if status and status.state is not NodeState.STARTING:
+            return Started()
+        time.sleep(0.05)
+    return Started(StartFault.SLOW, detail=f"{START_WITHIN_S:.0f}")
+
+
+def _start_tmux(run: RunDir, host: str) -> str:
+    """Start the node runner in a session of the run's own tmux server; '' or what tmux says."""
+    env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
+    server = ["tmux", "-L", tmux_socket(run.name), "-f", "/dev/null"]
+    session = ["new-session", "-d", "-s", tmux_session(host), "-x", "200", "-y", "50"]
+    node = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
+    done = subprocess.run(
+        [*server, *session, "--", *node], env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False
+    )
+    if done.returncode == 0:
+        return ""
+    run.secrets(host).unlink(missing_ok=True)
+    return done.stderr.strip() or f"exit code {done.returncode}"

@@ -1,0 +1,81 @@
+"""Say what is new of a run on this host: log lines, metrics, events, the host's state. Standard library."""
+
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from llama405b.contract import reader
+from llama405b.contract.events import RunEvent
+from llama405b.contract.files import read_record
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b.contract.records import Metrics, NodeStatus
+from llama405b_tools.remote.describe import beats_of, lives, stopped_by
+from llama405b_tools.remote.hostlogs import HostLogs
+from llama405b_tools.remote.locks import run_of
+from llama405b_tools.remote.messages import News, NodeNews, StreamRequest
+from llama405b_tools.remote.tail import Tail
+
+T = TypeVar("T")
+STREAM_EVERY_S = 0.3
+BEATS_EVERY_S = 2.0
+
+
+def stream(request: StreamRequest) -> None:
+    """Print news until standard input closes, or the run is over."""
+    run, host = run_of(request.run), request.host
+    logs = HostLogs(run, host, request)
+    records = _Records(run) if request.records else None
+    last: NodeNews | None = None
+    beats_at = 0.0
+    while True:
+        plan = read_record(Plan, run.plan)
+        alive = lives(run, plan, host)  # before the lines are read: a run that ended has written its last
+        last_pass = not request.follow or not (alive or request.forever)
+        for news in logs.poll(final=last_pass):
+            _say(news)
+        for news in records.new() if records else ():
+            _say(news)
+        state = NodeNews(alive, read_record(NodeStatus, run.status(host)), stopped_by(run, host))
+        if state != last:
+            last = state
+            _say(News(node=state))
+        if request.beats and (last_pass or time.monotonic() > beats_at + BEATS_EVERY_S):
+            beats_at = time.monotonic()
+            _say(News(beats=beats_of(run, plan.find(host) if plan else None), now=time.time()))
+        if last_pass:
+            _say(News(end=True))
+            return
+        if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not os.read(sys.stdin.fileno(), 4096):
+            return
+
+
+class _Records:
+    """Rank 0's metrics and events, as they are added."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.metrics, self.events = Tail(run.metrics), Tail(run.events("rank-0"))
+
+    def new(self) -> Iterator[News]:
+        """What was added since the last call."""
+        if metrics := tuple(_added(Metrics, self.metrics)):
+            yield News(metrics=metrics)
+        if events := tuple(_added(RunEvent, self.events)):
+            yield News(events=events)
+
+
+def _added(kind: type[T], tail: Tail) -> Iterator[T]:
+    for piece in tail.all() if Path(tail.root).is_file() else ():
+        for line in piece.data.splitlines():
+            try:
+                yield reader.loads(kind, line, "a record")
+            except reader.MalformedError:
+                continue
+
+
+def _say(news: News) -> None:
+    print(reader.dumps(news), flush=True)

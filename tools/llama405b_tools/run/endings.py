@@ -1,0 +1,25 @@
+"""States and failures in words, for whoever prints them. Pure."""
+
+from llama405b.contract.words import words
+from llama405b_tools.run.judge import Failure, Standing, State
+from llama405b_tools.text.clean import clean
+
+
+def state_words(state: State) -> str:
+    """One word (or a few) for a table."""
+    if state.standing is Standing.LEFTOVERS and state.cause:
+        return f"LEFTOVERS ({state.cause.count} processes)"
+    if state.standing is Standing.EXITED:
+        return f"exited {state.exit_code}"
+    if state.standing is Standing.KILLED:
+        return f"killed by signal {state.signal}"
+    return str(state.standing)
+
+
+def failure_words(failure: Failure) -> str:
+    """What a host's failure is, without the host."""
+    said = clean(words(failure.cause))
+    if failure.state is None:
+        return said
+    shown = state_words(failure.state)
+    return f"{shown}: {said}" if said else shown
