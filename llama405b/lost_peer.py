@@ -11,6 +11,7 @@ SIGNS = (  # a part of the message that stands in no other
     "Broken pipe",  # gloo, torch's store
     "Timed out waiting",  # gloo, where a peer is silent
     "Socket Timeout",  # torch's store
+    "wait timeout after",  # torch's store, where nobody came
     "timed out",  # NCCL's watchdog, torch's store
 )
 
@@ -22,4 +23,6 @@ def says_lost_peer(message: str) -> bool:
 
 def is_lost_peer(error: Exception) -> bool:
     """Whether an error is that of a peer that went away, by its type or its message."""
-    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or says_lost_peer(str(error))
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or says_lost_peer(
+        str(error)
+    )

@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 import json
-import math
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -232,7 +231,7 @@ def _truth(value: Any, where: str) -> bool:
 
 
 def _whole(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not -MOST < value < MOST:
         raise MalformedError(f"{where} is not a whole number")
     return value
 
@@ -240,7 +239,7 @@ def _whole(value: Any, where: str) -> int:
 def _number(value: Any, where: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise MalformedError(f"{where} is not a number")
-    if not math.isfinite(value) or abs(value) > MOST:
+    if not -MOST < value < MOST:  # nor is NaN
         raise MalformedError(f"{where} is out of range")
     return float(value)
 

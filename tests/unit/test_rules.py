@@ -1,5 +1,6 @@
 """Each import rule is shown once to fail when it is broken; and the wheel installs nothing it should not."""
 
+import ast
 import os
 import re
 import shutil
@@ -123,3 +124,26 @@ def test_what_setup_makes_is_no_code():
     made = [".wheelhouse/torch.whl", ".built-0123/x.whl", ".venv/bin/python", ".llama405b-code", "runs/r/plan.json"]
     done = subprocess.run(["git", "-C", ROOT, "check-ignore", *made], capture_output=True, text=True, check=False)
     assert done.stdout.split() == made
+
+
+DOORS = {  # modules that are a heavy third-party package to the others: imported when they are needed
+    ("tools/llama405b_tools/hosts/fleet.py", "llama405b_tools.hosts.ssh"),
+    ("tools/llama405b_tools/verbs/top.py", "llama405b_tools.top.app"),
+}
+
+
+def imports_in_functions():
+    for top in ("llama405b", "tools/llama405b_tools"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            for function in ast.walk(ast.parse(path.read_text())):
+                if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                    for node in ast.walk(function):
+                        if isinstance(node, ast.Import):
+                            yield from ((str(path.relative_to(ROOT)), alias.name) for alias in node.names)
+                        elif isinstance(node, ast.ImportFrom):
+                            yield str(path.relative_to(ROOT)), node.module
+
+
+def test_what_functions_import_is_heavy():
+    ours = {(file, name) for file, name in imports_in_functions() if name.startswith("llama405b")}
+    assert ours == DOORS

@@ -5,6 +5,7 @@ import enum
 import signal
 from collections.abc import Mapping, Sequence
 
+from llama405b.contract import version_0_1
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import NodeState, NodeStatus, Phase
@@ -96,8 +97,8 @@ def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> S
     if status.state in (NodeState.STARTING, NodeState.RUNNING):
         return State(Standing.VANISHED, cause=Cause(CauseKind.VANISHED, status.host))
     cause = status.cause
-    if cause is None and status.reason:  # of version 0.1
-        cause = Cause(CauseKind.UNKNOWN, status.host, detail=status.reason)
+    if cause is None and status.reason:
+        cause = version_0_1.cause_of(status.host, status.reason)
     return State(Standing(status.state), status.exit_code, status.signal, cause)
 
 

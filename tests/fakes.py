@@ -1,0 +1,155 @@
+"""A host that is only values, behind the seam that every connection is: what launch, guard, follow and stop do, in milliseconds."""
+
+import queue
+
+from llama405b.contract import reader
+from llama405b.contract.records import NodeState, NodeStatus
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import HostError, Result
+from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.remote import agent, messages
+from llama405b_tools.remote.messages import (
+    Ended,
+    HostRun,
+    Kept,
+    LaunchFacts,
+    News,
+    NodeNews,
+    Reach,
+    Started,
+    StatusReply,
+)
+
+
+class FakeHost:
+    """Answers as an agent does. ``faults``: by action, what it says instead (a text, or the error that is raised)."""
+
+    def __init__(self, name):
+        self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
+        self.checkpoint, self.faults, self.heard = None, {}, []
+        self.lives = []  # how each launch of it goes: a list of News, then it is over
+
+    def answer(self, action, request):
+        self.heard.append((action, request))
+        fault = self.faults.get(action)
+        if isinstance(fault, Exception):
+            raise fault
+        return [fault] if fault is not None else [reader.dumps(each) for each in getattr(self, action)(request)]
+
+    def probe(self, request):
+        head = {address: Reach("", "10.0.0.9", "eth0") for address in request.candidates}
+        yield LaunchFacts({}, True, True, False, self.plan.attempt if self.plan else 0, "", False, (), (), self.name, 0,
+                          Rdma(), 2, "", False, (), head, "/w", True, {}, 1 << 40, "")  # fmt: skip
+
+    def start(self, request):
+        self.plan, self.alive = request.plan, True
+        self.status = NodeStatus(self.name, NodeState.RUNNING, request.plan.attempt, 1, 1)
+        yield Started()
+
+    def keep(self):
+        return [reader.dumps(Kept(True))]
+
+    def hang_up(self):
+        self.alive = False
+
+    def stop(self, request):
+        was, self.alive = self.alive, False
+        self.stopped_by = request.by or self.stopped_by
+        yield Ended(True, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
+
+    def status_reply(self):
+        return StatusReply((self.run(),) if self.plan else ())
+
+    def run(self):
+        plan = self.plan
+        return HostRun(plan.run, plan.created, plan.attempt, "", 0, self.alive, (), self.status, (), (), self.stopped_by,
+                       None, self.checkpoint, 0.0)  # fmt: skip
+
+    def stream(self, request):
+        for news in self.lives.pop(0) if self.lives else ():
+            if news.node:
+                self.alive, self.status, self.stopped_by = news.node.alive, news.node.status, news.node.stopped_by
+            yield news
+        yield News(end=True)
+
+
+def over(host, cause=None, *, code=1, stopped_by=""):
+    """The news that a host's part of a run has ended."""
+    status = NodeStatus(host, NodeState.EXITED, 1, 1, 1, exit_code=code if cause else 0, cause=cause)
+    return News(node=NodeNews(False, status, stopped_by))
+
+
+class FakeConnection:
+    """``transport.Connection`` to a ``FakeHost``."""
+
+    def __init__(self, host):
+        self.host = host
+
+    def run(self, command, stdin, timeout_s):
+        action, request = _asked(command, stdin)
+        answer = self.host.answer(action, request) if action != "status" else self._status(request)
+        return Result(0, "\n".join(answer) + "\n", "")
+
+    def _status(self, request):
+        self.host.heard.append(("status", request))
+        if isinstance(fault := self.host.faults.get("status"), Exception):
+            raise fault
+        return [reader.dumps(self.host.status_reply())]
+
+    def stream(self, command, stdin):
+        return FakeStream(self.host, *_asked(command, stdin))
+
+    def is_open(self):
+        return True
+
+    def close(self):
+        pass
+
+
+class FakeStream:
+    def __init__(self, host, action, request):
+        self.host, self.action, self.kept, self.lines = host, action, False, queue.Queue()
+        for line in host.answer(action, request):
+            self.lines.put(line)
+        if action == "stream":
+            self.lines.put(None)
+
+    def __iter__(self):
+        while (line := self.lines.get()) is not None:
+            yield line
+
+    def send(self, text):
+        if isinstance(fault := self.host.faults.get("keep"), BaseException):
+            raise fault
+        self.kept = text == messages.KEEP
+        for line in self.host.keep():
+            self.lines.put(line)
+
+    def end_input(self):
+        if self.action == "start" and not self.kept:
+            self.host.hang_up()
+        self.lines.put(None)
+
+    close = end_input
+
+
+class FakeFleet(Fleet):
+    """A fleet of them; a connection that broke is made again."""
+
+    def __init__(self, names):
+        super().__init__(Host(name, f"hosts:{i}", workdir="/w", python="/py") for i, name in enumerate(names, 1))
+        self.fakes = {name: FakeHost(name) for name in names}
+
+    def connection(self, name):
+        if isinstance(fault := self.fakes[name].faults.get("connect"), HostError):
+            raise fault
+        return FakeConnection(self.fakes[name])
+
+    def forget(self, name, *, unless_open=False):
+        pass
+
+
+def _asked(command, stdin):
+    action = command.rpartition(" ")[2]
+    return action, reader.loads(getattr(messages, agent.ACTIONS[action][2]), stdin, "the request")

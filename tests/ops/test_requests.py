@@ -1,0 +1,79 @@
+"""What an operator asks of a run that trains: carried out by all ranks between two steps, and answered by an event."""
+
+import json
+
+import pytest
+
+from llama405b.contract import reader
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.requests import RequestKind
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.remote.messages import Asked, AskRequest
+from ops_rig import heartbeat, settings, wait_for
+
+
+@pytest.fixture
+def ask(work, monkeypatch):
+    """Ask a run, as a verb would, and wait for the answer."""
+    monkeypatch.chdir(work)
+
+    def events(run):
+        path = work / "runs" / run / "events/rank-0.jsonl"
+        return (
+            [reader.loads(RunEvent, line, "event") for line in path.read_text().splitlines()] if path.exists() else []
+        )
+
+    def request(run, kind, steps=1):
+        with Fleet(read_hosts(work / "hosts")) as fleet:
+            asked = fleet.ask("node-a", "ask", AskRequest(run, kind, "me@here", steps), Asked, 30.0)
+        if not asked.id:
+            return None
+        return wait_for(lambda: next((event for event in events(run) if event.request == asked.id), None), 90)
+
+    request.events = events
+    return request
+
+
+def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
+    flags = settings(demo, corpus, steps=100_000)
+    assert cli(work, "launch", "--run", "asked", *flags, "--checkpoint.every", 90_000).returncode == 0
+    wait_for(lambda: heartbeat(work, "asked", 0)["step"] > 2)
+
+    saved = ask("asked", RequestKind.SAVE)
+    assert (saved.kind, saved.detail) == (EventKind.ANSWERED, "")
+    assert (work / saved.path / "manifest.json").exists()
+    assert saved.path.endswith(f"step-{saved.step:08d}")
+
+    profile = ask("asked", RequestKind.PROFILE, steps=2)
+    traces = sorted((work / "runs/asked/diagnosis").glob("profile-rank-*"))
+    assert [path.name.split("-step-")[0] for path in traces] == ["profile-rank-0", "profile-rank-1"]
+    names = {each.get("name") for each in json.loads((work / profile.path).read_text())["traceEvents"]}
+    assert any("gloo" in str(name) or "aten::mm" in str(name) for name in names)
+
+    memory = json.loads((work / ask("asked", RequestKind.MEMORY).path).read_text())
+    assert memory["VmRSS"] > 50 << 20
+
+    stacks = (work / ask("asked", RequestKind.STACKS).path).read_text()
+    assert "take_steps" in stacks
+
+    assert cli(work, "stop", "--run", "asked").returncode == 0
+    kinds = [event.kind for event in ask.events("asked")]
+    assert kinds[0] is EventKind.STARTED
+    assert kinds[-1] is EventKind.STOPPED
+    assert ask("asked", RequestKind.SAVE) is None  # it no longer lives
+
+
+def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, corpus, ask):
+    flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", 0]
+    assert cli(work, "launch", "--run", "none", *flags).returncode == 0
+    wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)
+    refused = ask("none", RequestKind.SAVE)
+    assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves nothing")
+    (work / "runs/none/requests/odd.json").write_text("{")
+    assert cli(work, "stop", "--run", "none", "--grace", 0).returncode == 0
+    answered = [event for event in ask.events("none") if event.kind is EventKind.ANSWERED]
+    assert cli(work, "launch", "--run", "none", "--resume", "auto", *flags).returncode == 0
+    wait_for(lambda: heartbeat(work, "none", 0)["step"] > 3)
+    assert [event for event in ask.events("none") if event.kind is EventKind.ANSWERED] == answered
+    assert cli(work, "stop", "--run", "none", "--grace", 0).returncode == 0

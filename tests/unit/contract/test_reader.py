@@ -1,0 +1,134 @@
+"""The one reader: what it takes, what it refuses and how it says so, and that nothing breaks it."""
+
+import contextlib
+import dataclasses
+import enum
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from llama405b.contract import reader
+from llama405b.contract.reader import MalformedError, SoundOnly
+
+
+class Color(enum.StrEnum):
+    RED = "red"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inner:
+    x: int
+    y: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tree:
+    below: tuple["Tree", ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outer:
+    text: str
+    inner: Inner
+    maybe: Inner | None = None
+    color: Color = Color.RED
+    word: Literal["a", "b"] = "a"
+    flag: bool = False
+    row: tuple[int, str] = (0, "")
+    many: tuple[Inner, ...] = ()
+    sound: Annotated[tuple[Inner, ...], SoundOnly] = ()
+    hopefully: Annotated[Inner | None, SoundOnly] = None
+    by_name: Mapping[str, Inner] = dataclasses.field(default_factory=dict)
+    place: Path = Path()
+    raw: Any = None
+
+
+WHOLE = Outer(
+    "ü", Inner(1, 2.0), Inner(3), Color.RED, "b", True, (4, "x"), (Inner(5),), (Inner(6),), Inner(7), {"k": Inner(8)},
+    Path("/a b"), {"any": [1, None]},
+)  # fmt: skip
+
+
+def test_what_is_written_is_read_back():
+    assert reader.loads(Outer, reader.dumps(WHOLE), "it") == WHOLE
+    least = Outer("", Inner(0))
+    assert json.loads(reader.dumps(least)).keys() <= {"text", "inner", "by_name", "place"}  # defaults go without saying
+    assert reader.loads(Outer, reader.dumps(least), "it") == least
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text": 1}, "it.text is not text"),
+        ({"inner": []}, "it.inner is not an object"),
+        ({"inner": {}}, "it.inner.x is missing"),
+        ({"inner": {"x": True}}, "it.inner.x is not a whole number"),
+        ({"inner": {"x": 1.5}}, "it.inner.x is not a whole number"),
+        ({"inner": {"x": 10**30}}, "it.inner.x is not a whole number"),
+        ({"inner": {"x": 1, "y": "2"}}, "it.inner.y is not a number"),
+        ({"inner": {"x": 1, "y": float("nan")}}, "it.inner.y is out of range"),
+        ({"color": "blue"}, "it.color is not one of red"),
+        ({"word": "c"}, "it.word is not one of a, b"),
+        ({"word": []}, "it.word is not one of a, b"),
+        ({"flag": 1}, "it.flag is not true or false"),
+        ({"row": [1]}, "it.row is not a list of 2"),
+        ({"row": [1, 2]}, "it.row[1] is not text"),
+        ({"many": [{"x": 1}, {}]}, "it.many[1].x is missing"),
+        ({"sound": 3}, "it.sound is not a list"),
+        ({"by_name": {"k": 1}}, "it.by_name.k is not an object"),
+        ({"by_name": []}, "it.by_name is not an object"),
+        ({"maybe": 1}, "it.maybe is not an object"),
+    ],
+)
+def test_what_is_malformed_is_named(change, words):
+    with pytest.raises(MalformedError) as refused:
+        reader.read(Outer, {"text": "", "inner": {"x": 1}} | change, "it")
+    assert str(refused.value).startswith(words)
+
+
+def test_unknown_keys_are_passed_over_and_unsound_items_left_out():
+    value = {"text": "", "inner": {"x": 1, "new": 1}, "sound": [{"x": 1}, {}, 3], "hopefully": {"x": "?"}, "newer": {}}
+    found = reader.read(Outer, value, "it")
+    assert (found.sound, found.hopefully) == ((Inner(1),), None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nul", "[1", "{" * 100_000, "[" * 100_000, '{"text": 1e999, "inner": 1}', "\x00", "3"]
+)
+def test_text_that_is_no_message(text):
+    with pytest.raises(MalformedError):
+        reader.loads(Outer, text, "it")
+
+
+def test_depth_and_size_are_bounded(monkeypatch):
+    deep: dict[str, Any] = {}
+    for _ in range(50):
+        deep = {"below": [deep]}
+    with pytest.raises(MalformedError, match="nested too deeply"):
+        reader.read(Tree, deep, "it")
+    monkeypatch.setattr(reader, "MAX_TEXT", 10)
+    with pytest.raises(MalformedError, match="is larger than"):
+        reader.loads(Inner, '{"x": 1, "y": 2.0}', "it")
+
+
+def test_no_value_in_any_place_breaks_it():
+    """Every place of a whole message, replaced by things that do not belong there: read, or refused."""
+    whole = json.loads(reader.dumps(WHOLE))
+    odd = [None, True, -1, 10**400, 1.5, float("inf"), "", "x" * 10, [], [[]], {}, {"x": {}}]
+    draw = random.Random(1)
+    for _ in range(3000):
+        value = json.loads(json.dumps(whole))
+        at = value
+        while True:
+            key = draw.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            if isinstance(at[key], dict | list) and at[key] and draw.random() < 0.6:
+                at = at[key]
+                continue
+            at[key] = draw.choice(odd)
+            break
+        with contextlib.suppress(MalformedError):
+            assert isinstance(reader.read(Outer, value, "it"), Outer)

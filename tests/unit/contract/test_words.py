@@ -1,0 +1,36 @@
+"""Every kind of cause has words, and every state of a run on a host."""
+
+import pytest
+
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.words import words
+from llama405b_tools.run.endings import failure_words, state_words
+from llama405b_tools.run.judge import Failure, Standing, State
+
+FULL = {
+    "host": "a", "rank": 3, "peer": 1, "signal": 9, "exit_code": 1, "phase": "train", "step": 7, "age_s": 61.0, "count": 2,
+    "by": "me@here", "detail": "why",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CauseKind)
+def test_every_kind_can_be_said(kind):
+    said = words(Cause(kind, **FULL))
+    assert "{" not in said
+    assert "None" not in said
+
+
+def test_what_a_person_reads():
+    assert words(Cause(CauseKind.RANK_KILLED, rank=1, signal=9)) == "rank 1 was killed by SIGKILL"
+    assert words(Cause(CauseKind.FOLLOWED, rank=0, exit_code=2, peer=1, detail="x")) == (
+        "rank 0 exited with 2: stopped with rank 1: x"
+    )
+    hung = Cause(CauseKind.HUNG, rank=1, phase="train", step=7, age_s=61.0, process_state="T")
+    assert words(hung) == "hung: rank 1 is silent for 61 s, in phase train at step 7; it is stopped by a signal"
+    killed = Failure("h", Cause(CauseKind.RANK_KILLED, rank=1, signal=9), State(Standing.EXITED, 1))
+    assert failure_words(killed) == "exited 1: rank 1 was killed by SIGKILL"
+    left = State(Standing.LEFTOVERS, cause=Cause(CauseKind.LEFTOVERS, count=2))
+    assert state_words(left) == "LEFTOVERS (2 processes)"
+    old = Failure("h", Cause(CauseKind.UNKNOWN, detail="as 0.1 said it"), State(Standing.EXITED, 1))
+    assert failure_words(old) == "exited 1: as 0.1 said it"
+    assert "\x1b" not in failure_words(Failure("h", Cause(CauseKind.UNKNOWN, detail="\x1b[31mred")))

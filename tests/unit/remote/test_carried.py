@@ -1,0 +1,86 @@
+"""The programs that travel to hosts run under the oldest Python to be had, and import nothing of ours."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama405b.contract import checkpoints, reader
+from llama405b_tools.doctor.facts import HostFacts
+from llama405b_tools.remote import carried, sampler
+from llama405b_tools.top.state.frames import Frame
+
+
+def pythons():
+    """Every Python here from 3.6 on, oldest first."""
+    found = {}
+    names = [f"python3.{minor}" for minor in range(6, 15)]
+    places = [
+        *Path("/root/.pyenv/versions").glob("3.*/bin/python"),
+        *(Path(p) for n in names if (p := shutil.which(n))),
+    ]
+    for path in [*places, Path(sys.executable)]:
+        said = subprocess.run(
+            [path, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True, check=False
+        )
+        version = tuple(map(int, said.stdout.split()))
+        if version >= (3, 6):
+            found[version] = path
+    return [found[version] for version in sorted(found)]
+
+
+OLDEST = pythons()[0]
+
+
+def say(name, request, tmp_path):
+    """The first line that a program prints there."""
+    child = subprocess.Popen(
+        ["sh", "-c", carried.command(name).replace("python3", str(OLDEST), 1)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)},
+    )  # fmt: skip
+    child.stdin.write(carried.standard_input(name, request))
+    child.stdin.flush()
+    try:
+        line = child.stdout.readline()
+    finally:
+        child.stdin.close()
+        child.wait(60)
+    return line
+
+
+def test_the_sampler_speaks_as_the_screen_reads(tmp_path):
+    line = say("sampler", {"run": None, "interval_s": 1.0, "workdir": str(tmp_path), "host": "a"}, tmp_path)
+    frame = reader.loads(Frame, line, "frame")
+    assert frame.cpu.total > 0
+    assert frame.run is None
+
+
+def test_the_probe_speaks_as_doctor_reads(tmp_path):
+    request = {
+        "port": 0, "token": "t", "workdir": str(tmp_path), "python": sys.executable, "paths": [str(tmp_path)], "within_s": 40,
+    }  # fmt: skip
+    facts = reader.loads(HostFacts, say("hostprobe", request, tmp_path), "facts")
+    assert facts.failed == {}
+    assert facts.memory.total > 0
+    assert facts.environment.packages["python"]
+    assert len(facts.ports) == 2
+
+
+@pytest.mark.parametrize("name", ["sampler", "hostprobe"])
+def test_it_is_one_file(name):
+    tree = ast.parse(carried.source(name), feature_version=(3, 6))
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported <= sys.stdlib_module_names
+
+
+def test_what_it_says_twice_is_the_same():
+    assert sampler.STEP_DIR.pattern.rstrip("$") == checkpoints.STEP_DIR.pattern.replace("(", "").replace(")", "")

@@ -1,0 +1,160 @@
+"""The guard: what it brings back, what it gives up on, and what it leaves to be known when it dies itself."""
+
+import json
+
+import pytest
+from fakes import FakeFleet, over
+
+from llama405b.contract import reader
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b.contract.records import GuardStage, GuardState
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.run import follow, guard, guard_record
+from llama405b_tools.run.guard import GuardOrder, Watchman
+from llama405b_tools.run.launch import launch
+from llama405b_tools.run.request import parse
+
+KILLED = Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)
+LOST = Cause(CauseKind.LOST_PEER, "a", 0, exit_code=1, phase="train")
+
+
+@pytest.fixture
+def fleet(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(guard, "RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    with FakeFleet(("a", "b")) as found:
+        yield found
+
+
+def request(*more):
+    return parse(["--run", "r", "--restart", "2", *more, "--", "-m", "mine"], 0.0)
+
+
+def guarded(fleet, *lives, checkpoints=(), more=()):
+    """Launch, and guard it; ``lives``: how each attempt ends on a and on b. Returns the exit code and the record."""
+    for name in ("a", "b"):
+        fleet.fakes[name].lives = [[life[name]] for life in lives]
+    asked, hosts = request(*more), list(fleet.hosts.values())
+    plan = launch(asked, hosts, fleet)
+    watchman = Watchman(asked, hosts, plan, fleet)
+    saved = iter(checkpoints)
+    real = watchman.bring_back
+
+    def bring_back():
+        stopped = real()
+        fleet.fakes["a"].checkpoint = next(saved, fleet.fakes["a"].checkpoint)
+        return stopped
+
+    watchman.bring_back = bring_back
+    code = watchman.main()
+    return code, reader.loads(GuardState, RunDir.here("r").guard.read_text(), "guard.json")
+
+
+def events():
+    path = RunDir.here("r").events("guard")
+    return [reader.loads(RunEvent, line, "event") for line in path.read_text().splitlines()] if path.exists() else []
+
+
+FAILS = {"a": over("a", LOST), "b": over("b", KILLED)}
+WELL = {"a": over("a"), "b": over("b")}
+
+
+def test_a_failed_run_is_brought_back_and_ends_well(fleet):
+    code, record = guarded(fleet, FAILS, WELL)
+    assert (code, record.state, record.restarts, record.cause) == (0, GuardStage.ENDED, 1, KILLED)
+    assert [event.kind for event in events()] == [EventKind.FAILED, EventKind.RESTARTED]
+    assert fleet.fakes["a"].plan.attempt == 2
+    starts = [asked for action, asked in fleet.fakes["b"].heard if action == "start"]
+    assert [start.again for start in starts] == [False, True]
+
+
+def test_restarts_without_progress_come_to_an_end(fleet):
+    code, record = guarded(fleet, FAILS, FAILS, FAILS, FAILS)
+    assert (code, record.state, record.restarts, record.in_vain) == (1, GuardStage.GAVE_UP, 2, 2)
+    assert not fleet.fakes["a"].alive
+
+
+def test_a_newer_checkpoint_is_progress(fleet):
+    saved = ["/c/step-00000010", "/c/step-00000020", "/c/step-00000030"]
+    code, record = guarded(fleet, FAILS, FAILS, FAILS, FAILS, WELL, checkpoints=saved)
+    assert (code, record.state, record.restarts) == (0, GuardStage.ENDED, 4)
+    assert record.checkpoint == "/c/step-00000030"
+
+
+def test_what_the_trainer_refuses_is_not_tried_again(fleet):
+    refused = Cause(CauseKind.REFUSED, "a", 0, exit_code=2)
+    followed = Cause(CauseKind.FOLLOWED, "b", 1, peer=0, exit_code=2)
+    code, record = guarded(fleet, {"a": over("a", refused, code=2), "b": over("b", followed, code=2)}, WELL)
+    assert (code, record.state, record.restarts) == (1, GuardStage.GAVE_UP, 0)
+
+
+def test_a_stop_is_not_undone(fleet):
+    stopped = {name: over(name, Cause(CauseKind.STOPPED, by="me@here"), stopped_by="me@here") for name in "ab"}
+    for life in stopped.values():
+        object.__setattr__(life.node.status, "state", "stopped")
+    code, record = guarded(fleet, stopped)
+    assert (code, record.state, record.restarts) == (1, GuardStage.STOPPED, 0)
+
+
+def test_a_stop_in_the_middle_of_a_recovery_is_heard(fleet):
+    fleet.fakes["b"].stopped_by = "me@here"
+    fleet.fakes["b"].lives = []
+    code, record = guarded(fleet, {"a": over("a", LOST), "b": over("b", KILLED, stopped_by="me@here")}, WELL)
+    assert (record.state, record.restarts, code) == (GuardStage.STOPPED, 0, 1)
+
+
+def test_hosts_that_are_away_are_waited_for(fleet):
+    away, tries = HostError("no route"), []
+    host = fleet.fakes["b"]
+    real = host.stop
+
+    def stop(asked):
+        tries.append(asked)
+        if len(tries) < 4:
+            raise away
+        yield from real(asked)
+
+    host.stop = stop
+    code, record = guarded(fleet, FAILS, WELL)
+    assert (code, record.restarts, len(tries)) == (0, 1, 4)
+
+
+def test_a_malformed_answer_is_a_host_that_is_away(fleet):
+    host, real = fleet.fakes["b"], fleet.fakes["b"].answer
+    odd = ['{"known": "yes"}', "[]", '{"known": true}', ""]
+
+    def answer(action, asked):
+        return [odd.pop()] if action == "stop" and odd else real(action, asked)
+
+    host.answer = answer
+    code, record = guarded(fleet, FAILS, WELL)
+    assert (code, record.restarts, odd) == (0, 1, [])
+
+
+def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(fleet):
+    plan = launch(request(), list(fleet.hosts.values()), fleet)
+    for stage in (GuardStage.WATCHING, GuardStage.RECOVERING):
+        dead = GuardState("r", 2**22 + 1, 1, guard_record.machine_id(), 2, stage)
+        write_json(RunDir.here("r").guard, dead)
+        assert guard_record.of_run("r").gone
+        assert not guard_record.is_guarded("r")
+        assert guard.unguarded(request(), fleet) == plan
+    other = GuardState("r", 1, 1, "elsewhere x y", 2)
+    write_json(RunDir.here("r").guard, other)
+    assert guard_record.of_run("r").life is guard_record.Life.ELSEWHERE
+    assert guard.unguarded(request(), fleet) is None
+    assert guard.unguarded(parse(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+
+
+def test_its_order_crosses_as_json(fleet):
+    asked = parse(["--run", "r", "--preset", "demo", "--restart", "2", "--env", "A=b"], 0.0)
+    plan = Plan("r", 1, 0.0, "x", "a:1", asked.training_program(), (), ())
+    order = GuardOrder(asked, tuple(fleet.hosts.values()), plan)
+    text = reader.dumps(order)
+    assert json.loads(text)["asked"]["run"] == "r"
+    assert reader.loads(GuardOrder, text, "the order") == order

@@ -1,0 +1,103 @@
+"""All or nothing: every host starts, or none is left running."""
+
+import pytest
+from fakes import FakeFleet
+
+from llama405b.contract import reader
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.plan import Node, Plan
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote.messages import Started, StartFault
+from llama405b_tools.run import start as starting
+from llama405b_tools.run.start import StartError, start
+from llama405b_tools.run.stop import stop
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def fleet(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starting, "START_TIMEOUT_S", 0.5)
+    with FakeFleet(NAMES) as found:
+        yield found
+
+
+@pytest.fixture
+def plan():
+    return Plan("r", 1, 5.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), tuple(
+        Node(name, 1, i, "/w", "/py", "10.0.0.1", "eth0", {}) for i, name in enumerate(NAMES)))  # fmt: skip
+
+
+def alive(fleet):
+    return [name for name, host in fleet.fakes.items() if host.alive]
+
+
+def actions(fleet, name):
+    return [action for action, _ in fleet.fakes[name].heard]
+
+
+def test_every_host_is_told_to_keep_it(fleet, plan, tmp_path):
+    start(plan, {"TOKEN": "t"}, fleet)
+    assert alive(fleet) == list(NAMES)
+    assert fleet.fakes["b"].heard[0][1].secrets == {"TOKEN": "t"}
+    assert (tmp_path / "runs/r/plan.json").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        reader.dumps(Started(StartFault.TAKEN, by="you")),
+        reader.dumps(Started(StartFault.ENDED, cause=Cause(CauseKind.NOT_STARTED, detail="no disk"))),
+        '{"fault": "a newer one"}',
+        '{"fault": 3}',
+        "Segmentation fault",
+        HostError("gone"),
+    ],
+    ids=["taken", "ended", "unknown", "malformed", "noise", "unreachable"],
+)
+def test_one_that_does_not_start_ends_all(fleet, plan, name, fault):
+    fleet.fakes[name].faults["start"] = fault
+    with pytest.raises(StartError) as failed:
+        start(plan, {}, fleet)
+    assert f"{name}: " in str(failed.value)
+    assert alive(fleet) == []
+    assert not [other for other in NAMES if other != name and "stop" not in actions(fleet, other)]
+
+
+def test_the_head_is_asked_first_and_alone(fleet, plan):
+    fleet.fakes["a"].faults["start"] = reader.dumps(Started(StartFault.TAKEN))
+    with pytest.raises(StartError):
+        start(plan, {}, fleet)
+    assert "start" not in actions(fleet, "b") + actions(fleet, "c")
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), HostError("the link broke")])
+def test_a_terminal_that_dies_between_the_two_steps_leaves_nothing(fleet, plan, fault):
+    fleet.fakes["b"].faults["keep"] = fault
+    with pytest.raises((KeyboardInterrupt, StartError)):
+        start(plan, {}, fleet)
+    assert alive(fleet) == []
+
+
+def test_an_answer_that_never_comes_is_named(fleet, plan):
+    fleet.fakes["c"].keep = list
+    with pytest.raises(StartError, match="c: did not answer within"):
+        start(plan, {}, fleet)
+    assert alive(fleet) == []
+
+
+def test_what_cannot_be_asked_is_not_called_ended(fleet, plan):
+    fleet.fakes["b"].faults |= {"start": HostError("gone"), "stop": HostError("gone")}
+    with pytest.raises(StartError, match="once b can be reached"):
+        start(plan, {}, fleet)
+
+
+def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):
+    start(plan, {}, fleet)
+    fleet.fakes["c"].faults["stop"] = HostError("gone")
+    ends = stop(fleet, "r", 30.0)
+    assert [name for name, end in ends.items() if isinstance(end, HostError)] == ["c"]
+    assert all(ends[name].clean and ends[name].was_alive and ends[name].stopped_by for name in "ab")
+    assert fleet.fakes["a"].heard[-1][1].grace_s == 30.0
