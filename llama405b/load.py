@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llama405b import ranks
+from llama405b.axes import SHARD, Place
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
 from llama405b.model.llama import restore_buffers, tie_head
@@ -189,7 +190,7 @@ Unit = dict[str, nn.Parameter]
 @torch.no_grad()
 def _read_own(unit: Unit, layout: Layout, files: _Files | _Random, _scratch: _Scratch, me: Ranks) -> None:
     for name, parameter in unit.items():
-        _local(parameter).copy_(files.rows(name, *rows_of(layout[name][1][0], me.rank, me.world)))
+        _local(parameter).copy_(files.rows(name, *rows_of(layout[name][1][0], me.shard.rank, me.shard.size)))
 
 
 @torch.no_grad()
@@ -198,7 +199,7 @@ def _receive(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scra
     if me.leads:
         _send(unit, layout, files, scratch, me)
         return
-    spans, n_bytes = _spans(unit, layout, me.rank, me.world)
+    spans, n_bytes = _spans(unit, layout, me.shard)
     buffer = scratch.take(n_bytes)
     if n_bytes:
         dist.recv(buffer, 0)
@@ -210,7 +211,7 @@ def _receive(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scra
 
 def _send(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scratch, me: Ranks) -> None:
     """Pack every rank's rows, send them all at once, and take rank 0's own meanwhile."""
-    packed = [_spans(unit, layout, rank, me.world) for rank in range(1, me.world)]
+    packed = [_spans(unit, layout, me.axes.place(rank, SHARD)) for rank in range(1, me.world)]
     pieces = scratch.take(sum(n_bytes for _, n_bytes in packed)).split([n_bytes for _, n_bytes in packed])
     sends = []
     for rank, ((spans, n_bytes), piece) in enumerate(zip(packed, pieces, strict=True), 1):
@@ -224,16 +225,14 @@ def _send(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scratch
         send.wait()
 
 
-def _spans(
-    unit: Unit, layout: Layout, rank: int, world: int
-) -> tuple[dict[str, tuple[tuple[int, int], int, int]], int]:
+def _spans(unit: Unit, layout: Layout, shard: Place) -> tuple[dict[str, tuple[tuple[int, int], int, int]], int]:
     """For each tensor a rank's rows and where they stand in its piece (begin, size); and the piece's size, in bytes.
 
     Wider dtypes come first, so that each tensor begins at a multiple of its element size; so does each piece, at 16.
     """
     begin, spans = 0, {}
     for name in sorted(unit, key=lambda name: -weights.DTYPE_BYTES[layout[name][0]]):
-        rows = rows_of(layout[name][1][0], rank, world)
+        rows = rows_of(layout[name][1][0], shard.rank, shard.size)
         size = _n_bytes(layout, name, rows[1] - rows[0])
         spans[name] = (rows, begin, size)
         begin += size

@@ -28,6 +28,7 @@ from llama405b.journal import Journal
 from llama405b.model import llama as model
 from llama405b.optim.adamw import build_optimizer
 from llama405b.parallel import fsdp1, fsdp2
+from llama405b.parallel.mesh import device_mesh
 from llama405b.ranks import Ranks
 from llama405b.trainer import StopSignal, Trainer
 
@@ -38,7 +39,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
     """
-    accumulate = check_world(config, me.world)
+    accumulate = check_world(config, me.dp.size)
     journal = Journal(run, me)
     files = bring_model_files(config, run, me, journal)
     pulse.phase(Phase.DATA)
@@ -136,7 +137,7 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
         how = "rank 0 broadcast the weights"
     else:
         module = model.build_on_meta(hf_config, attention, fsdp2.kept_dtype(parallel.numerics))
-        fsdp2.shard(module, parallel, me.device)
+        fsdp2.shard(module, parallel, me.device, device_mesh(me.axes, me.device.type))
         if start:
             load.materialise(module, me, offload=parallel.cpu_offload)
             how = "weights come from the checkpoint"
@@ -153,7 +154,7 @@ def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pul
     if config.model.activation_checkpointing:
         fsdp2.checkpoint_activations(module)
     n, each = llama.parameters, BYTES_PER_PARAMETER[parallel.numerics]
-    what = f"{n:,} parameters, {parallel.numerics} at {each} bytes each"
+    what = f"{n:,} parameters, {parallel.numerics} at {each} bytes per parameter"
     journal.log(f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
     journal.log(f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.cpu_offload}")

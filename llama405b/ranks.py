@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from llama405b.axes import DP, SHARD, Axes, Place
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 
@@ -31,6 +32,21 @@ class Ranks:
     host: str  # the name in the hosts file
     device: torch.device
     attempt: int = 1  # launches of this run so far
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh of all ranks; today every one of them is a shard."""
+        return Axes(dp_shard=self.world)
+
+    @property
+    def dp(self) -> Place:
+        """Among those that share the batch out."""
+        return self.axes.place(self.rank, DP)
+
+    @property
+    def shard(self) -> Place:
+        """Among those that share each parameter out."""
+        return self.axes.place(self.rank, SHARD)
 
     @property
     def leads(self) -> bool:

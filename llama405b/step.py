@@ -37,7 +37,7 @@ def train_step(
     microbatches: Sequence[tuple[Tensor, Tensor]],
     *,
     max_norm: float,
-    world: int,
+    dp_size: int,
     set_to_none: bool = True,
     lap: Callable[[str], None] = lambda _: None,
 ) -> StepResult:
@@ -58,8 +58,8 @@ def train_step(
     for x_BS, y_BS in microbatches:
         nll_micro = _nll(model(input_ids=x_BS, use_cache=False).logits, y_BS)
         lap("forward")
-        # FSDP averages over ranks; times world, over the global count, the average becomes the global mean.
-        (nll_micro * (world / n_targets)).backward()
+        # FSDP averages over ranks; times their number, over the global count, the average becomes the global mean.
+        (nll_micro * (dp_size / n_targets)).backward()
         nll += nll_micro.detach()
         lap("backward")
     loss = float(sum_over_ranks(nll)) / n_targets

@@ -102,7 +102,7 @@ class Trainer:
                 self.optimizer,
                 microbatches,
                 max_norm=config.optimizer.max_norm,
-                world=self.me.world,
+                dp_size=self.me.dp.size,
                 set_to_none=not config.parallel.cpu_offload,
                 lap=laps.end,
             )

@@ -30,7 +30,7 @@ need_venv() {  # need_venv EXTRAS  a .venv with the project and these extras, at
     [ -x .venv/bin/python ] && [ -x .venv/bin/pip ] || python3 -m venv --clear .venv || return 2
     echo "installing the project and its packages into .venv (once)"
     .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$1]" || {
-        echo "pip could not install the packages; its words stand above" >&2
+        echo "pip could not install the packages; see its output above" >&2
         return 2
     }
     echo "$stamp" >>.venv/.set-up

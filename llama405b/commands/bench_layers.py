@@ -74,7 +74,7 @@ def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: P
             optimizer,
             [(x, x.roll(-1))],
             max_norm=1.0,
-            world=me.world,
+            dp_size=me.dp.size,
             set_to_none=not parallel.cpu_offload,
             lap=laps.end,
         )

@@ -127,7 +127,7 @@ def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> di
             process.join(30 if found else 0)
             process.kill()
     if found is None:
-        raise RunError(f"bench load: the ranks of {form!r} failed, or took over {TIMEOUT_S} s; their words stand above")
+        raise RunError(f"bench load: the ranks of {form!r} failed, or took over {TIMEOUT_S} s; see their output above")
     return found
 
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--skip-weights", action="store_true", help="only configuration and tokenizer")
     args = parser.parse_args(argv)
     if args.model.count("/") != 1:
-        raise UserError(f"download: {args.model!r} is no model of the Hub; write owner/name")
+        raise UserError(f"download: {args.model!r} is not a model name; write owner/name")
     target = args.to or Path("models") / args.model.partition("/")[2]
     fetch(args.model, args.revision, target, skip_weights=args.skip_weights)
     return 0

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
+from llama405b.axes import Axes
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 from llama405b.model import llama
 from llama405b.parallel import fsdp2
+from llama405b.parallel.mesh import device_mesh
 
 GIB = 1 << 30
 
@@ -32,7 +34,7 @@ def report(config: Config, preset: str, world: int) -> str:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         module = llama.build_on_meta(hf_config, "sdpa", fsdp2.kept_dtype(config.parallel.numerics))
-        mesh = dist.init_device_mesh("cpu", (world,))
+        mesh = device_mesh(Axes(dp_shard=world), "cpu")
         fsdp2.shard(module, config.parallel, torch.device("cpu"), mesh)
         units = [(name, list(parameters.values())) for name, parameters in fsdp2.units(module)]
     finally:
@@ -50,7 +52,7 @@ def report(config: Config, preset: str, world: int) -> str:
             f"units        {len(layers)} decoder layers of {sum(p.numel() for p in layers[0][1]):,}; "
             + ", ".join(f"{name} {sum(p.numel() for p in ps):,}" for name, ps in units if (name, ps) not in layers),
             f"ranks        {world}: {mine:,} parameters on rank 0, the fullest",
-            f"state        {config.parallel.numerics}: {each} bytes a parameter, {mine * each / GIB:,.1f} GiB of {where} per rank",
+            f"state        {config.parallel.numerics}: {each} bytes per parameter, {mine * each / GIB:,.1f} GiB of {where} per rank",
             f"gathered     at most {sum(p.numel() for p in largest[1]) * compute_bytes / GIB:,.2f} GiB at a time ({largest[0]}), "
             "twice that while the next unit is prefetched",
             f"step         {config.training.global_batch_size} sequences of {config.data.seq_len} tokens: "

@@ -48,7 +48,9 @@ def check_resume(resume: str) -> None:
     """
     step = resume.isascii() and resume.isdecimal() and len(resume) <= 8
     if resume not in ("no", "auto") and not step and not re.fullmatch(r"step-[0-9]{8}", Path(resume).name):
-        raise UserError(f"--resume: {resume!r} is no checkpoint; write no, auto, a step, or a path to step-<8 digits>")
+        raise UserError(
+            f"--resume: {resume!r} is not a checkpoint; write no, auto, a step, or a path that ends in step-<8 digits>"
+        )
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -59,7 +61,7 @@ def parse(argv: Sequence[str]) -> Command:
     """
     parser = OneLineParser(
         prog="llama405b train",
-        description="Train a Llama. One process a rank, under torchrun; `llama405b launch` starts it on every host.",
+        description="Train a Llama. One process per rank, under torchrun; `llama405b launch` starts it on every host.",
         epilog=configuration.help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -252,7 +252,7 @@ def _from_text(text: str, type_: Any, flag: str) -> Any:
             try:
                 return json.loads(text)
             except (ValueError, RecursionError):
-                raise UserError(f'{flag}: {text!r} is no list; write it as a,b or ["a", "b"]') from None
+                raise UserError(f'{flag}: {text!r} is not a list; write it as a,b or ["a", "b"]') from None
         inner = typing.get_args(type_)[0]
         return [_from_text(part, inner, flag) for part in text.split(",") if part]
     if type_ is bool:

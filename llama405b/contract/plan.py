@@ -69,5 +69,5 @@ def check_run_name(run: str) -> str:
         UserError: It would not do as a directory and a tmux server.
     """
     if not RUN_NAME.fullmatch(run):
-        raise UserError(f"--run: {run!r} will not do as a name; take letters, digits, '.', '_' and '-', at most 100")
+        raise UserError(f"--run: {run!r} is not a valid run name; use letters, digits, '.', '_' and '-', at most 100")
     return run

@@ -57,8 +57,8 @@ class Batches:
 
     def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of a step (counted from 1), as ``(tokens_BS, targets_BS)`` on its device."""
-        each = global_batch // me.world
-        first = (step - 1) * global_batch + me.rank * each
+        each = global_batch // me.dp.size
+        first = (step - 1) * global_batch + me.dp.rank * each
         windows = np.stack([self._window(self.sequence(first + i)) for i in range(each)])
         ids = torch.from_numpy((windows & ~NOT_LEARNT).astype(np.int64))
         x, y = ids[:, :-1], ids[:, 1:].clone()

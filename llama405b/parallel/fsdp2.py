@@ -16,11 +16,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from llama405b.axes import Axes
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Parallel
+from llama405b.parallel.mesh import device_mesh
 
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
 
@@ -42,16 +45,14 @@ def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
             raise UserError(f"--parallel.wrap: the model has no {name!r}; it has {', '.join(sorted(present))}")
 
 
-def shard(model: Any, parallel: Parallel, device: torch.device, mesh: Any = None) -> None:
+def shard(model: Any, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
     """Turn every parameter into a DTensor, Shard(0) over the ranks; the model stays on its (meta) device.
 
     Raises:
         UserError: ``parallel.wrap`` names a class the model does not have.
     """
     check_wrap(model, parallel.wrap)
-    mesh = mesh or dist.init_device_mesh(
-        device.type, (dist.get_world_size(),)
-    )  # torch's default takes any GPU there is
+    mesh = mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": _precision(parallel.numerics),

@@ -167,7 +167,7 @@ def test_13_no_such_directory(refused, operator):
 def test_14_directory_that_cannot_be_written(hosts, refused, on):
     place = hosts.workdir(2)
     on(2, f"rm -rf {place}/runs; chown root {place}; chmod 755 {place}", f"chown {hosts.user(2)} {place}")
-    refused(words=["node-2: ", "runs is no directory that can be written; mend it, or set workdir="])
+    refused(words=["node-2: ", "runs is not a directory that can be written; correct that, or set workdir="])
 
 
 def test_15_login_refused(refused, operator):

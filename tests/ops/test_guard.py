@@ -51,7 +51,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     assert events == ["incident", "recovery", "incident", "recovery", "end"]
     state = cli(work, "status", "--run", "g")
     assert state.returncode == 0
-    assert "guard: ended, restarted 2 times" in state.stdout
+    assert "guard: ended, 2 restarts" in state.stdout
 
 
 def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, demo, corpus):

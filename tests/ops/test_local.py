@@ -135,7 +135,7 @@ def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
     os.killpg(follower.pid, signal.SIGINT)
     out, _ = follower.communicate(timeout=20)
     assert follower.returncode == 130
-    assert "no longer following; the run goes on" in out
+    assert "no longer following; the run continues" in out
     before = heartbeat(work, "r", 1)["step"]
     wait_for(lambda: heartbeat(work, "r", 1)["step"] > before)
     assert cli(work, "status").returncode == 0
@@ -202,14 +202,14 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
     [
         (["none", "--preset", "demo"], "none: cannot be read"),
         (["--preset", "demmo"], "--preset: no preset 'demmo'"),
-        (["--preset", "demo", "--run", "a/b"], "--run: 'a/b' will not do as a name"),
+        (["--preset", "demo", "--run", "a/b"], "--run: 'a/b' is not a valid run name as a name"),
         (["--preset", "demo", "--model.path", "nowhere"], "nowhere: no such directory"),
         (
             ["--preset", "demo", "--training.global_batch_size", "7"],
             "7 sequences do not divide into micro-batches of 4 on 2 ranks; take 8",
         ),
         (["--preset", "demo", "--secret", "LLAMA405B_NODE"], "--secret: LLAMA405B_NODE is set by the run itself"),
-        (["--preset", "demo", "--resume", "x"], "--resume: 'x' is no checkpoint"),
+        (["--preset", "demo", "--resume", "x"], "--resume: 'x' is not a checkpoint"),
         (["--preset", "demo", "--secret", "NO_SUCH_VARIABLE"], "--secret: NO_SUCH_VARIABLE is not set here"),
         (["--preset", "demo", "--", "x.py"], "settings are for the trainer"),
         (

@@ -122,12 +122,12 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["-i", "("], "--include: '(' is no regular expression"),
+        (["-i", "("], "--include: '(' is not a valid regular expression"),
         (["--rank", "x"], "--rank: 'x' are no ranks"),
-        (["--since", "soon"], "--since: 'soon' is no time"),
+        (["--since", "soon"], "--since: 'soon' is not a valid time"),
         (["--attempt", "first"], "--attempt: 'first' is none"),
         (["--tail", "-1"], "--tail: -1 lines"),
-        (["-f", "--first-error"], "--first-error: it does not go with -f"),
+        (["-f", "--first-error"], "--first-error cannot be used with -f"),
         (["--host", "node-z"], "--host: 'node-z' is not in hosts; take one of node-a, node-b"),
     ],
 )

@@ -38,7 +38,7 @@ def _step(me, module, optimizer, number):
     ids = torch.randint(0, 131, (6, 17), generator=generator)
     each = 6 // me.world
     x, y = ids[me.rank * each :][:each, :-1], ids[me.rank * each :][:each, 1:]
-    return train_step(module, optimizer, [(x, y)], max_norm=1.0, world=me.world).loss
+    return train_step(module, optimizer, [(x, y)], max_norm=1.0, dp_size=me.dp.size).loss
 
 
 def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):

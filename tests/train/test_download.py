@@ -134,7 +134,7 @@ def test_a_hub_that_sends_something_else_is_found_out(hub, cli, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["tiny"], 2, "download: 'tiny' is no model of the Hub; write owner/name"),
+        (["tiny"], 2, "download: 'tiny' is not a model name; write owner/name"),
         (["o/gated"], 2, "o/gated: access is gated (403); accept the licence at https://huggingface.co/o/gated"),
         (["o/none"], 2, "o/none: the Hub does not know it, or it is private (401); check the name, or export HF_TOKEN"),
         (["o/tiny", "--revision", "v9"], 2, "--revision: o/tiny has none of that name"),

@@ -65,7 +65,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         x, y = x[me.rank * each :][:each], y[me.rank * each :][:each]
         size = micro or each
         parts = [(x[i : i + size], y[i : i + size]) for i in range(0, each, size)]
-        result = train_step(module, optimizer, parts, max_norm=1.0, world=me.world, set_to_none=not offload)
+        result = train_step(module, optimizer, parts, max_norm=1.0, dp_size=me.dp.size, set_to_none=not offload)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return losses, norms
@@ -147,7 +147,7 @@ def _count(me, directory):
     counts = []
     for _ in range(2):
         with CommDebugMode() as comm:
-            train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, world=me.world)
+            train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
         by_name = {str(op): n for op, n in comm.get_comm_counts().items()}
         counts.append(
             (
@@ -177,7 +177,7 @@ def _poison(me, directory):
         module.model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
     x, y = _batches()[0]
     try:
-        train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, world=me.world)
+        train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
     except NonFiniteError as error:
         same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
         return ("stopped", same, "nan" in str(error))

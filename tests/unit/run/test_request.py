@@ -27,7 +27,7 @@ def test_variables_and_secrets_part_ways(tmp_path):
     [
         (["HF_TOKEN=abc"], [], "--env: HF_TOKEN looks like a secret"),
         (["A"], [], "--env: 'A' has no value"),
-        (["1A=x"], [], "--env: '1A' is no name"),
+        (["1A=x"], [], "--env: '1A' is not a valid variable"),
         (["LLAMA405B_NODE=x"], [], "--env: LLAMA405B_NODE is set by the run itself"),
         (["A=x\ny"], [], "line break"),
         ([], ["NO_SUCH"], "--secret: NO_SUCH is not set here"),
@@ -60,9 +60,9 @@ def test_times():
     ("words", "fault"),
     [
         (["--restart", "-1"], "--restart: -1 times"),
-        (["--notify", "x"], "--notify: it goes with --restart"),
-        (["--rehearse", "--restart", "1"], "--rehearse: it is a run of its own"),
-        (["--hang-after", "soon"], "--hang-after: 'soon' is no time"),
+        (["--notify", "x"], "--notify needs --restart"),
+        (["--rehearse", "--restart", "1"], "--rehearse is a run of its own"),
+        (["--hang-after", "soon"], "--hang-after: 'soon' is not a valid time"),
     ],
 )
 def test_options_that_do_not_fit(words, fault):

@@ -99,7 +99,7 @@ def push_files(fleet: Fleet, source: Source, targets: Mapping[str, str]) -> int:
     rows = [(name, targets[name], ends[name]) for name in targets]
     print(table(("host", "directory", "now"), rows), flush=True)
     good = len(targets) - len(faults)
-    again = "; the same command again goes on where it broke off" if set(faults) - dead else ""
+    again = "; run the same command again to continue where it stopped" if set(faults) - dead else ""
     size = f"{total / 1e9:.2f} GB, " if total else ""
     print(f"{good} of {len(targets)} hosts: {size}{took:.1f} s{again}")
     return FAILED if faults else GOOD

@@ -34,7 +34,7 @@ def project_root() -> Path:
     """
     root = Path(llama405b.__file__).resolve().parent.parent
     if not (root / "pyproject.toml").is_file() or not (root / "constraints.txt").is_file():
-        raise UserError(f"setup: {root} is no checkout of the project; clone it, and run setup from there")
+        raise UserError(f"setup: {root} is not a checkout of the project; clone it, and run setup from there")
     return root
 
 

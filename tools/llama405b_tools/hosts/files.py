@@ -23,7 +23,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
-        raise UserError(f"{path}: cannot be read ({reason}); name a hosts file, one host a line") from None
+        raise UserError(f"{path}: cannot be read ({reason}); name a hosts file, with one host per line") from None
     uses = read_uses(path)
     return tuple(_as_set_up(host, uses.get(host.name)) for host in parse(text, str(path)))
 

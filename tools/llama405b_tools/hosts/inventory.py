@@ -65,7 +65,7 @@ def parse(text: str, source: str) -> tuple[Host, ...]:
             if len(hosts) > MAX_HOSTS:
                 raise UserError(f"{host.where}: more than {MAX_HOSTS} hosts; split the file")
     if not hosts:
-        raise UserError(f"{source}: no host in it; write one a line, like 'gpu-01 slots=8'")
+        raise UserError(f"{source}: no hosts in it; write one per line, like 'gpu-01 slots=8'")
     found = tuple(hosts.values())
     _check_loopback(found)
     return found
@@ -74,16 +74,20 @@ def parse(text: str, source: str) -> tuple[Host, ...]:
 def _parse_line(words: Sequence[str], where: str) -> list[Host]:
     match = TARGET.fullmatch(words[0])
     if not match:
-        raise UserError(f"{where}: {words[0]!r} is no host; write [user@]host[:port], of letters, digits, '.' and '-'")
+        raise UserError(
+            f"{where}: {words[0]!r} is not a valid host; write [user@]host[:port], with letters, digits, '.' and '-'"
+        )
     port = int(match["port"] or 0)
     if match["port"] and not 0 < port < 65536:
         raise UserError(f"{where}: port {port} is out of range; take 1 to 65535")
     options = _parse_options(words[1:], where)
     slots = options.get("slots", "0")
     if not re.fullmatch("[0-9]{1,4}", slots) or ("slots" in options and not 0 < int(slots) <= 1024):
-        raise UserError(f"{where}: slots={slots} is no number of ranks; write slots=8")
+        raise UserError(f"{where}: slots={slots} is not a valid number of ranks; write slots=8")
     if "address" in options and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", options["address"]):
-        raise UserError(f"{where}: address={options['address']} is no address; write an IP address or a host name")
+        raise UserError(
+            f"{where}: address={options['address']} is not a valid address; write an IP address or a host name"
+        )
     for key in ("workdir", "cache", "scratch"):
         if key in options and not options[key].startswith(("/", "~/")):
             raise UserError(f"{where}: {key}={options[key]} is relative; write a full path")

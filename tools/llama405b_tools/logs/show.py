@@ -36,12 +36,12 @@ class Show:
         self.ranks = _ranks(args.rank)
         self.since_s = seconds(args.since, "--since") if args.since else 0.0
         if not (args.attempt == "all" or args.attempt.isdecimal()):
-            raise UserError(f"--attempt: {args.attempt!r} is none; write a number, or all")
+            raise UserError(f"--attempt: {args.attempt!r} is not a valid attempt; write a number, or all")
         self.attempt = -1 if args.attempt == "all" else int(args.attempt)
         if args.tail is not None and args.tail < 0:
             raise UserError(f"--tail: {args.tail} lines; it takes 0 or more")
         if args.follow and args.first_error:
-            raise UserError("--first-error: it does not go with -f; the failure is there, or it is not")
+            raise UserError("--first-error cannot be used with -f; the failure is there, or it is not")
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
         self.fold = Fold() if args.fold else None
         self.saved: set[Path] = set()
@@ -146,7 +146,7 @@ def _regexes(texts: Sequence[str], flag: str) -> list[re.Pattern[str]]:
         try:
             found.append(re.compile(text))
         except re.error as error:
-            raise UserError(f"{flag}: {text!r} is no regular expression ({error}); correct it") from None
+            raise UserError(f"{flag}: {text!r} is not a valid regular expression ({error}); correct it") from None
     return found
 
 

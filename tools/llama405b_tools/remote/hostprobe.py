@@ -341,7 +341,7 @@ def weights(path, hashed=False):
         except OSError:
             faults.append("%s is missing" % name)
         except (ValueError, KeyError, TypeError):
-            faults.append("%s is no safetensors file" % name)
+            faults.append("%s is not a safetensors file" % name)
     config = os.path.isfile(os.path.join(path, "config.json"))
     found = {"path": path, "present": config, "files": len(names), "bytes": n_bytes, "faults": faults}
     if hashed and not faults:

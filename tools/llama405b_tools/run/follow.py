@@ -105,7 +105,7 @@ class Watch:
         if isinstance(news, Unreachable):
             first = host not in self.unreachable
             self.unreachable[host] = news.why
-            line = f"{host} │ cannot be reached: {news.why}; its part may go on, trying again"
+            line = f"{host} │ cannot be reached: {news.why}; its part may still be running; trying again"
             return [line] if first else []
         lines = [f"{host} │ reached again"] if self.unreachable.pop(host, None) else []
         for metrics in news.metrics:  # a resumed run goes back: what it takes again is forgotten
@@ -194,7 +194,7 @@ def follow(fleet: Fleet, plan: Plan, hosts: str = "", limits: Limits | None = No
         return summarise(watch_run(fleet, plan, limits), plan, hosts, guarded=limits is not None)
     except KeyboardInterrupt:
         print(
-            f"\nno longer following; the run goes on. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "
+            f"\nno longer following; the run continues. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "
             f"`{front_door()} stop{hosts} --run {plan.run}` ends it"
         )
         return Ending(EndKind.LEFT)
@@ -213,11 +213,11 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
                 again = f"`{front_door()} stop{hosts} --run {plan.run}`"
                 print(f"{host}: could not be verified to have ended; run {again} again", file=sys.stderr)
         print(f"FAILED  {worst.host}: {failure_words(worst)}", file=sys.stderr)
-        resume = "" if guarded else f"; the same launch with --run {plan.run} --resume auto goes on"
+        resume = "" if guarded else f"; to continue, repeat the launch with --run {plan.run} --resume auto"
         print(f"next: {logs}{resume}", file=sys.stderr)
         return Ending(EndKind.FAILED, worst)
     if watch.stopped_by:
-        print(f"stopped by {watch.stopped_by}; the same launch with --run {plan.run} --resume auto goes on")
+        print(f"stopped by {watch.stopped_by}; to continue, repeat the launch with --run {plan.run} --resume auto")
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
     print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains yours")
     return Ending(EndKind.WELL)

@@ -81,7 +81,7 @@ def follow_log(child: "subprocess.Popen[bytes]", run: str, begin: int, hosts: st
                     return child.returncode if child.returncode >= 0 else FAILED
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
-        print(f"\nno longer following; the run goes on, guarded. `{front_door()} stop{hosts} --run {run}` ends both")
+        print(f"\nno longer following; the run continues, guarded. `{front_door()} stop{hosts} --run {run}` ends both")
         return STOPPED_FOLLOWING
 
 

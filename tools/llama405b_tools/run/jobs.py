@@ -59,7 +59,7 @@ def submit(asked: LaunchRequest, options: str) -> str:
     given, run = _options(options), RunDir(Path.cwd() / "runs" / asked.run)
     new = not run.path.exists()
     if run.path.exists() and asked.resume == "no":
-        raise UserError(f"--run: {asked.run!r} exists here; take another name, or go on with --resume auto")
+        raise UserError(f"--run: {asked.run!r} exists here; take another name, or continue it with --resume auto")
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.state_of(earlier.job) not in slurm.GONE:
         raise UserError(

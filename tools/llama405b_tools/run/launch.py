@@ -33,7 +33,7 @@ def launch(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: 
     took = f"up in {time.monotonic() - began:.1f} s"
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])
-        print(f"note: run {name} is alive on {where} too; they share its GPUs and memory")
+        print(f"note: run {name} is alive on {where} too; both share its GPUs and memory")
     print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
     for line in [] if asked.terms().on_cpu else nccl_lines(asked.env, parts_of(hosts, answers, way)):
         print(f"  {line}")

@@ -188,7 +188,9 @@ def refuse_input(asked: LaunchRequest, answers: Facts, port: int) -> None:
             stop = f"{front_door()} stop{hosts_argument(asked.hosts_file)} --run {asked.run}"
             raise UserError(f"--run: {asked.run!r} is running on {name}{owner}; `{stop}` ends it, or take another name")
         if found.run_exists and asked.resume == "no":
-            raise UserError(f"--run: {asked.run!r} exists on {name}; take another name, or go on with --resume auto")
+            raise UserError(
+                f"--run: {asked.run!r} exists on {name}; take another name, or continue it with --resume auto"
+            )
         if found.port_fault:
             why = "in use" if found.port_in_use else f"not to be had ({found.port_fault})"
             raise UserError(f"--port: {port} is {why} on the head; leave --port out to get a free one")

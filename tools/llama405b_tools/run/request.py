@@ -94,7 +94,13 @@ def _parser() -> _Parser:
     add("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
     add("--rehearse", action="store_true", help="first try it all with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
-    add("--restart", type=int, default=0, metavar="N", help="guard the run: resume it, at most N times in vain [0]")
+    add(
+        "--restart",
+        type=int,
+        default=0,
+        metavar="N",
+        help="guard the run: resume it; give up after N restarts without a newer checkpoint [0]",
+    )
     add("--hang-after", default="5m", metavar="TIME", help="with --restart: ranks silent this long hang [5m]")
     add("--notify", default="", metavar="CMD", help="with --restart: run CMD on incident, recovery and end")
     add("--env", action="append", default=[], metavar="K=V", help="an environment variable of the ranks")
@@ -130,7 +136,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
     if program and (settings or known.preset or known.config or known.rehearse):
         what = settings[0] if settings else "--rehearse" if known.rehearse else "--preset/--config"
-        raise UserError(f"{what}: settings are for the trainer, but a program stands after --; take one away")
+        raise UserError(f"{what}: settings are for the trainer, but there is a program after --; remove one of them")
     _check_guard(known)
     env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
     command.check_resume(known.resume)
@@ -169,11 +175,11 @@ def _check_guard(known: argparse.Namespace) -> None:
     if not 0 <= known.restart <= 1000:
         raise UserError(f"--restart: {known.restart} times; it takes 0 to 1000")
     if known.notify and not known.restart:
-        raise UserError("--notify: it goes with --restart N, which guards the run; add that")
+        raise UserError("--notify needs --restart N, which guards the run; add it")
     if known.slurm is not None and (known.restart or known.rehearse or known.port):
-        raise UserError("--slurm: --restart, --rehearse and --port go with SSH hosts; take them away")
+        raise UserError("--slurm: --restart, --rehearse and --port are for SSH hosts; remove them")
     if known.rehearse and (known.restart or known.resume != "no"):
-        raise UserError("--rehearse: it is a run of its own; take --restart and --resume away")
+        raise UserError("--rehearse is a run of its own; remove --restart and --resume")
 
 
 def read_env(
@@ -231,7 +237,7 @@ def _env_lines(path: Path) -> list[tuple[str, str, str]]:
 
 def _checked(name: str, where: str) -> str:
     if not VARIABLE.fullmatch(name):
-        raise UserError(f"{where}: {name!r} is no name of a variable; take letters, digits and '_'")
+        raise UserError(f"{where}: {name!r} is not a valid variable name; use letters, digits and '_'")
     if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
         raise UserError(f"{where}: {name} is set by the run itself; take another name")
     return name

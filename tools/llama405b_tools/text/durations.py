@@ -15,5 +15,5 @@ def seconds(text: str, where: str) -> float:
     """
     match = SPAN.fullmatch(text)
     if not match or len(match[1]) > 9:
-        raise UserError(f"{where}: {text!r} is no time; write 30s, 10m or 1h")
+        raise UserError(f"{where}: {text!r} is not a valid time; write 30s, 10m or 1h")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]

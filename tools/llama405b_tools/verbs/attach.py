@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.pop("TMUX", None)
         os.execvp("/bin/sh", ["sh", "-c", line])
     if not args.no_attach and not sys.stdout.isatty():
-        raise UserError("attach: standard output is no terminal; add --no-attach to build the session only")
+        raise UserError("attach: standard output is not a terminal; add --no-attach to only build the session")
     name = build_session(live, run)
     attach = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={name}"]
     if args.no_attach:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             return rehearse(asked, hosts, fleet)
         plan = guard.unguarded(asked, fleet) if asked.restart else None
         if plan:
-            print(f"{plan.run}: runs already, as asked, and nobody guards it; from now on it is guarded")
+            print(f"{plan.run}: already running, without a guard; guarding it from now on")
         else:
             plan = launch(asked, hosts, fleet)
             dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     begin = RunDir.here(plan.run).guard_log.stat().st_size if RunDir.here(plan.run).guard_log.is_file() else 0
     guarding = guard.spawn(asked, hosts, plan)
     print(
-        f"guarded by process {guarding.pid} of this machine, which this terminal may leave: {RunDir.here(plan.run).guard_log}"
+        f"guard running as pid {guarding.pid}; you can close this terminal; its log: {RunDir.here(plan.run).guard_log}"
     )
     return guard.follow_log(guarding, plan.run, begin, hosts_argument(asked.hosts_file)) if asked.follow else GOOD
 
@@ -80,7 +80,7 @@ def in_slurm(asked: LaunchRequest, options: str) -> int:
                 raise RunError(f"job {job} ended before its nodes met; see runs/{asked.run}/slurm-{job}.log")
             time.sleep(jobs.POLL_S)
     except KeyboardInterrupt:
-        print("\nno longer following; the job goes on")
+        print("\nno longer following; the job continues")
         return STOPPED_FOLLOWING
     with Fleet(jobs.hosts_of(asked.run)) as fleet:
         return follow(fleet, plan).code

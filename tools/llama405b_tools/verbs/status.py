@@ -61,7 +61,9 @@ def print_progress(found: Sequence[HostRun]) -> None:
     """Print the last step and the newest checkpoint, where a host knows them."""
     last = max((each.metrics for each in found if each.metrics), key=lambda metrics: metrics.step, default=None)
     if last:
-        print(f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s a step")
+        print(
+            f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s per step"
+        )
     saved = max((each.checkpoint for each in found if each.checkpoint), default=None)
     print(f"newest checkpoint: {saved or 'none yet'}")
 

@@ -27,9 +27,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     grace_s = seconds(args.grace, "--grace")
     if args.end and not args.orphans:
-        raise UserError("--end: it goes with --orphans; without, stop ends a run anyway")
+        raise UserError("--end needs --orphans; plain `stop` already ends the run")
     if args.orphans and args.run:
-        raise UserError("--run: it does not go with --orphans, which looks at every run")
+        raise UserError("--run cannot be used with --orphans, which looks at every run")
     job = jobs.run_asked(args.run, args.hosts) if not args.orphans else None
     if job and jobs.waits(job):
         gone = jobs.stop(RunDir(Path.cwd() / "runs" / job), jobs.job_of(job), (), "", 0.0)

@@ -88,7 +88,7 @@ def _progress(run: Training, width: int) -> Text:
     times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
     split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
     parts = [
-        (0, Text(f"{number(run.step_s, '.2f')} s a step")),
+        (0, Text(f"{number(run.step_s, '.2f')} s/step")),
         (3, Text(f"({split})")),
         (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
         (2, Text(f"MFU {number(run.mfu_pct, '.0f')}{'%' if run.mfu_pct is not None else ''}")),
