@@ -35,7 +35,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     notify = "printf '%s %s\\n' $LLAMA405B_EVENT $LLAMA405B_RUN >>notes"
     done = cli(work, "launch", "--run", "g", "--restart", 2, "--notify", notify, *settings(demo, corpus), timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "guarded by process" in done.stdout
+    assert "guard running as pid" in done.stdout
     for after, host in ((4, "node-b"), (8, "node-a")):
         wait_for(lambda after=after: (work / f"runs/g/checkpoints/step-{after:08d}").exists())
         attempt = status(work, "g", host)["attempt"]

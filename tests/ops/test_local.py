@@ -162,7 +162,7 @@ def test_nothing_outlives_a_sigkill_of_its_parent(work, cli, demo, corpus, victi
         lambda: (s := json.loads((work / "runs/r/status/node-b.json").read_text()))["state"] == "killed" and s, 20
     )
     assert state["signal"] == signal.SIGKILL
-    assert victim in state["reason"]
+    assert state["cause"]["kind"] == {"node runner": "runner killed", "torchrun": "torchrun killed"}[victim]
 
 
 def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
@@ -202,7 +202,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
     [
         (["none", "--preset", "demo"], "none: cannot be read"),
         (["--preset", "demmo"], "--preset: no preset 'demmo'"),
-        (["--preset", "demo", "--run", "a/b"], "--run: 'a/b' is not a valid run name as a name"),
+        (["--preset", "demo", "--run", "a/b"], "--run: 'a/b' is not a valid run name"),
         (["--preset", "demo", "--model.path", "nowhere"], "nowhere: no such directory"),
         (
             ["--preset", "demo", "--training.global_batch_size", "7"],

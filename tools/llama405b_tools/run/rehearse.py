@@ -17,7 +17,8 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages import Ended, EndRequest
 from llama405b_tools.run.endings import failure_words
-from llama405b_tools.run.follow import SLACK_S, Limits, watch_run
+from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
+from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 
@@ -91,10 +92,14 @@ def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
     worst = watch.worst()
     if worst is None:
         raise RunError(f"it ended before step {STEPS}")
+    raise RunError(f"{worst.host}: {failure_words(worst)} ({_where(worst, watch)})")
+
+
+def _where(worst: Failure, watch: Watch) -> str:
+    """The phase that a failure came in: by its cause, else by its host's ranks as they were last heard."""
     beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
-    phases = sorted({beat.cause.phase if beat.cause and beat.cause.phase else beat.phase for beat in beats})
-    phase = f"in phase {'/'.join(phases)}" if phases else "before its ranks started"
-    raise RunError(f"{worst.host}: {failure_words(worst)} ({phase})")
+    phases = [worst.cause.phase] if worst.cause.phase else sorted({str(beat.phase) for beat in beats})
+    return f"in phase {'/'.join(phases)}" if phases else "before its ranks started"
 
 
 def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> dict[str, Ended | HostError]:
