@@ -94,7 +94,9 @@ def run_and_leave() -> NoReturn:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else FAILED)
+    if code is None:
+        code = 0
+    os._exit(code if isinstance(code, int) else FAILED)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,9 @@ def largest_unit(llama: weights.Llama) -> int:
 
 
 def _unit(name: str) -> str:
-    return name.split(".")[2] if ".layers." in name else "embedding" if "embed" in name else "head"
+    if ".layers." in name:
+        return name.split(".")[2]
+    return "embedding" if "embed" in name else "head"
 
 
 def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> dict[str, Any]:

@@ -121,7 +121,9 @@ def fault_of(path: Path, sibling: Any) -> str:
 def digest_of(sibling: Any) -> str:
     """The SHA-256 that the Hub has for a big file; '' for a small one."""
     lfs = getattr(sibling, "lfs", None)
-    return str(lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", "")) if lfs else ""
+    if not lfs:
+        return ""
+    return str(lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", ""))
 
 
 class Verified:

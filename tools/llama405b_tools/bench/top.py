@@ -1,6 +1,7 @@
 """``llama405b bench top``: what cluster-top costs on both sides, beside a fresh ``ssh host nvidia-smi`` per refresh."""
 
 import concurrent.futures
+import dataclasses
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+from llama405b.contract.records import Heartbeat, Phase
 from llama405b_tools.bench.rig import RUN, least, ssh_argv, stub_run
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -149,12 +151,11 @@ def _delay(fleet: Fleet, shown: Top, step: int) -> float:
     """Seconds from a heartbeat that is written on the host to its step on the screen."""
     [name] = fleet.hosts
     time.sleep(INTERVAL_S * (step - FIRST_STEP) / CHANGES)  # or each would come right after a sample
-    beat = dict.fromkeys(("rank", "pid", "done_bytes", "total_bytes"), 0) | {"step": step, "phase": "train"}
-    begin = time.monotonic()
-    beat |= {"time": time.time(), "phase_since": time.time() - 1}
+    begin, now = time.monotonic(), time.time()
+    beat = Heartbeat(0, name, 0, now, step, Phase.TRAIN, now - 1)
     folder = f"{shell_path(fleet.workdir(name))}/runs/{RUN}/heartbeat"
     line = f"mkdir -p {folder} && cat >{folder}/new && mv {folder}/new {folder}/rank-0.json"
-    fleet.connection(name).run(line, json.dumps(beat), DELAY_MOST_S)
+    fleet.connection(name).run(line, json.dumps(dataclasses.asdict(beat)), DELAY_MOST_S)
     while str(step).encode() not in shown.seen:
         if time.monotonic() > begin + DELAY_MOST_S:
             raise UserError(f"bench: step {step} is not on the screen after {DELAY_MOST_S:g} s")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ class Chain:
             ready = self._begin()
             order = self._look(ready)
             hops = [self._hop(name, ready[name]) for name in order]
-            for name, hop in zip(order, [*hops[1:], None], strict=True):
+            for name, hop in itertools.zip_longest(order, hops[1:]):
                 self.dialogues[name].say(reader.dumps(Hop(hop)) + "\n")
             if order:
                 self._pass_on(order, hops[0])

@@ -128,7 +128,9 @@ def _programs(facts: Mapping[str, str]) -> list[Step]:
     if not missing:
         return []
     names = " ".join(missing)
-    as_root = "" if facts.get("uid") == "0" else "sudo -n " if "sudo" in facts else None
+    as_root = "sudo -n " if "sudo" in facts else None
+    if facts.get("uid") == "0":
+        as_root = ""
     if as_root is None or not {"has_apt-get", "has_dnf"} & set(facts):
         raise UserError(f"{names} missing, and this user may not install; type there: sudo apt-get install -y {names}")
     if "has_apt-get" in facts:

@@ -37,14 +37,18 @@ def report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *, deep
     )
     print(table(headings, [_row(name, visit, found) for name in names]), flush=True)
     bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
-    verdict = f"not fit: {bad} problems" if bad else f"fit, with {warnings} warnings" if warnings else "fit"
+    verdict = f"fit, with {warnings} warnings" if warnings else "fit"
+    if bad:
+        verdict = f"not fit: {bad} problems"
     never = "" if deep else "; links and GPUs were not loaded: --deep does that"
     print(f"\n{len(names)} hosts: {verdict}{never}")
 
 
 def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
     levels = {finding.level for finding in found if name in finding.hosts}
-    fit = "NO" if BAD in levels else "warn" if WARN in levels else "yes"
+    fit = "warn" if WARN in levels else "yes"
+    if BAD in levels:
+        fit = "NO"
     if name in visit.lost:
         return (name, "NO", *["—"] * 10)
     facts = visit.facts[name]

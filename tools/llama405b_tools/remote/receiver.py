@@ -114,7 +114,8 @@ class Receiver:
             _hash_into(digest, path if whole else partial, have)
         self.done += begin
         with _Worker() as disk, _Worker() as onward:
-            file = None if whole else partial.open("r+b" if have else "wb")
+            mode = "r+b" if have else "wb"
+            file = None if whole else partial.open(mode)
             try:
                 if file:
                     file.truncate(have)

@@ -195,7 +195,9 @@ class Run:
     def _find(self):
         """The named run; else the one before while it lives or may come back, else the newest that lives, else the newest."""
         name = self.request.get("run")
-        names = [name] if name else (os.listdir("runs") if os.path.isdir("runs") else [])
+        names = [name] if name else []
+        if not name and os.path.isdir("runs"):
+            names = os.listdir("runs")
         plans = []
         for each in names:
             path = os.path.abspath("runs/" + each)

@@ -135,7 +135,8 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     if "--" in argv and not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
     if program and (settings or known.preset or known.config or known.rehearse):
-        what = settings[0] if settings else "--rehearse" if known.rehearse else "--preset/--config"
+        switch = "--rehearse" if known.rehearse else "--preset/--config"
+        what = settings[0] if settings else switch
         raise UserError(f"{what}: settings are for the trainer, but there is a program after --; remove one of them")
     _check_guard(known)
     env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)

@@ -44,7 +44,9 @@ def run(session: Session) -> int:
         code = app.run()
     finally:
         session.close()
-    return code if code is not None else app.pic.exit_code if app.pic else 0
+    if code is not None:
+        return code
+    return app.pic.exit_code if app.pic else 0
 
 
 class TopApp(App[int]):
@@ -173,7 +175,8 @@ class TopApp(App[int]):
         if self.ui.mode == "cluster":
             by = {"pageup": -1, "pagedown": 1}.get(key)
             pages = panels.n_pages(self.pic, self.ui, self.size.width, self.size.height) if self.pic else 1
-            self.ui.page = min(pages - 1, max(0, self.ui.page + by)) if by else 0 if key == "home" else pages - 1
+            end = 0 if key == "home" else pages - 1
+            self.ui.page = min(pages - 1, max(0, self.ui.page + by)) if by else end
             return
         page = max(1, self.size.height - 6)
         steps = {"pageup": page, "pagedown": -page, "home": FAR, "end": -FAR}[key]

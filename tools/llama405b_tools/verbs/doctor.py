@@ -39,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
         if args.deep and not any(finding.level == BAD for finding in found):
             found = [*check(hosts, fleet), *found]
     levels = {finding.level for finding in found}
-    code = UNFIT if BAD in levels else FAILED if WARN in levels else GOOD
+    code = FAILED if WARN in levels else GOOD
+    if BAD in levels:
+        code = UNFIT
     if args.json:
         record = dataclasses.asdict(visit) | {"findings": [dataclasses.asdict(f) for f in found], "exit_code": code}
         print(json.dumps(record))

@@ -158,8 +158,12 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
     area = max(8, 4 * n_cells if n_cells <= MAX_CELLS else n_cells)
     told = any(gpu.power_pct is not None for row in rows for gpu in row.gpus)
     name_width = min(max([4, *(len(row.name) for row in rows)]), 22)
-    numbers = "".join(f"{i:>3} " for i in range(n_cells)) if 0 < n_cells <= MAX_CELLS else ("GPU" if n_cells else "CPU")
-    what = "power %" if told else "util %" if n_cells else ""
+    numbers = "GPU" if n_cells else "CPU"
+    if 0 < n_cells <= MAX_CELLS:
+        numbers = "".join(f"{i:>3} " for i in range(n_cells))
+    what = "util %" if n_cells else ""
+    if told:
+        what = "power %"
     columns = f"{'MEM%':>4} {'TEMP':>4} {'Gb/s':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
     head = f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}"
     lines = [Text(head, "bold")]
@@ -202,13 +206,11 @@ def _cells(row: HostRow, area: int) -> Text:
         return _bars(row)
     line = Text()
     for gpu in row.gpus:
-        value = (
-            f"{gpu.power_pct:3.0f}"
-            if gpu.power_pct is not None
-            else f"{gpu.utilization:2d}u"
-            if gpu.utilization is not None
-            else f"  {DASH}"
-        )
+        value = f"  {DASH}"
+        if gpu.power_pct is not None:
+            value = f"{gpu.power_pct:3.0f}"
+        elif gpu.utilization is not None:
+            value = f"{gpu.utilization:2d}u"
         line.append(f"{value}{'!' if gpu.odd else ' '}", "bold yellow" if gpu.odd else style)
     return line
 
@@ -244,7 +246,8 @@ def n_pages(pic: Picture, ui: Ui, width: int, height: int) -> int:
 
 def _rooms(pic: Picture, room: int) -> tuple[int, int]:
     """Lines for hosts, below their heading, and for events."""
-    n_events = min(len(pic.events), 8 if room > 45 else 4 if room > 24 else 2)
+    most = next((lines for least, lines in ((45, 8), (24, 4)) if room > least), 2)
+    n_events = min(len(pic.events), most)
     return max(4, room - 1 - n_events - 4 - 1), n_events
 
 
@@ -287,7 +290,9 @@ def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Tex
         line.append(f" {number(least, '3.0f'):>3}% {number(heat, 'd'):>2}C")
     else:
         line.append(f"{_without(row)[:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
-    sign = row.state[0] if row.state is not HostState.OK else "!" if row.notes else " "
+    sign = "!" if row.notes else " "
+    if row.state is not HostState.OK:
+        sign = row.state[0]
     line.append(f" {sign}", STYLES[SEVERITY[row.state]] or "bold yellow")
     line.append(f" {number(row.step, 'd'):>6}")
     return line

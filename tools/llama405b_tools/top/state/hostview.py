@@ -220,7 +220,9 @@ class HostView:
         ]
         used = [float(gpu.utilization) for gpu in self.gpus if gpu.utilization is not None]
         found = shares or used
-        return statistics.mean(found) if found else None if self.gpus else self._cpu_pct()
+        if found:
+            return statistics.mean(found)
+        return None if self.gpus else self._cpu_pct()
 
     def _cpu_pct(self) -> float | None:
         if not self.frame or not self.before:

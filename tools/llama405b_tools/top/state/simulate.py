@@ -102,10 +102,15 @@ class _Host:
     def frame(self, t: float, interval_s: float) -> dict[str, Any]:
         phase, hangs, gone = _phase(t), HUNG <= t < ENDED, ENDED <= t < AGAIN
         works = phase == "train" and not hangs and not gone
-        share = 0.96 if works else 0.17 if not hangs else 0.19
+        share = 0.19 if hangs else 0.17
+        if works:
+            share = 0.96
         self.total += int(100 * interval_s * 224)
-        self.busy += int(100 * interval_s * 224 * (0.09 if works else 0.3 if phase == "load" else 0.03))
-        self.ib += int(interval_s * (24e9 if works else 6e9 if phase == "load" else 0))
+        busy, flow = (0.3, 6e9) if phase == "load" else (0.03, 0.0)
+        if works:
+            busy, flow = 0.09, 24e9
+        self.busy += int(100 * interval_s * 224 * busy)
+        self.ib += int(interval_s * flow)
         ports = [
             {
                 "device": f"mlx5_{port}",
@@ -156,7 +161,9 @@ class _Host:
         hot = self.sick and gpu == 3 and HOT <= t < COOLED
         power = 700 * (0.55 if hot and share > 0.5 else share) + self.random.uniform(-8, 8)
         heat = 34 + 35 * share + self.random.uniform(-2, 2) + (19 if hot else 0)
-        clock = 1185 if hot else 1980 if share > 0.5 else 345
+        clock = 1980 if share > 0.5 else 345
+        if hot:
+            clock = 1185
         used, util = 70_112, 100 if share > 0.18 else 0
         values = [
             gpu, f"GPU-{self.i:02d}{gpu}", "NVIDIA H100 80GB HBM3", f"00000000:{0x1B + gpu:02X}:00.0", util, used, 81_559,
@@ -212,7 +219,7 @@ class _Host:
 
     def _beats(self, t: float, phase: str) -> list[dict[str, Any]]:
         step, total = _step(t), 812_000_000_000 // (GPUS * len(self.hosts))
-        since = 0.0 if t < LOADED else LOADED if t < AGAIN else AGAIN if t < RELOADED else RELOADED
+        since = max(moment for moment in (0.0, LOADED, AGAIN, RELOADED) if moment <= t)
         moved = min(t, HUNG) if t < AGAIN else t
         behind = self.sick and HUNG <= t < AGAIN
         takes = LOADED if t < LOADED else RELOADED - AGAIN
