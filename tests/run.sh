@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up everything, then pass the tests.
 #   bash tests/run.sh [PYTEST ARGS]    the quick ones
+#   bash tests/run.sh quick            the unit tests alone, in half a minute
 #   bash tests/run.sh --all            also the slow ones, and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -10,11 +11,15 @@ needed=(tmux:tmux sshd:openssh-server ip:iproute2)
 [ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge)
 need_programs "${needed[@]}" || exit 2
 need_venv train,dev || exit 2
+if [ "${1:-}" = quick ]; then
+    shift
+    exec .venv/bin/python -m pytest -q -m "not slow and not gpu" tests/unit "$@"
+fi
 bash tests/check.sh || exit 1
 marks=(-m "not slow and not gpu")
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu")
+    marks=(-m "not gpu" --durations=25)
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
 fi
 exec .venv/bin/python -m pytest "${marks[@]}" "$@"

@@ -47,6 +47,7 @@ def test_training_verbs_say_what_is_missing():
     assert done.stderr == "llama405b: demo needs torch, which is not installed; pip install 'llama405b[train]'\n"
 
 
+@pytest.mark.slow
 def test_true_shape_of_405b():
     done = subprocess.run(
         [

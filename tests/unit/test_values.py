@@ -17,7 +17,7 @@ FOREIGN = (  # tables of what other programs and version 0.1 write, and the reco
     "tools/llama405b_tools/remote/sampler.py",
 )  # fmt: skip
 JUDGING = (  # they assert values alone
-    "tests/unit/run/test_judge.py", "tests/unit/run/test_follow.py", "tests/unit/run/test_guard.py",
+    "tests/unit/run/test_judge.py", "tests/unit/run/test_follow.py", "tests/unit/run/test_watchman.py",
     "tests/unit/top/test_situations.py", "tests/unit/run/test_status_values.py",
 )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """All or nothing: every host starts, or none is left running."""
 
+from pathlib import Path
+
 import pytest
 from fakes import FakeFleet
 
@@ -9,8 +11,8 @@ from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages import Started, StartFault
 from llama405b_tools.run import start as starting
+from llama405b_tools.run.backends import OnHosts
 from llama405b_tools.run.start import StartError, start
-from llama405b_tools.run.stop import stop
 
 NAMES = ("a", "b", "c")
 
@@ -97,7 +99,7 @@ def test_what_cannot_be_asked_is_not_called_ended(fleet, plan):
 def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):
     start(plan, {}, fleet)
     fleet.fakes["c"].faults["stop"] = HostError("gone")
-    ends = stop(fleet, "r", 30.0)
+    ends = OnHosts("r", Path("hosts")).end(fleet, "r", "me@here", 30.0)
     assert [name for name, end in ends.items() if isinstance(end, HostError)] == ["c"]
     assert all(ends[name].clean and ends[name].was_alive and ends[name].stopped_by for name in "ab")
     assert fleet.fakes["a"].heard[-1][1].grace_s == 30.0

@@ -18,6 +18,7 @@ from llama405b_tools.top.state.cluster import Cluster
 
 SCREENS = ROOT / "tests/data/screens"
 UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))
+SLOW = pytest.mark.slow
 HOT, HUNG = 84.0, simulate.HUNG + 80
 
 
@@ -64,7 +65,9 @@ def same(path, found):
     assert path.read_text() == found, f"{path.name} looks different; see this module's docstring"
 
 
-@pytest.mark.parametrize(("n_hosts", "seconds"), [(8, HOT), (64, HUNG), (256, HUNG)])
+@pytest.mark.parametrize(
+    ("n_hosts", "seconds"), [(8, HOT), pytest.param(64, HUNG, marks=SLOW), pytest.param(256, HUNG, marks=SLOW)]
+)
 @pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24), (200, 60)])
 def test_a_screen(n_hosts, seconds, width, height):
     pic, logs = played(n_hosts, seconds)

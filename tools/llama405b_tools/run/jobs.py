@@ -19,9 +19,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
-from llama405b_tools.remote.messages import Ended, HostRun
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run.plan import Terms
 from llama405b_tools.run.request import LaunchRequest
@@ -117,22 +115,7 @@ def _options(text: str) -> list[str]:
         raise UserError(f'--slurm: {text!r} cannot be read ({error}); write it as "-N 4 -p gpu"') from None
 
 
-def end_job(
-    run: RunDir, job: str, hosts: Iterable[str], by: str = "", grace_s: float = 0.0
-) -> dict[str, Ended | HostError]:
-    """End a job, and say of each of its nodes what an agent would."""
-    gone = stop(run, job, hosts, by, grace_s)
-    return {name: Ended(known=True, was_alive=True, job_left=not gone) for name in hosts}
-
-
-def with_node(end: Ended | HostError, seen: HostRun | HostError | None) -> Ended | HostError:
-    """The same, with what the run's files say now."""
-    if isinstance(end, HostError):
-        return end
-    return dataclasses.replace(end, node=seen if isinstance(seen, HostRun) else None)
-
-
-def stop(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
+def end(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
     """End a job: with a grace by the node runners, which look for the word in their files, then by Slurm.
 
     Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.

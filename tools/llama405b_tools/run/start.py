@@ -8,7 +8,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from llama405b.contract.errors import RunError
 from llama405b.contract.files import write_json
@@ -19,12 +18,12 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote.messages import KEEP, Ended, EndRequest, Kept, Started, StartFault, StartRequest
-from llama405b_tools.run import jobs
+from llama405b_tools.remote.messages import KEEP, Ended, Kept, Started, StartFault, StartRequest
+from llama405b_tools.run.backends import backend_of_plan
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.text.tables import table
 
-START_TIMEOUT_S, STOP_TIMEOUT_S, ROLL_BACK_S = 90.0, 60.0, 20.0
+START_TIMEOUT_S, ROLL_BACK_S = 90.0, 20.0
 
 
 class StartError(RunError):
@@ -128,7 +127,4 @@ def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
 
 def stop_this(plan: Plan, fleet: Fleet) -> dict[str, Ended | HostError]:
     """End this launch's processes everywhere; another launch's of the same name are not touched."""
-    if plan.slurm_job:
-        return jobs.end_job(RunDir(Path.cwd() / "runs" / plan.run), plan.slurm_job, fleet.hosts)
-    requests = {node.name: EndRequest(plan.run, node.name, only=plan.rdzv_id) for node in plan.nodes}
-    return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)
+    return backend_of_plan(plan).end_launch(fleet, plan)

@@ -10,11 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.remote.messages import HostRun
-from llama405b_tools.run import jobs
 from llama405b_tools.run.attach import build_session, operator_socket, window_command
+from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -25,9 +24,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--host", help="attach to this host alone, for writing")
     parser.add_argument("--no-attach", action="store_true", help="build the session, and say its name")
     args = parser.parse_args(argv)
-    if jobs.run_asked(args.run, args.hosts):
+    backend = backend_of(args.run, args.hosts)
+    if backend.elsewhere:
         raise UserError("attach: a Slurm job has no tmux; `llama405b logs -f` shows every rank")
-    hosts = read_hosts(args.hosts)
+    hosts = backend.hosts()
     with Fleet(hosts) as fleet:
         run, seen = ask(fleet, args.run)
     live = [host for host in hosts if isinstance(found := seen[host.name], HostRun) and found.alive]

@@ -17,10 +17,10 @@ from llama405b_tools.logs import first_error
 from llama405b_tools.logs.reader import Reader
 from llama405b_tools.logs.show import Show
 from llama405b_tools.remote.messages import HostRun
-from llama405b_tools.run import jobs
+from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import is_guarded
 from llama405b_tools.run.query import ask
-from llama405b_tools.verbs.arguments import hosts_asked, verb_parser
+from llama405b_tools.verbs.arguments import verb_parser
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,13 +48,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse_args(argv)
     show = Show(args)
-    hosts = hosts_asked(args)
+    backend = backend_of(args.run, args.hosts)
+    hosts = backend.hosts()
     for name in args.host:
         if name not in [host.name for host in hosts]:
             names = ", ".join(host.name for host in hosts)
             raise UserError(f"--host: {name!r} is not in {args.hosts}; take one of {names}")
     with Fleet(hosts) as fleet:
-        run, seen = ask(fleet, args.run or jobs.run_asked(args.run, args.hosts))
+        run, seen = ask(fleet, backend.run)
         if args.first_error:
             failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
             print("\n".join(lines))

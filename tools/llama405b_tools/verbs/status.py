@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from llama405b.contract.errors import FAILED, GOOD
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote import slurm
 from llama405b_tools.remote.messages import HostRun
-from llama405b_tools.run import jobs, judge
+from llama405b_tools.run import judge
+from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import guard_line
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.query import Seen, ask, failures_of
 from llama405b_tools.text.tables import table
-from llama405b_tools.verbs.arguments import hosts_asked, verb_parser
+from llama405b_tools.verbs.arguments import verb_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,12 +23,12 @@ def main(argv: Sequence[str]) -> int:
     parser = verb_parser("status", __doc__)
     parser.add_argument("--json", action="store_true", help="for scripts")
     args = parser.parse_args(argv)
-    job = jobs.run_asked(args.run, args.hosts)
-    if job and jobs.waits(job):
-        print(jobs.words_of(job))
-        return FAILED if slurm.state_of(jobs.job_of(job)) in slurm.GONE else GOOD
-    with Fleet(hosts_asked(args)) as fleet:
-        run, seen = ask(fleet, args.run or job)
+    backend = backend_of(args.run, args.hosts)
+    if waiting := backend.waiting():
+        print(waiting.words)
+        return FAILED if waiting.is_over else GOOD
+    with Fleet(backend.hosts()) as fleet:
+        run, seen = ask(fleet, backend.run)
     failures = failures_of(seen)
     if args.json:
         print(json.dumps(_record(run, seen, failures)))

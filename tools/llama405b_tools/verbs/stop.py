@@ -1,21 +1,23 @@
 """``llama405b stop``: let the trainer save, end every process of a run on every host, and verify that none is left."""
 
+import getpass
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, GOOD, UserError
-from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import check_run_name
+from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages import Ended, Orphan, OrphansReply, OrphansRequest
-from llama405b_tools.run import guard_record, jobs
+from llama405b_tools.run import guard_record
+from llama405b_tools.run.backends import STOP_TIMEOUT_S, backend_of
 from llama405b_tools.run.query import ask, check_hosts
-from llama405b_tools.run.stop import STOP_TIMEOUT_S, stop, stop_job
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.tables import table
-from llama405b_tools.verbs.arguments import hosts_asked, verb_parser
+from llama405b_tools.verbs.arguments import verb_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,18 +32,20 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--end needs --orphans; plain `stop` already ends the run")
     if args.orphans and args.run:
         raise UserError("--run cannot be used with --orphans, which looks at every run")
-    job = jobs.run_asked(args.run, args.hosts) if not args.orphans else None
-    if job and jobs.waits(job):
-        gone = jobs.stop(RunDir(Path.cwd() / "runs" / job), jobs.job_of(job), (), "", 0.0)
-        print(jobs.words_of(job))
-        return GOOD if gone else FAILED
-    with Fleet(hosts_asked(args)) as fleet:
-        if args.orphans:
+    if args.orphans:
+        with Fleet(read_hosts(args.hosts)) as fleet:
             return orphans(fleet, end=args.end)
-        run = check_run_name(args.run) if args.run else job or ask(fleet, None)[0]
+    backend = backend_of(args.run, args.hosts)
+    if backend.waiting():
+        gone = backend.cancel()
+        if after := backend.waiting():
+            print(after.words)
+        return GOOD if gone else FAILED
+    with Fleet(backend.hosts()) as fleet:
+        run = check_run_name(backend.run) if backend.run else ask(fleet, None)[0]
         check_hosts(fleet, run)
         guard_record.dismiss(run)
-        ends = stop_job(fleet, run, grace_s) if job else stop(fleet, run, grace_s)
+        ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
     if not any(isinstance(end, HostError) or end.known for end in ends.values()):
         raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
     print(f"run {run}")
@@ -49,11 +53,9 @@ def main(argv: Sequence[str]) -> int:
     print_saved(ends, grace_s)
     bad = {name: end for name, end in ends.items() if isinstance(end, HostError) or not end.clean}
     for name, end in list(bad.items())[:1]:
-        what = (
-            f"could not be asked: {end}"
-            if isinstance(end, HostError)
-            else f"processes {list(end.left)} cannot be ended"
-        )
+        what = f"could not be asked: {end}"
+        if isinstance(end, Ended):
+            what = f"processes {list(end.left)} cannot be ended"
         print(f"{name}: {what}; run the same command again once it can be reached")
     return FAILED if bad else GOOD
 

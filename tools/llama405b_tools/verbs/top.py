@@ -24,7 +24,7 @@ from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse
-from llama405b_tools.run import jobs
+from llama405b_tools.run.backends import backend_of
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
 from llama405b_tools.top.draw import panels
@@ -53,11 +53,10 @@ def main(argv: Sequence[str]) -> int:
         check_run_name(args.run)
     if args.replay:
         return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
-    job = None if args.hosts else jobs.run_asked(args.run, Path("hosts"))
-    if job and not jobs.hosts_of(job):
-        raise UserError(f"{jobs.words_of(job)}; it has no nodes to look at yet")
-    with Fleet(jobs.hosts_of(job) if job else hosts_of(args.hosts)) as fleet:
-        live = Live(fleet, job or args.run, args.interval, elsewhere=bool(job))
+    backend = None if args.hosts else backend_of(args.run, Path("hosts"))
+    in_job = backend is not None and backend.elsewhere
+    with Fleet(backend.hosts() if backend and in_job else hosts_of(args.hosts)) as fleet:
+        live = Live(fleet, backend.run if backend else args.run, args.interval, elsewhere=in_job)
         return _show(args, live, fleet, hang_after_s)
 
 

@@ -1,0 +1,137 @@
+"""Where a run is: on hosts that are asked (by SSH, or here), or in a Slurm job, whose files are here. One seam for both."""
+
+import dataclasses
+from pathlib import Path
+from typing import Protocol
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote import slurm
+from llama405b_tools.remote.messages import Ended, EndRequest, HostRun
+from llama405b_tools.run import jobs
+from llama405b_tools.run.query import ask
+
+STOP_TIMEOUT_S = 60.0  # beside the grace
+Ends = dict[str, Ended | HostError]  # what became of each host's part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waiting:
+    """A run that no host can be asked about: not yet, or not any more."""
+
+    words: str
+    is_over: bool
+
+
+class Backend(Protocol):
+    """A way in which runs are started, asked about and ended."""
+
+    run: str | None  # the one that is meant, where that is known before any host is asked
+    elsewhere: bool  # whether the hosts' files are here, but the hosts are others: no tmux and no hardware to look at
+
+    def hosts(self) -> tuple[Host, ...]:
+        """The hosts to ask.
+
+        Raises:
+            UserError: There are none yet, or they cannot be told.
+        """
+
+    def waiting(self) -> Waiting | None:
+        """Why no host can be asked; None where they can."""
+
+    def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+        """End a run for good, after a grace for the trainer to save."""
+
+    def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
+        """End the processes of one launch; those of another launch of the same name are not touched."""
+
+    def cancel(self) -> bool:
+        """End a run that waits; whether it is gone."""
+
+
+class OnHosts:
+    """The hosts of a hosts file."""
+
+    elsewhere = False
+
+    def __init__(self, run: str | None, hosts_file: Path) -> None:
+        self.run, self.hosts_file = run, hosts_file
+
+    def hosts(self) -> tuple[Host, ...]:
+        """See ``Backend``."""
+        return read_hosts(self.hosts_file)
+
+    def waiting(self) -> Waiting | None:
+        """Hosts can always be asked."""
+        return None
+
+    def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+        """See ``Backend``; on every host at once."""
+        requests = {name: EndRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
+        return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S + grace_s)
+
+    def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
+        """See ``Backend``."""
+        requests = {node.name: EndRequest(plan.run, node.name, only=plan.rdzv_id) for node in plan.nodes}
+        return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)
+
+    def cancel(self) -> bool:
+        """Nothing waits on hosts."""
+        return True
+
+
+class InJob:
+    """A run that is a Slurm job."""
+
+    elsewhere = True
+
+    def __init__(self, run: str) -> None:
+        self.run: str | None = run
+        self.name = run
+        self.directory = RunDir(Path.cwd() / "runs" / run)
+
+    def hosts(self) -> tuple[Host, ...]:
+        """See ``Backend``."""
+        hosts = jobs.hosts_of(self.name)
+        if not hosts:
+            raise UserError(f"{jobs.words_of(self.name)}; it has no nodes to ask yet")
+        return hosts
+
+    def waiting(self) -> Waiting | None:
+        """See ``Backend``."""
+        if not jobs.waits(self.name):
+            return None
+        state = slurm.state_of(jobs.job_of(self.name))
+        return Waiting(jobs.words_of(self.name), is_over=state in slurm.GONE)
+
+    def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+        """See ``Backend``; then Slurm says what lives, and the files how it ended."""
+        gone = jobs.end(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
+        seen = ask(fleet, run)[1]
+        told = {name: found if isinstance(found, HostRun) else None for name, found in seen.items()}
+        return {name: Ended(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
+
+    def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
+        """See ``Backend``."""
+        gone = jobs.end(self.directory, plan.slurm_job, fleet.hosts, "", 0.0)
+        return {name: Ended(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
+
+    def cancel(self) -> bool:
+        """See ``Backend``."""
+        return jobs.end(self.directory, jobs.job_of(self.name), (), "", 0.0)
+
+
+def backend_of(run: str | None, hosts_file: Path) -> Backend:
+    """Where the run is that is meant: the one named, or the newest job where there is no hosts file."""
+    job = jobs.run_asked(run, hosts_file)
+    return InJob(job) if job else OnHosts(run, hosts_file)
+
+
+def backend_of_plan(plan: Plan) -> Backend:
+    """Where a plan runs."""
+    return InJob(plan.run) if plan.slurm_job else OnHosts(plan.run, Path("hosts"))
