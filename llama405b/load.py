@@ -12,7 +12,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ Layout = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype in the 
 
 
 def load(
-    model: Any,
+    model: nn.Module,
     directory: Path,
     how: str,
     me: Ranks,
@@ -66,7 +65,7 @@ def load(
     return f"rank 0 {'made random' if random else 'read the'} weights and sent each rank its rows"
 
 
-def materialise(model: Any, me: Ranks, *, offload: bool = False) -> None:
+def materialise(model: nn.Module, me: Ranks, *, offload: bool = False) -> None:
     """Give the sharded meta model memory, its tied head and its rotary buffers; the weights are still undefined."""
     model.to_empty(device="cpu" if offload else me.device)
     tie_head(model)

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,7 +117,9 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
     return target
 
 
-def build(config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse, journal: Journal) -> Any:
+def build(
+    config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse, journal: Journal
+) -> torch.nn.Module:
     """The sharded model with its weights (or, where a checkpoint follows, with memory for them).
 
     Raises:

@@ -10,7 +10,7 @@ import datetime
 import os
 import socket
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,10 @@ from llama405b.axes import DP, SHARD, Axes, Place
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -53,7 +52,7 @@ class Trainer:
     config: Config
     run: RunDir
     me: Ranks
-    module: Any
+    module: torch.nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
     checkpoints: store.Store

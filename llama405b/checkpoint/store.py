@@ -14,7 +14,6 @@ import datetime
 import enum
 import hashlib
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -22,7 +21,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from llama405b import ranks
 from llama405b.checkpoint.state import rng_state
+from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
@@ -84,6 +83,16 @@ class Seal:
 
     bytes: int
     sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """What makes a directory a checkpoint: its files, by name, and who wrote them."""
+
+    step: int
+    files: Mapping[str, Seal]
+    world_size: int = 0
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by package
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -287,15 +296,7 @@ class Store:
     def _commit(self, partial: Path, final: Path, step: int, files: Mapping[str, Seal]) -> None:
         """Seal the manifest and give the directory its name."""
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        write_json(
-            partial / MANIFEST,
-            {
-                "step": step,
-                "world_size": self.me.world,
-                "versions": versions,
-                "files": {name: dataclasses.asdict(seal) for name, seal in sorted(files.items())},
-            },
-        )
+        write_json(partial / MANIFEST, Manifest(step, dict(sorted(files.items())), self.me.world, versions))
         _fsync(partial / MANIFEST)
         _fsync(partial)
         partial.rename(final)  # onto a checkpoint that another run put there meanwhile it raises
@@ -324,32 +325,31 @@ def _damage(path: Path, part: int, parts: int) -> str:
     if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read it only from our own hand
         raise UnreadableError(f"{path}: it belongs to another user")
     manifest = _read_manifest(path)
-    if manifest is None or not isinstance(manifest.get("files"), dict):
+    if manifest is None:
         return f"{path}: it has no manifest that can be read"
-    if manifest.get("step") != step_of(path):
-        return f"{path}: its manifest is of step {manifest.get('step')}"
-    for name, entry in list(manifest["files"].items())[part::parts]:
+    if manifest.step != step_of(path):
+        return f"{path}: its manifest is of step {manifest.step}"
+    for name, seal in list(manifest.files.items())[part::parts]:
         file = path / name
         if not file.exists():
             return f"{file}: missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{file}: {file.stat().st_size} bytes where the manifest says {entry['bytes']}"
-        if _sha256(file) != entry["sha256"]:
+        if file.stat().st_size != seal.bytes:
+            return f"{file}: {file.stat().st_size} bytes where the manifest says {seal.bytes}"
+        if _sha256(file) != seal.sha256:
             return f"{file}: its content differs from its checksum"
     return ""
 
 
-def _read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint; None where there is none, or it is no JSON object.
+def _read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is none, or it is malformed.
 
     Raises:
         OSError: It is there and cannot be read.
     """
     try:
-        found = json.loads((path / MANIFEST).read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
+        return reader.loads(Manifest, (path / MANIFEST).read_bytes(), MANIFEST)
+    except (FileNotFoundError, reader.MalformedError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def _seal(path: Path) -> Seal:

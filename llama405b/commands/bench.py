@@ -12,6 +12,7 @@ from llama405b.commands.bench_layers import bench_layers
 from llama405b.commands.bench_load import bench_load
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
+from llama405b.contract.reader import Json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace) -> tuple[dict[str, object], str]:
+def _run(args: argparse.Namespace) -> tuple[dict[str, Json], str]:
     if args.what == "load":
         return bench_load(args.gb, args.ranks, args.numerics, args.dir)
     return bench_layers(args.layers, args.seq_len, args.steps)

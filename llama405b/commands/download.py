@@ -15,12 +15,16 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llama405b.contract import weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import write_json
+from llama405b.contract.reader import Json
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
 
 RECORD = ".llama405b-download.json"  # name -> [bytes, mtime_ns, sha256]: what was verified, and not touched since
 AT_ONCE = 4
@@ -92,7 +96,7 @@ def wanted(name: str, *, skip_weights: bool) -> bool:
     )
 
 
-def _one(model: str, commit: str, sibling: Any, target: Path, record: "Verified") -> str:
+def _one(model: str, commit: str, sibling: "RepoSibling", target: Path, record: "Verified") -> str:
     """Fetch one file and verify it; fetched again, whole, where it is not right."""
     from huggingface_hub import hf_hub_download
 
@@ -106,7 +110,7 @@ def _one(model: str, commit: str, sibling: Any, target: Path, record: "Verified"
     raise RunError(f"{path}: {fault}, twice; the disk or the network corrupts data")
 
 
-def fault_of(path: Path, sibling: Any) -> str:
+def fault_of(path: Path, sibling: "RepoSibling") -> str:
     """What is wrong with a file; '' where nothing is."""
     size, digest = path.stat().st_size, digest_of(sibling)
     if sibling.size is not None and size != sibling.size:
@@ -118,7 +122,7 @@ def fault_of(path: Path, sibling: Any) -> str:
     return ""
 
 
-def digest_of(sibling: Any) -> str:
+def digest_of(sibling: "RepoSibling") -> str:
     """The SHA-256 that the Hub has for a big file; '' for a small one."""
     lfs = getattr(sibling, "lfs", None)
     if not lfs:
@@ -132,11 +136,11 @@ class Verified:
     def __init__(self, target: Path) -> None:
         self.target, self.lock = target, threading.Lock()  # files are fetched at once
         try:
-            self.files: dict[str, list[Any]] = json.loads((target / RECORD).read_text(encoding="utf-8"))
+            self.files: dict[str, list[Json]] = json.loads((target / RECORD).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             self.files = {}
 
-    def holds(self, sibling: Any) -> bool:
+    def holds(self, sibling: "RepoSibling") -> bool:
         """Whether the file is there as the Hub has it."""
         size, mtime, digest = self.files.get(sibling.rfilename, [-1, 0, ""])
         path = self.target / sibling.rfilename
@@ -153,7 +157,7 @@ class Verified:
             write_json(self.target / RECORD, dict(self.files))
 
 
-def _check_room(target: Path, lacking: Sequence[Any]) -> None:
+def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
     here = target
     while not here.exists():
         here = here.parent

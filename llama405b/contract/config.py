@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.reader import Json
 from llama405b.contract.schema import TYPES, Config, Training, fields
 from llama405b.contract.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # made on the spot by rank 0 where it is missing
 PRESET_DIR = Path(__file__).parent / "presets"
-Setting = tuple[Any, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
+Setting = tuple[Json, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
 
 
 def preset_names() -> list[str]:
@@ -213,7 +214,7 @@ def known_key(key: str, where: str) -> str:
     return key
 
 
-def convert(key: str, value: Any, where: str) -> Any:
+def convert(key: str, value: Json, where: str) -> Any:
     """Return ``value`` as the field's type.
 
     Raises:
@@ -237,7 +238,7 @@ def convert(key: str, value: Any, where: str) -> Any:
     raise UserError(f"{where}: {key} is {value!r}; it takes a value of type {type_.__name__}")
 
 
-def _is(value: Any, type_: type) -> bool:
+def _is(value: Json, type_: type) -> bool:
     if isinstance(value, int) and abs(value) > MAX_INT:
         return False
     if type_ is float:
@@ -245,7 +246,7 @@ def _is(value: Any, type_: type) -> bool:
     return isinstance(value, type_) and (type_ is bool or not isinstance(value, bool))
 
 
-def _from_text(text: str, type_: Any, flag: str) -> Any:
+def _from_text(text: str, type_: Any, flag: str) -> Json:
     """Read a flag's text as its field's type; text that does not parse comes back as it is."""
     if isinstance(typing.get_origin(type_), type) and typing.get_origin(type_) is tuple:
         if text.startswith("["):
@@ -340,7 +341,7 @@ def _line_of(text: str, section: str, key: str | None = None) -> int:
     return 1
 
 
-def _nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+def _nearest(word: str, known: Sequence[str] | Mapping[str, Json]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if not close:  # the right key in the wrong section
         close = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]][:1]

@@ -6,9 +6,13 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from llama405b.contract import reader
+from llama405b.contract.reader import Json
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -29,7 +33,7 @@ def write_atomic(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, record: Any) -> None:
+def write_json(path: Path, record: "DataclassInstance | dict[str, Json]") -> None:
     """``write_atomic`` a dataclass (or plain value) as one line of JSON.
 
     On a full disk a file that is there is written over in place, where it has its blocks: a status must still be said.
@@ -37,7 +41,7 @@ def write_json(path: Path, record: Any) -> None:
     Raises:
         OSError: The directory cannot be made or written.
     """
-    value = dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record  # type: ignore[arg-type]
+    value = dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record
     text = json.dumps(value) + "\n"
     try:
         write_atomic(path, text)
@@ -69,7 +73,7 @@ def read_records(kind: type[T], path: Path, last: int) -> list[T]:
     return found
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Json] | None:
     """Read a JSON object; None where there is none (yet), or none that can be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

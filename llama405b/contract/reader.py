@@ -13,12 +13,19 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+else:
+    Json = Any  # in a type's hints: as it is
 
 T = TypeVar("T")
-Parser = Callable[[Any, str], Any]  # a value and where it stands; returns it as its type
+Parser: TypeAlias = Callable[[Json], T]  # a value; returns it as its type
 MOST = 1e18  # of a number
 MAX_DEPTH = 12
 MAX_ITEMS = 100_000  # of one tuple or mapping
@@ -27,6 +34,16 @@ MAX_TEXT = 1 << 26  # characters of one message
 
 class MalformedError(ValueError):
     """A value that is not of its type; the message says where it stands."""
+
+
+class _MisfitError(Exception):
+    """A clause on what is wrong, and the way to it, which grows as the parsers are left."""
+
+    def __init__(self, clause: str, way: str = "") -> None:
+        self.clause, self.way = clause, way
+
+    def below(self, step: str) -> "_MisfitError":
+        return _MisfitError(self.clause, step + self.way)
 
 
 class SoundOnly:
@@ -48,17 +65,20 @@ def loads(kind: type[T], text: str | bytes, where: str) -> T:
     return read(kind, value, where)
 
 
-def read(kind: type[T], value: Any, where: str) -> T:
+def read(kind: type[T], value: Json, where: str) -> T:
     """Build a dataclass from a parsed JSON value.
 
     Raises:
         MalformedError: The value is not of the type.
     """
-    found: T = _parser(kind, MAX_DEPTH)(value, where)  # type: ignore[arg-type]  # types can be hashed
-    return found
+    parser: Parser[T] = _parser(kind, MAX_DEPTH)  # type: ignore[arg-type]  # types can be hashed
+    try:
+        return parser(value)
+    except _MisfitError as misfit:
+        raise MalformedError(f"{where}{misfit.way}{misfit.clause}") from None
 
 
-def dumps(record: Any) -> str:
+def dumps(record: "DataclassInstance") -> str:
     """Write a dataclass as one line of JSON, as ``loads`` reads it."""
     return json.dumps(record, default=_members, separators=(",", ":"))
 
@@ -76,7 +96,7 @@ def _members(record: Any) -> dict[str, Any] | str:
 
 
 @functools.cache
-def _parser(hint: Any, depth: int) -> Parser:
+def _parser(hint: Any, depth: int) -> Parser[Any]:
     """The function that reads a type, made once for each."""
     if depth == 0:
         return _refuse_depth
@@ -84,9 +104,10 @@ def _parser(hint: Any, depth: int) -> Parser:
     if origin is typing.Annotated:
         return _sound_only(arguments[0], depth)
     if origin in (typing.Union, types.UnionType):
-        return _any_of([_parser(each, depth) for each in arguments])
+        one_of = [_parser(each, depth) for each in arguments if each is not types.NoneType]
+        return _any_of(one_of, or_null=types.NoneType in arguments)
     if origin is typing.Literal:
-        return _word(set(arguments))
+        return _word({word: word for word in arguments})
     if origin is tuple and arguments[-1] is Ellipsis:
         return _tuple_of(_parser(arguments[0], depth - 1))
     if origin is tuple:
@@ -94,160 +115,163 @@ def _parser(hint: Any, depth: int) -> Parser:
     if origin in (dict, collections.abc.Mapping):
         return _mapping(_parser(arguments[1], depth - 1))
     if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
-        return _enum(hint)
+        return _word({member.value: member for member in hint})
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, depth - 1)
     if hint is Any:
         return _as_it_is
-    return {str: _text, Path: _path, bool: _truth, int: _whole, float: _number, type(None): _nothing}[hint]
+    return {str: _text, Path: _path, bool: _truth, int: _whole, float: _number}[hint]
 
 
-def _dataclass(kind: Any, depth: int) -> Parser:
+def _dataclass(kind: Any, depth: int) -> Parser[Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     absent = dataclasses.MISSING
     needed = {f.name for f in dataclasses.fields(kind) if f.default is absent and f.default_factory is absent}
-    parsers: dict[str, Parser] = {}
+    parsers: dict[str, Parser[Any]] = {}
 
-    def parse(value: Any, where: str) -> Any:
+    def parse(value: Json) -> Any:
         if not parsers:  # not while the type's own parser is being made: a type may hold itself
             parsers.update({field.name: _parser(hints[field.name], depth) for field in dataclasses.fields(kind)})
         if not isinstance(value, dict):
-            raise MalformedError(f"{where} is not an object")
-        if missing := needed - value.keys():
-            raise MalformedError(f"{where}.{min(missing)} is missing")
-        found = {name: parsers[name](value[name], f"{where}.{name}") for name in parsers.keys() & value.keys()}
+            raise _MisfitError(" is not an object")
+        found, name = {}, ""
         try:
+            for name, parser in parsers.items():
+                if name in value:
+                    found[name] = parser(value[name])
+                elif name in needed:
+                    raise _MisfitError(" is missing")
             return kind(**found)
-        except MalformedError:
-            raise
+        except _MisfitError as misfit:
+            raise misfit.below(f".{name}") from None
         except ValueError as error:  # of its own __post_init__
-            raise MalformedError(f"{where}: {error}") from None
+            raise _MisfitError(f": {error}") from None
 
     return parse
 
 
-def _tuple_of(item: Parser) -> Parser:
-    def parse(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) > MAX_ITEMS:
-            raise MalformedError(f"{where} is not a list of at most {MAX_ITEMS}")
-        return tuple(item(each, f"{where}[{i}]") for i, each in enumerate(value))
+def _tuple_of(item: Parser[T]) -> Parser[tuple[T, ...]]:
+    def parse(value: Json) -> tuple[T, ...]:
+        found: list[T] = []
+        try:
+            found.extend(map(item, _items(value)))
+        except _MisfitError as misfit:
+            raise misfit.below(f"[{len(found)}]") from None
+        return tuple(found)
 
     return parse
 
 
-def _sound_only(hint: Any, depth: int) -> Parser:
+def _items(value: Json) -> list[Json]:
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        raise _MisfitError(f" is not a list of at most {MAX_ITEMS}")
+    return value
+
+
+def _sound_only(hint: Any, depth: int) -> Parser[Any]:
     """See ``SoundOnly``."""
     if typing.get_origin(hint) is not tuple:
         one = _parser(hint, depth)
-        return lambda value, where: next(iter(_sound([value], one, where)), None)
+        return lambda value: next(_sound([value], one), None)
     item = _parser(typing.get_args(hint)[0], depth - 1)
-
-    def parse(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) > MAX_ITEMS:
-            raise MalformedError(f"{where} is not a list of at most {MAX_ITEMS}")
-        return tuple(_sound(value, item, where))
-
-    return parse
+    return lambda value: tuple(_sound(_items(value), item))
 
 
-def _sound(values: list[Any], item: Parser, where: str) -> Iterator[Any]:
+def _sound(values: list[Json], item: Parser[T]) -> Iterator[T]:
     """Those that are of the type."""
     for value in values:
         try:
-            yield item(value, where)
-        except MalformedError:
+            yield item(value)
+        except _MisfitError:
             continue
 
 
-def _row(items: list[Parser]) -> Parser:
-    def parse(value: Any, where: str) -> tuple[Any, ...]:
+def _row(items: list[Parser[Any]]) -> Parser[tuple[Any, ...]]:
+    def parse(value: Json) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(items):
-            raise MalformedError(f"{where} is not a list of {len(items)}")
-        return tuple(item(each, f"{where}[{i}]") for i, (item, each) in enumerate(zip(items, value, strict=True)))
+            raise _MisfitError(f" is not a list of {len(items)}")
+        found: list[Any] = []
+        try:
+            found.extend(item(each) for item, each in zip(items, value, strict=True))
+        except _MisfitError as misfit:
+            raise misfit.below(f"[{len(found)}]") from None
+        return tuple(found)
 
     return parse
 
 
-def _mapping(item: Parser) -> Parser:
-    def parse(value: Any, where: str) -> dict[str, Any]:
+def _mapping(item: Parser[T]) -> Parser[dict[str, T]]:
+    def parse(value: Json) -> dict[str, T]:
         if not isinstance(value, dict) or len(value) > MAX_ITEMS:
-            raise MalformedError(f"{where} is not an object of at most {MAX_ITEMS} keys")
-        return {key: item(each, f"{where}.{key}") for key, each in value.items()}
+            raise _MisfitError(f" is not an object of at most {MAX_ITEMS} keys")
+        found, key = {}, ""
+        try:
+            for key, each in value.items():
+                found[key] = item(each)
+        except _MisfitError as misfit:
+            raise misfit.below(f".{key}") from None
+        return found
 
     return parse
 
 
-def _any_of(parsers: list[Parser]) -> Parser:
-    def parse(value: Any, where: str) -> Any:
+def _any_of(parsers: list[Parser[Any]], *, or_null: bool) -> Parser[Any]:
+    def parse(value: Json) -> Any:
+        if value is None and or_null:
+            return None
         faults = []
         for parser in parsers:
             try:
-                return parser(value, where)
-            except MalformedError as error:
-                faults.append(error)
+                return parser(value)
+            except _MisfitError as misfit:
+                faults.append(misfit)
         raise faults[0]
 
     return parse
 
 
-def _word(words: set[Any]) -> Parser:
-    def parse(value: Any, where: str) -> Any:
-        if not isinstance(value, str | int) or value not in words:
-            raise MalformedError(f"{where} is not one of {', '.join(sorted(map(str, words)))}")
-        return value
-
-    return parse
-
-
-def _enum(kind: type[enum.StrEnum]) -> Parser:
-    known = {member.value: member for member in kind}
-
-    def parse(value: Any, where: str) -> enum.StrEnum:
-        if not isinstance(value, str) or value not in known:
-            raise MalformedError(f"{where} is not one of {', '.join(known)}")
+def _word(known: Mapping[Json, T]) -> Parser[T]:
+    def parse(value: Json) -> T:
+        if not isinstance(value, str | int) or value not in known:
+            raise _MisfitError(f" is not one of {', '.join(map(str, known))}")
         return known[value]
 
     return parse
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Json) -> str:
     if not isinstance(value, str):
-        raise MalformedError(f"{where} is not text")
+        raise _MisfitError(" is not text")
     return value
 
 
-def _as_it_is(value: Any, _where: str) -> Any:
+def _as_it_is(value: Json) -> Json:
     return value
 
 
-def _path(value: Any, where: str) -> Path:
-    return Path(_text(value, where))
+def _path(value: Json) -> Path:
+    return Path(_text(value))
 
 
-def _truth(value: Any, where: str) -> bool:
+def _truth(value: Json) -> bool:
     if not isinstance(value, bool):
-        raise MalformedError(f"{where} is not true or false")
+        raise _MisfitError(" is not true or false")
     return value
 
 
-def _whole(value: Any, where: str) -> int:
+def _whole(value: Json) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not -MOST < value < MOST:
-        raise MalformedError(f"{where} is not a whole number")
+        raise _MisfitError(" is not a whole number")
     return value
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: Json) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise MalformedError(f"{where} is not a number")
+        raise _MisfitError(" is not a number")
     if not -MOST < value < MOST:  # nor is NaN
-        raise MalformedError(f"{where} is out of range")
+        raise _MisfitError(" is out of range")
     return float(value)
 
 
-def _nothing(value: Any, where: str) -> None:
-    if value is not None:
-        raise MalformedError(f"{where} is not null")
-
-
-def _refuse_depth(_value: Any, where: str) -> Any:
-    raise MalformedError(f"{where} is nested too deeply")
+def _refuse_depth(_value: Json) -> typing.Never:
+    raise _MisfitError(" is nested too deeply")

@@ -13,13 +13,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama405b import ranks
 from llama405b.contract.errors import UserError
@@ -37,7 +37,7 @@ ENCODE_AT_ONCE = 256  # documents
 class Batches:
     """A shuffled, endless order of packed sequences."""
 
-    tokens_N: Any  # uint32, memory-mapped
+    tokens_N: NDArray[np.uint32]  # uint32, memory-mapped
     seq_len: int
     seed: int
 
@@ -66,7 +66,7 @@ class Batches:
         x, y = x.to(me.device), y.to(me.device)
         return [(x[i : i + micro], y[i : i + micro]) for i in range(0, each, micro)]
 
-    def _window(self, sequence: int) -> Any:
+    def _window(self, sequence: int) -> NDArray[np.uint32]:
         begin = sequence * self.seq_len
         return self.tokens_N[begin : begin + self.seq_len + 1]
 
@@ -78,7 +78,7 @@ class _TokenFile:
 
 
 @functools.lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, n_sequences: int) -> Any:
+def _order(seed: int, epoch: int, n_sequences: int) -> NDArray[np.int64]:
     """The shuffle of one epoch."""
     return np.random.default_rng([seed, epoch]).permutation(n_sequences)
 
@@ -130,12 +130,12 @@ def _tokenised(config: Data, tokenizer_dir: Path, cache: Path) -> Path:
     return path
 
 
-def _encode(tokenizer: Any, files: list[Path], max_bytes: int) -> Iterator[Any]:
+def _encode(tokenizer: PreTrainedTokenizerBase, files: list[Path], max_bytes: int) -> Iterator[NDArray[np.uint32]]:
     """Encode each document as prompt (not learnt), text, end of text."""
     end = tokenizer.eos_token_id
     batch: list[tuple[str, str]] = []
 
-    def flush() -> Iterator[Any]:
+    def flush() -> Iterator[NDArray[np.uint32]]:
         prompts = tokenizer([prompt for prompt, _ in batch], add_special_tokens=False)["input_ids"]
         texts = tokenizer([text for _, text in batch], add_special_tokens=False)["input_ids"]
         for prompt, text in zip(prompts, texts, strict=True):

@@ -5,7 +5,6 @@ Knows transformers' modules; not ranks, files of weights or the optimizer. Paral
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -66,7 +65,7 @@ def restore_buffers(model: nn.Module, config: LlamaConfig, device: torch.device)
             model.get_submodule(name.rpartition(".")[0]).rotary_emb = LlamaRotaryEmbedding(config).to(device)
 
 
-def tie_head(model: Any) -> None:
+def tie_head(model: nn.Module) -> None:
     """Make the head share the embedding's weight again, where the configuration says so."""
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

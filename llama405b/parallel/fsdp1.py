@@ -6,7 +6,6 @@ FSDP1's knobs; ``shard`` and ``load`` do the same with one unit in memory at a t
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from llama405b.parallel.fsdp2 import check_wrap, kept_dtype
 from llama405b.ranks import Ranks
 
 
-def build(directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> Any:
+def build(directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> nn.Module:
     """Load on rank 0 (None: random weights), wrap, synchronise; returns the FSDP module with its weights.
 
     Raises:

@@ -45,7 +45,7 @@ def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
             raise UserError(f"--parallel.wrap: the model has no {name!r}; it has {', '.join(sorted(present))}")
 
 
-def shard(model: Any, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
     """Turn every parameter into a DTensor, Shard(0) over the ranks; the model stays on its (meta) device.
 
     Raises:

@@ -35,7 +35,7 @@ def play(n_hosts=4, seconds=100.0, change=None, **more):
 def look(cluster, now):
     """Go on to a moment, and look."""
     cluster.advance(now)
-    return cluster.picture(now)
+    return cluster.picture()
 
 
 def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
@@ -242,7 +242,7 @@ def edit_smi(host, edit):
 def test_what_nvidia_smi_does_not_tell_is_unknown():
     def not_available(frame):
         frame["smi"]["text"] = "".join(
-            f"{i}, GPU-{i}, NVIDIA H100 80GB HBM3, 0:1:0.0, [N/A], [N/A], 81559, ERR!, [Not Supported], 700.00, [N/A], 1980, "
+            f"{i}, GPU-{i}, NVIDIA H100 80GB HBM3, 0:1:0.0, [N/A], [N/A], 81559, ERR!, [Not Supported], 700.00, [N/A], "
             "[N/A], 570, [N/A]\n"
             for i in range(8)
         )
@@ -431,7 +431,7 @@ def test_no_frame_however_broken_ends_it():
 def test_a_frame_that_cannot_be_read_is_named():
     cluster = Cluster(["a"], 2.0)
     cluster.take("a", {"now": "soon"}, T0)
-    assert look(cluster, T0).why == "a: DOWN its sampler sends what cannot be read (frame.cpu is missing)"
+    assert look(cluster, T0).why == "a: DOWN its sampler sends what cannot be read (frame.now is not a number)"
 
 
 def test_a_hang_is_seen_where_nvidia_smi_hangs_too():

@@ -48,7 +48,7 @@ def played(n_hosts, seconds):
             cluster.advance(judged)
     logs.settle(event["t"])
     cluster.advance(event["t"])
-    return cluster.picture(event["t"]), list(logs.lines)
+    return cluster.picture(), list(logs.lines)
 
 
 def text_of(lines, width):

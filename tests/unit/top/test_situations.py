@@ -64,25 +64,25 @@ def at(host, edit):
     ],
 )  # fmt: skip
 def test_the_whole(seconds, change, verdict, code, phase):
-    cluster, now = play(seconds, change or (lambda *_: None))
-    pic = cluster.picture(now)
+    cluster, _ = play(seconds, change or (lambda *_: None))
+    pic = cluster.picture()
     assert (pic.verdict, pic.exit_code, pic.training.phase) == (verdict, code, phase)
 
 
 def test_the_host_where_it_began_has_failed():
-    cluster, now = play(50, lambda host, frame: run_of(frame, alive=False, status=KILLED if host == "gpu-3" else LOST))
-    found = cluster._situation(now)
+    cluster, _ = play(50, lambda host, frame: run_of(frame, alive=False, status=KILLED if host == "gpu-3" else LOST))
+    found = cluster.found
     assert max(found.failures, key=lambda failure: failure.origin).host == "gpu-3"
     assert {state for state, _ in found.states.values()} == {HostState.FAILED}
 
 
 def test_a_guard_that_is_gone_is_not_healthy():
-    cluster, now = play(50)
+    cluster, _ = play(50)
     for guard, verdict in (
         (GuardShown.GONE, Verdict.DEGRADED), (GuardShown.WATCHING, Verdict.HEALTHY), (GuardShown.NONE, Verdict.HEALTHY),
     ):  # fmt: skip
         cluster.guard = guard
-        assert cluster.picture(now).verdict is verdict
+        assert cluster.picture().verdict is verdict
 
 
 @pytest.mark.parametrize("state", [HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN])
@@ -90,19 +90,19 @@ def test_a_host_without_a_connection(state):
     cluster, now = play(50)
     cluster.link("gpu-2", state, "why", now)
     cluster.advance(now)
-    pic = cluster.picture(now)
+    pic = cluster.picture()
     assert (pic.hosts[1].state, pic.verdict, pic.exit_code) == (state, Verdict.DOWN, 3)
     assert [(change.host, change.level) for change in pic.events][-1] == ("gpu-2", Level.BAD)
 
 
 def test_to_look_changes_nothing():
-    cluster, now = play(simulate.HUNG + 80)
-    first = cluster.picture(now)
+    cluster, _ = play(simulate.HUNG + 80)
+    first = cluster.picture()
     before = copy.deepcopy({key: value for key, value in vars(cluster).items() if key != "hosts"})
-    for moment in (now, now + 1, now + 500, now):
-        cluster.picture(moment)
+    for _ in range(3):
+        cluster.picture()
     assert {key: value for key, value in vars(cluster).items() if key != "hosts"} == before
-    assert cluster.picture(now) == first
+    assert cluster.picture() == first
 
 
 def test_what_is_wrong_is_said_once_while_its_numbers_change():

@@ -19,7 +19,6 @@ class Identity:
     tools: Mapping[str, bool]  # program -> whether it is there
     arch: str = ""
     machine: str = ""
-    system_python: str = ""
     cores: int = 0
 
 
@@ -71,7 +70,6 @@ class Filesystem:
     path: str = ""
     writable: bool = True
     write_per_s: float | None = None  # bytes
-    read_per_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +127,6 @@ class Reached:
 
     fault: str  # "": it answers with its token
     mine: str = ""
-    ms: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import paramiko
 
@@ -121,7 +120,7 @@ class Ssh:
         """Connect to one host, its jump hosts first, each through the one before."""
         if jumps == 0:
             raise HostError(f"ProxyJump goes through more than {MAX_JUMPS} hosts; mend the loop in ~/.ssh/config")
-        options: dict[str, Any] = config.lookup(name)
+        options: paramiko.SSHConfigDict = config.lookup(name)
         if options.get("proxycommand", "none") != "none":
             raise HostError("~/.ssh/config sets ProxyCommand for it, which is not supported; write it as ProxyJump")
         hostname, port = options.get("hostname", name), port or int(options.get("port", 22))
@@ -135,8 +134,8 @@ class Ssh:
             via = self._connect(parsed["host"], parsed["user"] or "", int(parsed["port"] or 0), config, via, jumps - 1)
         user = user or options.get("user") or getpass.getuser()
         sock = _socket(hostname, port, via)
-        direct = via is None and jumps == MAX_JUMPS and port == 22 and user == getpass.getuser()
-        if direct and sock.getsockname()[0] == sock.getpeername()[0]:
+        direct = jumps == MAX_JUMPS and port == 22 and user == getpass.getuser()
+        if direct and isinstance(sock, socket.socket) and sock.getsockname()[0] == sock.getpeername()[0]:
             sock.close()
             raise SameMachine("is this machine")
         client = paramiko.SSHClient()
@@ -170,7 +169,7 @@ def _parsed(path: str, _modified: int) -> paramiko.SSHConfig:
     return paramiko.SSHConfig.from_path(path)
 
 
-def load_known_hosts(client: paramiko.SSHClient, options: dict[str, Any], hostname: str, port: int) -> None:
+def load_known_hosts(client: paramiko.SSHClient, options: paramiko.SSHConfigDict, hostname: str, port: int) -> None:
     """Load a host's known keys, line by line: paramiko gives up on a whole file at a ``@cert-authority``.
 
     Only lines that name the host are parsed as keys: a file of thousands would cost more than the connection.
@@ -203,8 +202,8 @@ def _login(
     hostname: str,
     port: int,
     user: str | None,
-    options: dict[str, Any],
-    sock: Any,
+    options: paramiko.SSHConfigDict,
+    sock: "socket.socket | paramiko.Channel",
 ) -> paramiko.SSHClient:
     keys = [str(Path(key).expanduser()) for key in options.get("identityfile", []) if Path(key).expanduser().is_file()]
     only_these = options.get("identitiesonly", "no") == "yes"
@@ -252,7 +251,7 @@ def _refusal(error: Exception, name: str, hostname: str, user: str | None) -> Ho
     return HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {name}`", kind)
 
 
-def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Any:
+def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> socket.socket | paramiko.Channel:
     """A TCP connection, or a channel through a jump host."""
     try:
         if via is not None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 UNKNOWN = re.compile(
     r"\[?(N/A|Not Supported|Unknown Error|Insufficient Permissions|GPU requires reset)\]?|ERR!|", re.IGNORECASE
 )
+BROKEN = re.compile(r"ERR!|Unknown Error|requires reset")
+INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
 SLOWED = {  # bits of clocks_event_reasons.active (nvml.h), and whether they say that something is wrong
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -63,8 +65,6 @@ class Gpu:
     power_max_w: float | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
-    pcie_gen: int | None = None
-    pcie_gen_max: int | None = None
     temperature_c: int | None = None
     slowed: tuple[str, ...] = ()
     uuid: str = ""
@@ -72,7 +72,6 @@ class Gpu:
     utilization: int | None = None  # percent of the last sample in which a kernel ran
     power_w: float | None = None
     clock_mhz: int | None = None  # of the SMs
-    clock_max_mhz: int | None = None
     fault: str = ""  # it answers, but not as a GPU that works
 
 
@@ -106,42 +105,36 @@ def read(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
 
 
 def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
-    values = dict(zip(fields, (value.strip() for value in line.split(",")), strict=False))
-    if len(values) != len(fields) or not re.fullmatch(r"\d{1,4}", values.get("index", ""), re.ASCII):
+    told = [value.strip() for value in line.split(",")]
+    if len(told) != len(fields):
         return None
-    broken = [
-        name
-        for name, value in values.items()
-        if "ERR!" in value or "Unknown Error" in value or "requires reset" in value
-    ]
-    pending = [_known(values.get(f"{kind}.pending", "")) for kind in ("retired_pages", "remapped_rows")]
+    values = {name: value for name, value in zip(fields, told, strict=True) if not UNKNOWN.fullmatch(value)}
+    if not INDEX.fullmatch(values.get("index", "")):
+        return None
+    broken = [name for name, value in zip(fields, told, strict=True) if BROKEN.search(value)]
+    pending = [values[name] for name in ("retired_pages.pending", "remapped_rows.pending") if name in values]
     names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as newer and older drivers call it
     said = next((values[name] for name in names if name in values), "")
-    reasons = int(said, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", said) else 0
+    reasons = int(said, 16) if MASK.fullmatch(said) else 0
     return Gpu(
         index=int(values["index"]),
         name=values.get("name", ""),
-        memory_mib=_int(values.get("memory.total", "")),
-        used_mib=_int(values.get("memory.used", "")),
+        memory_mib=_int(values.get("memory.total")),
+        used_mib=_int(values.get("memory.used")),
         driver=values.get("driver_version", ""),
-        ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total", "")),
-        pages_pending=None
-        if not any(pending)
-        else any(value and value.lower() not in ("no", "0") for value in pending),
-        power_limit_w=_float(values.get("power.limit", "")),
-        power_max_w=_float(values.get("power.max_limit", "")),
-        pcie_width=_int(values.get("pcie.link.width.current", "")),
-        pcie_width_max=_int(values.get("pcie.link.width.max", "")),
-        pcie_gen=_int(values.get("pcie.link.gen.current", "")),
-        pcie_gen_max=_int(values.get("pcie.link.gen.max", "")),
-        temperature_c=_int(values.get("temperature.gpu", "")),
+        ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total")),
+        pages_pending=any(value.lower() not in ("no", "0") for value in pending) if pending else None,
+        power_limit_w=_float(values.get("power.limit")),
+        power_max_w=_float(values.get("power.max_limit")),
+        pcie_width=_int(values.get("pcie.link.width.current")),
+        pcie_width_max=_int(values.get("pcie.link.width.max")),
+        temperature_c=_int(values.get("temperature.gpu")),
         slowed=tuple(name for bit, name in SLOWED.items() if reasons & bit),
-        uuid=_known(values.get("uuid", "")),
-        bus=_known(values.get("pci.bus_id", "")),
-        utilization=_int(values.get("utilization.gpu", "")),
-        power_w=_float(values.get("power.draw", "")),
-        clock_mhz=_int(values.get("clocks.sm", "")),
-        clock_max_mhz=_int(values.get("clocks.max.sm", "")),
+        uuid=values.get("uuid", ""),
+        bus=values.get("pci.bus_id", ""),
+        utilization=_int(values.get("utilization.gpu")),
+        power_w=_float(values.get("power.draw")),
+        clock_mhz=_int(values.get("clocks.sm")),
         fault=f"{', '.join(broken)} cannot be read" if broken else "",
     )
 
@@ -182,18 +175,16 @@ def nvlinks_down(text: str | None) -> list[str]:
     return found
 
 
-def _known(text: str) -> str:
-    return "" if UNKNOWN.fullmatch(text.strip()) else text.strip()
-
-
-def _int(text: str) -> int | None:
+def _int(text: str | None) -> int | None:
     number = _float(text)
     return None if number is None else int(number)
 
 
-def _float(text: str) -> float | None:
+def _float(text: str | None) -> float | None:
+    if text is None:
+        return None
     try:
-        number = float(_known(text))
+        number = float(text)
     except ValueError:
         return None
     return number if math.isfinite(number) else None

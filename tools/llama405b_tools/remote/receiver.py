@@ -5,6 +5,7 @@ A host writes into ``.<name>.part``, verifies, and renames; what broke off is go
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -15,12 +16,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, ParamSpec
 
 from llama405b.contract import reader
 from llama405b_tools.remote import wire
 from llama405b_tools.remote.messages import NextHop
 
+P = ParamSpec("P")
 AHEAD = 8  # chunks on their way to the disk or to the next host
 ACCEPT_S = 15.0
 RECORD = ".llama405b-pushed.json"  # what was verified here: name -> [bytes, mtime_ns, sha256]
@@ -178,7 +180,7 @@ class _Worker:
     """A thread that does things in order, a few ahead of what was asked; the first error is raised to the asker."""
 
     def __init__(self) -> None:
-        self.work: queue.Queue[Any] = queue.Queue(AHEAD)
+        self.work: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -189,10 +191,10 @@ class _Worker:
     def __exit__(self, *exc: object) -> None:
         self.drain()
 
-    def do(self, call: Callable[..., None], *args: Any) -> None:
+    def do(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have something done."""
         self._raise()
-        self.work.put((call, args))
+        self.work.put(functools.partial(call, *args, **kwargs))
 
     def wait(self) -> None:
         """Until all is done."""
@@ -213,17 +215,17 @@ class _Worker:
         while (job := self.work.get()) is not None:
             if self.error is None:
                 try:
-                    job[0](*job[1])
+                    job()
                 except Exception as error:  # noqa: BLE001 - raised where it is waited for
                     self.error = error
 
 
-def _write(file: Any, digest: Any, chunk: bytes) -> None:
+def _write(file: IO[bytes], digest: "hashlib._Hash", chunk: bytes) -> None:
     file.write(chunk)
     digest.update(chunk)
 
 
-def _hash_into(digest: Any, path: Path, size: int) -> None:
+def _hash_into(digest: "hashlib._Hash", path: Path, size: int) -> None:
     with path.open("rb") as file:
         left = size
         while left:

@@ -25,7 +25,7 @@ import time
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "")  # newest name first; "": without
 FIELDS = (
     "index,uuid,name,pci.bus_id,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,power.limit,clocks.sm,"
-    "clocks.max.sm,ecc.errors.uncorrected.volatile.total,driver_version"
+    "ecc.errors.uncorrected.volatile.total,driver_version"
 )
 SMI_WAIT_S = 1.0  # of a frame for nvidia-smi
 SLOW_EVERY_S = 10.0  # processes, and what else costs more

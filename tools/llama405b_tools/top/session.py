@@ -73,7 +73,7 @@ class Session:
         replays = isinstance(self.source, Replay) and not self.source.done()
         moment = self.moment if replays else self.source.now()
         self.cluster.advance(moment)
-        return self.cluster.picture(moment)
+        return self.cluster.picture()
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that tells of the run: of those that are there at first in order of time."""

@@ -14,10 +14,11 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote import carried
@@ -40,7 +41,7 @@ class SourceEvent:
 
     t: float  # operator's clock, seconds since the epoch
     host: str
-    frame: Any = None  # from the sampler, as JSON has it: the cluster reads it
+    frame: Json = None  # from the sampler, as JSON has it: the cluster reads it
     link: tuple[str, str] | None = None  # state and why
     entries: tuple[tuple[float, str, str], ...] = ()  # log blocks: operator's clock, file, text
     note: str = ""

@@ -58,16 +58,8 @@ def main(argv: Sequence[str]) -> int:
             faults |= work.build(args.build, [name for name in fleet.hosts if name not in faults])
     made = {name: found for name, found in outcomes.items() if isinstance(found, Installed) and name not in faults}
     write_uses(args.hosts, {name: found.use for name, found in made.items()})
-    print(
-        table(
-            ("host", "now"),
-            [
-                (host.name, f"FAILED: {faults[host.name]}" if host.name in faults else made[host.name].said)
-                for host in hosts
-            ],
-        ),
-        flush=True,
-    )
+    now = {name: found.said for name, found in made.items()} | {name: f"FAILED: {why}" for name, why in faults.items()}
+    print(table(("host", "now"), [(host.name, now[host.name]) for host in hosts]), flush=True)
     if not faults:
         print(f"next: `{front_door()} doctor{hosts_argument(args.hosts)}`, then launch")
     return FAILED if faults else GOOD

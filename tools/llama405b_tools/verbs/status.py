@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 
 from llama405b.contract.errors import FAILED, GOOD
+from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages import HostRun
@@ -45,9 +46,9 @@ def main(argv: Sequence[str]) -> int:
     return FAILED if failures else GOOD
 
 
-def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, object]:
+def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, Json]:
     """The same, for scripts."""
-    hosts: dict[str, object] = {}
+    hosts: dict[str, Json] = {}
     for name, found in seen.items():
         if isinstance(found, HostError):
             hosts[name] = {"error": str(found)}

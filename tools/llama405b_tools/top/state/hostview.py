@@ -5,6 +5,7 @@ Knows nothing of the other hosts: what deviates from them, and what the run as a
 
 import collections
 import dataclasses
+import functools
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ STALE_FRAMES = 3
 SMI_HUNG_S, FIRST_FRAME_S = 10.0, 15.0
 HISTORY = 120
 COUNTERS_S = 600.0  # errors are counted over this time
+_clean_command = functools.lru_cache(4096)(clean)  # the same on all hosts and in all frames
 TICKS = 100  # a second, as Linux counts CPU time for user space
 Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU, why it stands out
 
@@ -210,7 +212,9 @@ class HostView:
         for pid, state, _, rss, rank, command in self.procs:
             uuid, mib = on.get(pid, ("", None))
             cpu = self.cpu_of.get(pid)
-            rows.append(ProcessRow(pid, state, cpu, rss, _whole(rank), index_of.get(uuid), mib, clean(command)))
+            rows.append(
+                ProcessRow(pid, state, cpu, rss, _whole(rank), index_of.get(uuid), mib, _clean_command(command))
+            )
         return tuple(rows)
 
     def _level(self) -> float | None:

@@ -7,11 +7,12 @@ the run from its checkpoint. nvidia-smi's fields are in its own form.
 import math
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+
+from llama405b.contract.reader import Json
 
 FIELDS = (  # of the sampler's question, in its order
     "index", "uuid", "name", "pci.bus_id", "utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw",
-    "power.limit", "clocks.sm", "clocks.max.sm", "ecc.errors.uncorrected.volatile.total", "driver_version",
+    "power.limit", "clocks.sm", "ecc.errors.uncorrected.volatile.total", "driver_version",
     "clocks_event_reasons.active",
 )  # fmt: skip
 GPUS, STEP_S, STEPS, SAVE_EVERY = 8, 6.0, 5000, 10
@@ -30,7 +31,7 @@ LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = (
 WARNED = HUNG + 40  # by NCCL's watchdog
 FIRST_STEP = 1180
 LENGTH_S = 340.0
-Event = dict[str, Any]
+Event = dict[str, Json]
 
 
 def names(n_hosts: int) -> list[str]:
@@ -99,7 +100,7 @@ class _Host:
         self.ib = self.busy = self.total = 0
         self.sent_plan = self.sent_metrics = 0
 
-    def frame(self, t: float, interval_s: float) -> dict[str, Any]:
+    def frame(self, t: float, interval_s: float) -> dict[str, Json]:
         phase, hangs, gone = _phase(t), HUNG <= t < ENDED, ENDED <= t < AGAIN
         works = phase == "train" and not hangs and not gone
         share = 0.19 if hangs else 0.17
@@ -111,16 +112,6 @@ class _Host:
             busy, flow = 0.09, 24e9
         self.busy += int(100 * interval_s * 224 * busy)
         self.ib += int(interval_s * flow)
-        ports = [
-            {
-                "device": f"mlx5_{port}",
-                "port": "1",
-                "state": "4: ACTIVE",
-                "rate": "400 Gb/sec (4X NDR)",
-                "counters": {"port_rcv_data": self.ib // 4, "port_xmit_data": self.ib // 4, "symbol_error": 0},
-            }
-            for port in range(8)
-        ]
         run = self._run(t, phase, gone)
         return {
             "machine": self.name,
@@ -129,7 +120,7 @@ class _Host:
             "memory": {"total": 2 << 40, "available": (2 << 40) - (310 << 30), "oom_kills": 0},
             "disks": [[".", 3 << 40, 7 << 40]],
             "net": {"eth0": [int(t * 3e5), int(t * 2e5)]},
-            "ib": ports,
+            "ib": [self._port(port) for port in range(8)],
             "kernel": [],
             "run": run,
             "smi": {
@@ -154,6 +145,11 @@ class _Host:
             ],
         }
 
+    def _port(self, port: int) -> dict[str, Json]:
+        counters = {"port_rcv_data": self.ib // 4, "port_xmit_data": self.ib // 4, "symbol_error": 0}
+        rate = "400 Gb/sec (4X NDR)"
+        return {"device": f"mlx5_{port}", "port": "1", "state": "4: ACTIVE", "rate": rate, "counters": counters}
+
     def _pid(self, gpu: int) -> int:
         return 41_000 + 100 * gpu
 
@@ -167,14 +163,14 @@ class _Host:
         used, util = 70_112, 100 if share > 0.18 else 0
         values = [
             gpu, f"GPU-{self.i:02d}{gpu}", "NVIDIA H100 80GB HBM3", f"00000000:{0x1B + gpu:02X}:00.0", util, used, 81_559,
-            f"{heat:.0f}", f"{power:.2f}", "700.00", clock, 1980, 0, "570.124.06",
+            f"{heat:.0f}", f"{power:.2f}", "700.00", clock, 0, "570.124.06",
             "0x0000000000000040" if hot else "0x0000000000000000",
         ]  # fmt: skip
         return ", ".join(str(value) for value in values) + "\n"
 
-    def _run(self, t: float, phase: str, gone: bool) -> dict[str, Any]:
+    def _run(self, t: float, phase: str, gone: bool) -> dict[str, Json]:
         step, attempt = _step(t), 1 if t < AGAIN else 2
-        run: dict[str, Any] = {
+        run: dict[str, Json] = {
             "name": "llama-405b",
             "created": BEGIN - 60 if attempt == 1 else BEGIN + AGAIN - 4,
             "attempt": attempt,
@@ -217,7 +213,7 @@ class _Host:
         last_step = LOADED + (_step(t) - FIRST_STEP) * STEP_S
         return round(t - (WARNED if self.sick and t >= WARNED else last_step), 1)
 
-    def _beats(self, t: float, phase: str) -> list[dict[str, Any]]:
+    def _beats(self, t: float, phase: str) -> list[dict[str, Json]]:
         step, total = _step(t), 812_000_000_000 // (GPUS * len(self.hosts))
         since = max(moment for moment in (0.0, LOADED, AGAIN, RELOADED) if moment <= t)
         moved = min(t, HUNG) if t < AGAIN else t
@@ -242,7 +238,7 @@ class _Host:
             for gpu in range(GPUS)
         ]
 
-    def _metrics(self, step: int) -> dict[str, Any]:
+    def _metrics(self, step: int) -> dict[str, Json]:
         noise = math.sin(step * 12.9898) * 0.02
         return {
             "step": step,
@@ -256,14 +252,14 @@ class _Host:
             "flops_per_token": FLOPS_PER_TOKEN,
         }
 
-    def log_lines(self, step: int, t: float) -> list[list[Any]]:
+    def log_lines(self, step: int, t: float) -> list[list[Json]]:
         """What the ranks of this host print at a step."""
         if self.i:
             return []
         loss = self._metrics(step)["loss"]
         rate = TOKENS_PER_GPU_S * GPUS * len(self.hosts)
         text = f"step {step}/{STEPS}  loss {loss:.4f}  grad 0.412  lr 1.20e-05  {rate:,.0f} tokens/s  {STEP_S:.2f} s"
-        lines = [[BEGIN + t, "r-1-0_x/attempt_0/0/stdout.log", text]]
+        lines: list[list[Json]] = [[BEGIN + t, "r-1-0_x/attempt_0/0/stdout.log", text]]
         if step % SAVE_EVERY == 0:
             lines.append([BEGIN + t, "r-1-0_x/attempt_0/0/stdout.log", f"saved /shared/llama-405b/step-{step:08d}"])
         return lines

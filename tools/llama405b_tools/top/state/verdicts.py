@@ -54,12 +54,21 @@ class Note(NamedTuple):
     words: str
 
 
+class SilentBeat(NamedTuple):
+    """The last heartbeat of a rank that is silent, to know it again."""
+
+    host: str
+    rank: int
+    time: float
+
+
 class Hang(NamedTuple):
-    """A rank that is silent."""
+    """A rank that is silent, or a host that the others wait for."""
 
     host: str
     age_s: float
     words: str
+    beat: SilentBeat
 
 
 def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:

@@ -1,0 +1,184 @@
+"""What is known of the hosts and of the run that is shown at one moment, and what it means. Pure."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from llama405b.contract.records import NodeState, Phase
+from llama405b_tools.run import judge
+from llama405b_tools.run.judge import Failure
+from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state.frames import RunFrame, StepMetrics
+from llama405b_tools.top.state.hostview import HostView, Odd
+from llama405b_tools.top.state.picture import HostState, RunPhase
+from llama405b_tools.top.state.verdicts import Hang, Note, SilentBeat
+
+RECENT_STEPS = 20  # of which the median is taken
+LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """The hosts at one moment; everything else follows, and is worked out once."""
+
+    now: float
+    interval_s: float
+    hang_after_s: float
+    hosts: Mapping[str, HostView]
+    run: str  # that is shown
+    metrics: Sequence[StepMetrics]  # of it, oldest first
+    hung: SilentBeat | None  # the heartbeat that was a hang before
+
+    @functools.cached_property
+    def fresh(self) -> Sequence[HostView]:
+        """The hosts whose frames come."""
+        return [host for host in self.hosts.values() if host.is_fresh(self.now, self.interval_s)]
+
+    @functools.cached_property
+    def heard(self) -> Mapping[str, RunFrame]:
+        """What each host with fresh frames says of the run."""
+        return {host.name: run for host in self.fresh if (run := host.run(self.run))}
+
+    @functools.cached_property
+    def told(self) -> Mapping[str, RunFrame]:
+        """What each host that knows the run said of it last."""
+        return {name: run for name, host in self.hosts.items() if (run := host.run(self.run))}
+
+    @functools.cached_property
+    def nodes(self) -> Sequence[tuple[str, int, int]]:
+        """The run's hosts: name, first rank, ranks; () where nobody told yet."""
+        return nodes_of(self.hosts, self.run)
+
+    @functools.cached_property
+    def unheard(self) -> Sequence[HostView]:
+        """The run's hosts of which nothing fresh is known."""
+        return [self.hosts[node] for node, _, _ in self.nodes if node in self.hosts and node not in self.heard]
+
+    @functools.cached_property
+    def odd(self) -> Odd:
+        """The GPUs that stood out in the frame before too: frames of a moment are up to an interval apart."""
+        hosts = [self.hosts[name] for name in self.heard] or self.fresh
+        now = verdicts.odd_gpus({host.name: host.gpus for host in hosts})
+        if not now:
+            return {}
+        before = verdicts.odd_gpus({host.name: host.gpus_before or host.gpus for host in hosts})
+        return {gpu: note for gpu, note in now.items() if gpu in before}
+
+    @functools.cached_property
+    def notes(self) -> Mapping[str, Sequence[Note]]:
+        """What stands out, by host."""
+        beats = {name: run.beats for name, run in self.heard.items()}
+        slow = verdicts.slow_ranks(beats, self.median("step_s"))
+        return {name: [*host.notes(self.odd), *slow.get(name, ())] for name, host in self.hosts.items()}
+
+    @functools.cached_property
+    def states(self) -> Mapping[str, tuple[HostState, str]]:
+        """The hosts' states, and why."""
+        trouble = {failure.host: (HostState.FAILED, verdicts.trouble_words(failure)) for failure in self.failures}
+        if self.hang:
+            trouble[self.hang.host] = (HostState.HUNG, self.hang.words)
+        return {name: host.state(trouble.get(name), self.now, self.interval_s) for name, host in self.hosts.items()}
+
+    @functools.cached_property
+    def failures(self) -> Sequence[Failure]:
+        """By the node runners' word; else by that of ranks which failed, and will be ended in a moment."""
+        found = []
+        for name, run in self.heard.items():
+            state = judge.state_of(run.status, alive=run.alive) if run.status else None
+            if state and (failure := judge.failure_of(name, state)):
+                found.append(failure)
+        for name, run in self.heard.items():
+            failed = [beat for beat in run.beats if run.alive and beat.phase is Phase.FAILED]
+            found += [Failure(name, judge.cause_of_rank(beat)) for beat in failed]
+        return found
+
+    @functools.cached_property
+    def hang(self) -> Hang | None:
+        """The rank that the others wait for, where that is a hang."""
+        beats = {
+            name: [(beat, self.hosts[name].clock(self.now) - beat.time) for beat in run.beats]
+            for name, run in self.heard.items()
+            if run.alive
+        }
+        limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self.median("step_s") or 0.0))
+        found = judge.silent_rank(beats, limit_s, math.inf)
+        if found is None:
+            return None
+        log_ages = [
+            run.log_age_s + self.now - heard_at
+            for name, run in self.heard.items()
+            if run.log_age_s is not None and (heard_at := self.hosts[name].heard_at) is not None
+        ]
+        beat = SilentBeat(found.host, found.beat.rank, found.beat.time)
+        sure = beat == self.hung or found.age_s > LONG_SILENCE * limit_s
+        words = verdicts.hang_words(found.beat, found.age_s, self.hosts[found.host].gpus, log_ages, sure=sure)
+        if words is None:
+            return None
+        if self.unheard:  # it may only wait for them
+            first = self.unheard[0]
+            why = first.state(None, self.now, self.interval_s)[1] or "it does not tell of the run"
+            return Hang(first.name, found.age_s, f"{why}; {found.host} waits: {words}", beat)
+        return Hang(found.host, found.age_s, words, beat)
+
+    @functools.cached_property
+    def stall(self) -> str:
+        """That no rank has moved for much longer than a step takes: what may become a hang, and may not."""
+        step_s = self.median("step_s")
+        beats = [
+            (beat, self.hosts[name].clock(self.now))
+            for name, run in self.heard.items()
+            if run.alive
+            for beat in run.beats
+        ]
+        if self.hang or self.failures or not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
+            return ""
+        age_s = min((host_now - beat.time for beat, host_now in beats), default=0.0)
+        if age_s < max(verdicts.STALL_S, verdicts.STALL_STEPS * step_s):
+            return ""
+        return f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s"
+
+    @functools.cached_property
+    def phase(self) -> tuple[RunPhase, float | None]:
+        """The run's phase, and for how long it is in it."""
+        if self.hang:
+            return RunPhase.HUNG, self.hang.age_s
+        if self.failures:
+            return RunPhase.FAILED, None
+        if not self.heard:
+            return RunPhase.UNKNOWN, None
+        if not any(run.alive for run in self.heard.values()):
+            return self._over(), None
+        frames = {name: self.hosts[name].frame for name in self.heard}
+        beats = [(frame.now, beat) for name, frame in frames.items() if frame for beat in self.heard[name].beats]
+        since_s = min((host_now - beat.phase_since for host_now, beat in beats), default=None)
+        return verdicts.phase_of([beat.phase for _, beat in beats]), since_s
+
+    @functools.cached_property
+    def loaded(self) -> tuple[int, int]:
+        """Bytes of weights that all ranks have, and those that they will have."""
+        beats = [beat for run in self.heard.values() for beat in run.beats]
+        return sum(beat.done_bytes for beat in beats), sum(beat.total_bytes for beat in beats)
+
+    def median(self, key: str) -> float | None:
+        """Of the last steps."""
+        recent = itertools.islice(reversed(self.metrics), RECENT_STEPS)
+        values = [value for metrics in recent if (value := getattr(metrics, key)) is not None]
+        return statistics.median(values) if values else None
+
+    def _over(self) -> RunPhase:
+        """The phase of a run that lives nowhere that is heard."""
+        if self.unheard:
+            return RunPhase.UNKNOWN
+        statuses = [run.status for run in self.heard.values() if run.status]
+        if not statuses:
+            return RunPhase.STARTING
+        stopped = any(status.state is NodeState.STOPPED for status in statuses)
+        return RunPhase.STOPPED if stopped else RunPhase.DONE
+
+
+def nodes_of(hosts: Mapping[str, HostView], run: str) -> Sequence[tuple[str, int, int]]:
+    """See ``Moment.nodes``."""
+    return next((plan.nodes for host in hosts.values() if (plan := host.plans.get(run))), ())
