@@ -1,11 +1,12 @@
 """What the probe says of a host: ``hostprobe``'s answer, as types. What could not be told is None, and ``failed`` says why."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
-from llama405b_tools.machine.gpus import SmiAnswer
+from llama405b_tools.machine.gpus import Gpu, SmiAnswer
+from llama405b_tools.machine.gpus import read as read_gpus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,6 +120,27 @@ class HostFacts:
     port_fault: str = ""
     ports: tuple[int, ...] = ()  # on which it listens for the others: the rendezvous port, and any other
     now: float = 0.0  # its clock, seconds since the epoch
+
+    @property
+    def packages(self) -> Mapping[str, str]:
+        """Name -> version or "missing"; empty where its Python cannot tell."""
+        return (self.environment.packages if self.environment else None) or {}
+
+    @property
+    def devices(self) -> Sequence[Gpu]:
+        """Its GPUs, as far as nvidia-smi tells of them."""
+        return read_gpus(self.gpus.smi, self.gpus.fields)[0] if self.gpus else ()
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """Its own IPv4 addresses, as far as they are known."""
+        return self.network.addresses if self.network else ()
+
+    @property
+    def working_disk(self) -> Filesystem | None:
+        """The filesystem of its working directory."""
+        filesystems = self.disks.filesystems if self.disks else ()
+        return next((entry for entry in filesystems if entry.path), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
 from llama405b_tools.doctor.visit import Visit
-from llama405b_tools.machine import fabric, gpus
+from llama405b_tools.machine import fabric
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.text.clean import clean
+from llama405b_tools.text.figures import DASH
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.tables import table
 
@@ -45,30 +46,29 @@ def report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *, deep
 
 
 def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
-    levels = {finding.level for finding in found if name in finding.hosts}
-    fit = "warn" if WARN in levels else "yes"
-    if BAD in levels:
-        fit = "NO"
     if name in visit.lost:
-        return (name, "NO", *["—"] * 10)
+        return (name, "NO", *[DASH] * 10)
+    levels = {finding.level for finding in found if name in finding.hosts}
+    fit = next((word for level, word in ((BAD, "NO"), (WARN, "warn")) if level in levels), "yes")
     facts = visit.facts[name]
-    all_gpus = gpus.read(facts.gpus.smi, facts.gpus.fields)[0] if facts.gpus else []
-    ports = [port for port in fabric.read(facts.rdma or Rdma()) if port.up]
-    packages = (facts.environment.packages if facts.environment else None) or {}
-    filesystems = facts.disks.filesystems if facts.disks else ()
-    work = next((entry for entry in filesystems if entry.path), None)
-    write_per_s = work.write_per_s if work else None
+    rates = [port.gbit for port in fabric.read(facts.rdma or Rdma()) if port.up]
+    work, memory = facts.working_disk, facts.memory
     return (
         name,
         fit,
-        findings.training_address(name, visit.peers) or "—",
+        findings.training_address(name, visit.peers) or DASH,
         f"{visit.latency_ms[name]:.0f} ms",
         f"{visit.skew_s[name]:+.1f} s",
-        f"{len(all_gpus)} {all_gpus[0].name.removeprefix('NVIDIA ')}" if all_gpus else "none",
-        f"{len(ports)} x {ports[0].gbit:g} Gb/s" if ports else "none",
-        f"{facts.memory.total / GIB if facts.memory else 0:.0f} GiB",
-        f"{work.free / 1e9 if work else 0:,.0f} GB",
-        f"{write_per_s / 1e9:.1f} GB/s" if write_per_s else "—",
-        packages.get("python", "—"),
-        packages.get("torch", "—"),
+        _counted([gpu.name.removeprefix("NVIDIA ") for gpu in facts.devices]),
+        _counted([f"x {rate:g} Gb/s" for rate in rates]),
+        f"{memory.total / GIB:.0f} GiB" if memory else DASH,
+        f"{work.free / 1e9:,.0f} GB" if work else DASH,
+        f"{work.write_per_s / 1e9:.1f} GB/s" if work and work.write_per_s else DASH,
+        facts.packages.get("python", DASH),
+        facts.packages.get("torch", DASH),
     )
+
+
+def _counted(names: Sequence[str]) -> str:
+    """How many there are, and what the first is."""
+    return f"{len(names)} {names[0]}" if names else "none"

@@ -102,7 +102,7 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
 
 def addresses_of(host: Host, found: HostFacts) -> list[str]:
     """Addresses at which the others may reach a host: what the hosts file says, then its own."""
-    own = [entry.address for entry in found.network.addresses] if found.network else []
+    own = [entry.address for entry in found.addresses]
     if host.loopback:
         own = ["127.0.0.1"]
     return list(dict.fromkeys([*([host.address] if host.address else []), *own]))

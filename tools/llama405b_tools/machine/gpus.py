@@ -10,6 +10,7 @@ UNKNOWN = re.compile(
 )
 BROKEN = re.compile(r"ERR!|Unknown Error|requires reset")
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
+PENDING = ("retired_pages.pending", "remapped_rows.pending")
 SLOWED = {  # bits of clocks_event_reasons.active (nvml.h), and whether they say that something is wrong
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -108,11 +109,11 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
     told = [value.strip() for value in line.split(",")]
     if len(told) != len(fields):
         return None
-    values = {name: value for name, value in zip(fields, told, strict=True) if not UNKNOWN.fullmatch(value)}
+    values = dict(zip(fields, told, strict=True))
     if not INDEX.fullmatch(values.get("index", "")):
         return None
-    broken = [name for name, value in zip(fields, told, strict=True) if BROKEN.search(value)]
-    pending = [values[name] for name in ("retired_pages.pending", "remapped_rows.pending") if name in values]
+    broken = [name for name, value in values.items() if BROKEN.search(value)] if BROKEN.search(line) else ()
+    pending = [known for name in PENDING if (known := _known(values.get(name, "")))]
     names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as newer and older drivers call it
     said = next((values[name] for name in names if name in values), "")
     reasons = int(said, 16) if MASK.fullmatch(said) else 0
@@ -130,8 +131,8 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
         pcie_width_max=_int(values.get("pcie.link.width.max")),
         temperature_c=_int(values.get("temperature.gpu")),
         slowed=tuple(name for bit, name in SLOWED.items() if reasons & bit),
-        uuid=values.get("uuid", ""),
-        bus=values.get("pci.bus_id", ""),
+        uuid=_known(values.get("uuid", "")),
+        bus=_known(values.get("pci.bus_id", "")),
         utilization=_int(values.get("utilization.gpu")),
         power_w=_float(values.get("power.draw")),
         clock_mhz=_int(values.get("clocks.sm")),
@@ -173,6 +174,10 @@ def nvlinks_down(text: str | None) -> list[str]:
         elif match := re.match(r"\s*Link (\d+): .*inactive", line, re.IGNORECASE):
             found.append(f"GPU {gpu}: link {match[1]}")
     return found
+
+
+def _known(text: str) -> str:
+    return "" if UNKNOWN.fullmatch(text) else text
 
 
 def _int(text: str | None) -> int | None:

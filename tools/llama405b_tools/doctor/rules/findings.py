@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from llama405b_tools.doctor.facts import HostFacts, PeerReach, Reached
 from llama405b_tools.doctor.rules import of_host
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
-from llama405b_tools.machine import fabric, gpus
+from llama405b_tools.machine import fabric
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.text.fold import fold_names
@@ -62,33 +62,24 @@ Fact = Callable[[HostFacts], str | int | None]  # None: the host cannot tell
 
 
 def _package(name: str) -> Fact:
-    def version(facts: HostFacts) -> str | None:
-        packages = facts.environment.packages if facts.environment else None
-        return packages.get(name) if packages else None
-
-    return version
+    return lambda facts: facts.packages.get(name)
 
 
 def _python(facts: HostFacts) -> str | None:
     """Without its patch release, in which hosts may differ."""
-    version = _package("python")(facts)
-    return str(version).rpartition(".")[0] if version else None
-
-
-def _gpus(facts: HostFacts) -> list[gpus.Gpu]:
-    return gpus.read(facts.gpus.smi, facts.gpus.fields)[0] if facts.gpus else []
+    return facts.packages.get("python", "").rpartition(".")[0] or None
 
 
 def _driver(facts: HostFacts) -> str | None:
-    return next((gpu.driver for gpu in _gpus(facts)), None)
+    return next((gpu.driver for gpu in facts.devices), None)
 
 
 def _gpu_model(facts: HostFacts) -> str | None:
-    return next((gpu.name for gpu in _gpus(facts)), None)
+    return next((gpu.name for gpu in facts.devices), None)
 
 
 def _n_gpus(facts: HostFacts) -> int | None:
-    return len(_gpus(facts)) if facts.gpus else None
+    return len(facts.devices) if facts.gpus else None
 
 
 def _n_ports_up(facts: HostFacts) -> int | None:

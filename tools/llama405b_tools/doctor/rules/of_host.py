@@ -81,7 +81,7 @@ def _packages(facts: HostFacts, needs: Needs) -> Iterator[tuple[str, str, str]]:
                 f"{name} is {packages[name]}",
                 f"at least {'.'.join(map(str, least))} is needed; llama405b setup installs it",
             )
-    drivers = {gpu.driver for gpu in (gpus.read(facts.gpus.smi, facts.gpus.fields)[0] if facts.gpus else [])}
+    drivers = {gpu.driver for gpu in facts.devices}
     branch = MIN_DRIVER.get(packages.get("cuda", "missing").partition(".")[0])
     for driver in drivers if branch and needs.cuda else ():
         version = _version(driver)
@@ -297,8 +297,7 @@ def _weights(facts: HostFacts) -> Iterator[tuple[str, str, str]]:
 
 
 def _exposure(facts: HostFacts) -> Iterator[tuple[str, str, str]]:
-    addresses = facts.network.addresses if facts.network else ()
-    public = [entry for entry in addresses if not is_private(entry.address)]
+    public = [entry for entry in facts.addresses if not is_private(entry.address)]
     for entry in public:
         yield (
             WARN,

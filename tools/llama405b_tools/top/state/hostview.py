@@ -59,6 +59,7 @@ class HostView:
     procs: Sequence[tuple[int, str, int, int, str, str]] = ()
     procs_before: tuple[float, Mapping[int, int]] | None = None  # host's clock and ticks by pid
     cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
+    processes: tuple[ProcessRow, ...] = ()
     plans: dict[str, RunNodes] = dataclasses.field(default_factory=dict)  # by run
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
@@ -79,6 +80,7 @@ class HostView:
         self.xids = [*self.xids, *new][-3:]
         if frame.procs is not None:
             self._take_processes(frame.procs, frame.now)
+        self.processes = self._processes()
         if (level := self._level()) is not None:
             self.history.append(level)
         return new
@@ -154,7 +156,7 @@ class HostView:
             gpus=self._cells(ranks, odd),
             has_gpu=None if frame.pci_gpus is None else bool(self.expected_gpus),
             ranks=ranks,
-            processes=self._processes(),
+            processes=self.processes,
             cpu_pct=self._cpu_pct(),
             cores=frame.cpu.cores,
             ram_bytes=memory.total,
