@@ -12,8 +12,20 @@ def number(value: float | None, form: str) -> str:
     return DASH if value is None else format(value, form)
 
 
-def bar(percent: float) -> str:
-    """One of eight heights."""
+def share(part: float | None, whole: float | None) -> float | None:
+    """``part`` of ``whole`` in percent; None where one is not known."""
+    return 100 * part / whole if part is not None and whole else None
+
+
+def first_known(*values: float | None) -> float | None:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def bar(percent: float | None) -> str:
+    """One of eight heights, or a dash where it is not known."""
+    if percent is None:
+        return DASH
     return BARS[min(7, max(0, int(percent / 12.5)))]
 
 

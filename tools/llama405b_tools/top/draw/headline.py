@@ -25,45 +25,51 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         first.append(" ")
     if run:
         first.append(f"{run.run} ", "bold")
-        first.append(
-            run.phase,
-            PHASE_STYLES.get(run.phase, "bold"),
-        )
+        first.append(run.phase, PHASE_STYLES.get(run.phase, "bold"))
         first.append(f" {span(run.phase_s)}")
     else:
         first.append("no run" if pic.fresh else f"run {DASH}", "bold")
-    without = "no GPU" if any(row.has_gpu is False for row in pic.hosts) else f"GPU {DASH}"
-    gpus = f"GPU {pic.gpus_seen}/{pic.gpus_expected}" if pic.gpus_expected else without
-    parts = [(0, Text(f"hosts {pic.fresh}/{len(pic.hosts)}", "bold red" if pic.fresh < len(pic.hosts) else ""))]
-    parts.append((0, Text(gpus, "bold red" if pic.gpus_seen < pic.gpus_expected else "")))
+    gpus = f"GPU {DASH}"
+    if pic.gpus_expected:
+        gpus = f"GPU {pic.gpus_seen}/{pic.gpus_expected}"
+    elif any(row.has_gpu is False for row in pic.hosts):
+        gpus = "no GPU"
+    parts = [(0, _alarm(f"hosts {pic.fresh}/{len(pic.hosts)}", when=pic.fresh < len(pic.hosts)))]
+    parts.append((0, _alarm(gpus, when=pic.gpus_seen < pic.gpus_expected)))
     if run:
-        parts.append((2, Text(f"net {run.network or DASH}", "bold red" if run.network == "SOCKET" else "")))
+        parts.append((2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")))
         parts.append((1, Text(_risk(run, pic, short=width < WIDE))))
         if run.attempt > 1:
             parts.append((3, Text(f"restarts {run.attempt - 1}", "yellow")))
         if run.others:
             parts.append((3, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")))
         if run.guard:
-            parts.append((2, Text(f"guard {run.guard}", "bold red" if run.guard is GuardShown.GONE else "")))
-    parts.append((4, Text(f"sampled {span(max(ages)) if ages else DASH}")))
+            parts.append((2, _alarm(f"guard {run.guard}", when=run.guard is GuardShown.GONE)))
+    parts.append((4, Text(f"sampled {span(max(ages, default=None))}")))
     lines = [_joined(first, parts, width), _progress(run, width) if run else _no_run(pic)]
     sign, style = VERDICTS.get(pic.verdict, ("✖", "bold red"))
-    verdict = f"{sign} {pic.verdict}{f'  {pic.why}' if pic.why else ''}"
+    verdict = f"{sign} {pic.verdict}  {pic.why}".rstrip()
     wrapped = textwrap.wrap(verdict, max(width, 8), subsequent_indent="  ", max_lines=max_lines, placeholder=" …")
     return [*lines, *(Text(line, style) for line in wrapped)]
 
 
+def _alarm(words: str, *, when: bool) -> Text:
+    """Red where it is wrong."""
+    return Text(words, "bold red" if when else "")
+
+
 def _risk(run: Training, pic: Picture, *, short: bool) -> str:
     steps = f"{run.lost_steps} step{'s' * (run.lost_steps != 1)}"
-    what = "lost" if run.phase in OVER and run.lost_steps else "at risk"
-    if short and run.lost_steps is not None:
-        return f"{steps} {what}"
     if run.lost_steps is None:
-        return "ckpt " + (f"step {run.checkpoint_step}" if run.checkpoint_step is not None else "none yet")
-    unit = "GPU-h" if pic.gpus_expected else "rank-h"
-    hours = f", {run.lost_rank_hours:.1f} {unit}" if run.lost_rank_hours is not None else ""
-    where = f"{run.checkpoint_step}" if run.checkpoint_step is not None else "none"
-    return f"ckpt {where}: {steps}{hours} {what}"
+        return "ckpt none yet" if run.checkpoint_step is None else f"ckpt step {run.checkpoint_step}"
+    what = "lost" if run.phase in OVER and run.lost_steps else "at risk"
+    if short:
+        return f"{steps} {what}"
+    if run.lost_rank_hours is not None:
+        unit = "GPU-h" if pic.gpus_expected else "rank-h"
+        steps += f", {run.lost_rank_hours:.1f} {unit}"
+    where = "none" if run.checkpoint_step is None else run.checkpoint_step
+    return f"ckpt {where}: {steps} {what}"
 
 
 def _no_run(pic: Picture) -> Text:
@@ -81,17 +87,17 @@ def _progress(run: Training, width: int) -> Text:
         )
     if run.step is None:
         return Text("no step yet", "dim")
-    share_of = f"/{run.steps} {100 * run.step / run.steps:.0f}%" if run.steps else ""
-    first = Text(
-        f"step {run.step}{share_of}  loss {number(run.loss, '.4f')} {sparkline(run.losses, 16 if width >= WIDE else 8)}"
-    )
+    done = f"{run.step}"
+    if run.steps:
+        done += f"/{run.steps} {100 * run.step / run.steps:.0f}%"
+    first = Text(f"step {done}  loss {number(run.loss, '.4f')} {sparkline(run.losses, 16 if width >= WIDE else 8)}")
     times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
     split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
     parts = [
         (0, Text(f"{number(run.step_s, '.2f')} s/step")),
         (3, Text(f"({split})")),
         (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
-        (2, Text(f"MFU {number(run.mfu_pct, '.0f')}{'%' if run.mfu_pct is not None else ''}")),
+        (2, Text(f"MFU {number(run.mfu_pct and run.mfu_pct / 100, '.0%')}")),
         (0, Text(f"ETA {span(run.eta_s)}")),
     ]
     return _joined(first, parts, width, "  ")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from llama405b_tools.text.clean import printable
-from llama405b_tools.text.figures import DASH, WIDE, bar, gbit, gib, middle, number, span, sparkline
+from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, gib, middle, number, share, span, sparkline
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
 from llama405b_tools.top.state.picture import LINK_STATES, SEVERITY, HostRow, HostState, Picture
@@ -96,8 +96,9 @@ def report(pic: Picture, ui: Ui, width: int) -> list[Text]:
         *(_wide(rows, None) if width >= WIDE else _compact(rows, ui, None, width, len(rows) or 1, len(pic.hosts))),
     ]
     for row in rows:
-        said = [f"{row.state} {row.why}"] if row.why else []
-        lines += [Text(f"! {row.name}: {note}") for note in (*said, *row.notes)]
+        if row.why:
+            lines.append(Text(f"! {row.name}: {row.state} {row.why}"))
+        lines += [Text(f"! {row.name}: {note}") for note in row.notes]
     lines += [event_line(event) for event in pic.events]
     for line in lines:
         line.plain = printable(line.plain)
@@ -134,18 +135,21 @@ def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: in
         grid = [Text(f"{_none(ui)}; Esc shows all", "dim")]
     lines = list(grid)
     rest = room - len(lines) - 1 - n_events
-    detail = _gpu_lines(selected, width) if selected and width >= WIDE else []
-    if detail and rest - len(detail) >= 8:
-        lines += detail
-        rest -= len(detail)
+    if selected and width >= WIDE and selected.gpus and rest - len(selected.gpus) - 1 >= 8:
+        lines += _gpu_lines(selected, width)
+        rest -= len(selected.gpus) + 1
     lines.append(rule("EVENTS", width))
-    lines += [event_line(event) for event in pic.events[len(pic.events) - n_events :]] if n_events else []
+    lines += [event_line(event) for event in pic.events[len(pic.events) - n_events :]]
     return lines + log_pane(logs, rest, width, 0)
 
 
 def _none(ui: Ui) -> str:
-    matches = f" matches {ui.filter!r}" if ui.filter else ""
-    return f"no host{' that stands out' if ui.odd_only else ''}{matches}"
+    words = "no host"
+    if ui.odd_only:
+        words += " that stands out"
+    if ui.filter:
+        words += f" matches {ui.filter!r}"
+    return words
 
 
 def chosen(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
@@ -155,15 +159,16 @@ def chosen(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
 
 def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
     n_cells = max((len(row.gpus) for row in rows), default=0)
-    area = max(8, 4 * n_cells if n_cells <= MAX_CELLS else n_cells)
+    area = max(8, n_cells)
     told = any(gpu.power_pct is not None for row in rows for gpu in row.gpus)
     name_width = min(max([4, *(len(row.name) for row in rows)]), 22)
-    numbers = "GPU" if n_cells else "CPU"
-    if 0 < n_cells <= MAX_CELLS:
-        numbers = "".join(f"{i:>3} " for i in range(n_cells))
-    what = "util %" if n_cells else ""
+    numbers, what = "CPU", ""
+    if n_cells:
+        numbers, what = "GPU", "util %"
     if told:
         what = "power %"
+    if 0 < n_cells <= MAX_CELLS:
+        numbers, area = "".join(f"{i:>3} " for i in range(n_cells)), max(8, 4 * n_cells)
     columns = f"{'MEM%':>4} {'TEMP':>4} {'Gb/s':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
     head = f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}"
     lines = [Text(head, "bold")]
@@ -174,23 +179,19 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
         before = line.cell_len
         line.append_text(_cells(row, area))
         line.append(" " * (before + area - line.cell_len))
-        memory = [
-            100 * gpu.used_mib / gpu.memory_mib for gpu in row.gpus if gpu.used_mib is not None and gpu.memory_mib
-        ]
+        memory = [part for gpu in row.gpus if (part := share(gpu.used_mib, gpu.memory_mib)) is not None]
         heat = [gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None]
-        ram = 100 * row.ram_used_bytes / row.ram_bytes if row.ram_used_bytes is not None and row.ram_bytes else None
-        flow = row.ib_bytes_per_s if row.ib_bytes_per_s is not None else row.net_bytes_per_s
         figures = (
             (number(max(memory, default=None), ".0f"), 4),
             (number(max(heat, default=None), "d"), 4),
-            (gbit(flow), 6),
+            (gbit(first_known(row.ib_bytes_per_s, row.net_bytes_per_s)), 6),
             (number(row.cpu_pct, ".0f"), 4),
-            (number(ram, ".0f"), 4),
+            (number(share(row.ram_used_bytes, row.ram_bytes), ".0f"), 4),
             (number(row.step, "d"), 6),
             (span(row.step_age_s), 5),
         )
         line.append(f" {' '.join(f'{text:>{columns}}' for text, columns in figures)}  ")
-        line.append(row.why or (row.notes[0] if row.notes else ""), STYLES[SEVERITY[row.state]] or "yellow")
+        line.append(row.why or next(iter(row.notes), ""), STYLES[SEVERITY[row.state]] or "yellow")
         lines.append(line)
     return lines
 
@@ -223,8 +224,7 @@ def _without(row: HostRow) -> str:
 def _bars(row: HostRow) -> Text:
     line = Text()
     for gpu in row.gpus:
-        value = gpu.power_pct if gpu.power_pct is not None else gpu.utilization
-        line.append(DASH if value is None else bar(value), "bold yellow" if gpu.odd else "")
+        line.append(bar(first_known(gpu.power_pct, gpu.utilization)), "bold yellow" if gpu.odd else "")
     return line
 
 
@@ -276,10 +276,11 @@ def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Tex
     """``gpu-03 ▇▇▇▂▇▇▇▇ min 12% 84C ! 1204``."""
     line = Text("▶ " if is_selected else "  ", "bold cyan")
     line.append(f"{middle(row.name, name_width):{name_width}} ", "bold" if is_selected else "")
+    if row.state is HostState.STALE:
+        line.append(f"{row.state} {span(row.age_s)}", STYLES[SEVERITY[row.state]])
+        return line
     if row.state not in (HostState.OK, HostState.HUNG, HostState.FAILED):
-        line.append(
-            f"{row.state} {span(row.age_s) if row.state is HostState.STALE else ''}", STYLES[SEVERITY[row.state]]
-        )
+        line.append(f"{row.state} ", STYLES[SEVERITY[row.state]])
         return line
     if row.gpus:
         bars = _bars(row)
@@ -304,13 +305,13 @@ def _gpu_lines(row: HostRow, width: int) -> list[Text]:
         return []
     lines = [rule(f"{row.name}  {row.gpus[0].name}", width)]
     for gpu in row.gpus:
-        height = bar(gpu.power_pct) if gpu.power_pct is not None else DASH
-        text = f"  gpu {gpu.index}  rank {number(gpu.rank, 'd'):>4}  {height} "
+        text = f"  gpu {gpu.index}  rank {number(gpu.rank, 'd'):>4}  {bar(gpu.power_pct)} "
         text += f"{number(gpu.power_w, '.0f'):>4}/{number(gpu.power_limit_w, '.0f')} W  util {number(gpu.utilization, 'd'):>3}%  "
         text += f"{number(gpu.temperature_c, 'd'):>3} °C  {number(gpu.clock_mhz, 'd'):>4} MHz  "
         text += f"{number(gpu.used_mib, ',d'):>7}/{number(gpu.memory_mib, ',d')} MiB  "
         line = Text(text)
-        line.append(f"! {gpu.odd}" if gpu.odd else "", "bold yellow")
+        if gpu.odd:
+            line.append(f"! {gpu.odd}", "bold yellow")
         lines.append(line)
     return lines
 
@@ -332,11 +333,9 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
     lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are not known", "dim")]
     lines.append(rule("RANKS", width))
     for rank in row.ranks:
-        load = (
-            f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
-            if rank.phase == "load" and rank.total_bytes
-            else ""
-        )
+        load = ""
+        if rank.phase == "load" and rank.total_bytes:
+            load = f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
         lines.append(
             Text(
                 f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}  "
@@ -358,7 +357,9 @@ def _footer(ui: Ui, width: int) -> Text:
     keys = KEYS if width >= len(KEYS) else "↑↓ ⏎ / s o l e ? q"
     if ui.mode != "cluster":
         keys = "Esc back  PgUp PgDn  q quit"
-    extra = [f"filter {ui.filter!r}"] if ui.filter else []
-    extra += ["odd ones only"] if ui.odd_only else []
-    extra += [f"by {ui.sort}"] if ui.sort != SORTS[0] else []
-    return Text(f"{keys}{f'  [{chr(44).join(extra)}]' if extra else ''}", "reverse")
+    extra = {
+        f"filter {ui.filter!r}": bool(ui.filter), "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0]
+    }  # fmt: skip
+    if any(extra.values()):
+        keys += f"  [{','.join(words for words, on in extra.items() if on)}]"
+    return Text(keys, "reverse")

@@ -6,6 +6,8 @@
 import dataclasses
 import enum
 
+from llama405b_tools.text.figures import share
+
 
 class HostState(enum.StrEnum):
     """What a host is in, worst first."""
@@ -96,7 +98,7 @@ class GpuCell:
     @property
     def power_pct(self) -> float | None:
         """Power in percent of its limit."""
-        return 100 * self.power_w / self.power_limit_w if self.power_w is not None and self.power_limit_w else None
+        return share(self.power_w, self.power_limit_w)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

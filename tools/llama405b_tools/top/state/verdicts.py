@@ -124,10 +124,9 @@ def slow_ranks(beats: Mapping[str, Sequence[Beat]], step_s: float | None) -> dic
     """By host, the ranks that keep the others waiting: stopped, or slow in what each does alone: its batch, its update."""
     found: dict[str, list[Note]] = {}
     for host, each in beats.items():
-        stopped = [
-            Note(f"stopped {beat.rank}", f"rank {beat.rank}: {STUCK['T']}") for beat in each if beat.state == "T"
-        ]
-        found |= {host: stopped} if stopped else {}
+        for beat in each:
+            if beat.state == "T":
+                found.setdefault(host, []).append(Note(f"stopped {beat.rank}", f"rank {beat.rank}: {STUCK['T']}"))
     if step_s is None:
         return found
     everyone = [(host, beat) for host, each in beats.items() for beat in each]
@@ -136,7 +135,7 @@ def slow_ranks(beats: Mapping[str, Sequence[Beat]], step_s: float | None) -> dic
         ("clipping and update", [(host, beat.rank, beat.optimizer_s) for host, beat in everyone]),
     ):
         median = _median(took for _, _, took in parts)
-        for host, rank, took in parts if median is not None else ():
+        for host, rank, took in parts:
             if median is None or took is None or took <= SLOW * median or took - median <= SLOW_PART * step_s:
                 continue
             words = f"rank {rank}: {what} took {took:.2f} s where the median is {median:.2f} s"
@@ -199,9 +198,12 @@ def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[flo
     if not stuck and (works or (talks and not sure)):
         return None
     words = f"rank {beat.rank} is silent for {age_s:.0f} s at step {beat.step} in phase {beat.phase}"
-    words += f"; {stuck}" if stuck else ""
-    words += f"; its host's GPUs draw {100 * statistics.mean(shares):.0f}% of their power" if shares else ""
-    words += f"; no log line for {min(ages):.0f} s" if ages else ""
+    if stuck:
+        words += f"; {stuck}"
+    if shares:
+        words += f"; its host's GPUs draw {100 * statistics.mean(shares):.0f}% of their power"
+    if ages:
+        words += f"; no log line for {min(ages):.0f} s"
     return words
 
 
@@ -246,8 +248,11 @@ def verdict(
 
 def _reasons(hosts: Sequence[HostRow], training: Training | None, stall: str) -> list[str]:
     """What slows the run, or may, worst first."""
-    reasons = ["training runs over TCP sockets"] if training and training.network == "SOCKET" else []
-    reasons += [stall] if stall else []
+    reasons = []
+    if training and training.network == "SOCKET":
+        reasons.append("training runs over TCP sockets")
+    if stall:
+        reasons.append(stall)
     if training and training.guard is GuardShown.GONE and training.phase not in (RunPhase.DONE, RunPhase.STOPPED):
         reasons.append("its guard is gone: nobody restarts this run")
     reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if SEVERITY[row.state] == 1]
