@@ -105,7 +105,7 @@ def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
     assert cli(work, "launch", "--run", "w", *flags).returncode == 0
     first = cli(work, "launch", "--run", "w", "--restart", 1, *flags)  # as if its terminal had died before the guard
     assert first.returncode == 0, first.stderr
-    assert "w: runs already, as asked, and nobody guards it" in first.stdout
+    assert "w: already running, without a guard; guarding it from now on" in first.stdout
     guard = work / "runs/w/guard.json"
     wait_for(guard.exists)
     twice = cli(work, "launch", "--run", "w", "--restart", 1, *flags)
@@ -258,7 +258,7 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
     programs = tmp_path_factory.mktemp("bin")
     slow = programs / "tmux"
     slow.write_text(
-        '#!/bin/sh\ncase "$*" in *node-b*new-session*|*new-session*node-b*) sleep 4;; esac\nexec /usr/bin/tmux "$@"\n'
+        '#!/bin/sh\ncase "$*" in *node-b*new-session*|*new-session*node-b*) touch "$0.asked"; sleep 4;; esac\nexec /usr/bin/tmux "$@"\n'
     )
     slow.chmod(0o755)
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "PATH": f"{programs}:{os.environ['PATH']}"}
@@ -269,6 +269,7 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
     wait_for(
         lambda: (work / "runs/m/status/node-a.json").exists() and status(work, "m", "node-a")["state"] == "running"
     )
+    wait_for((programs / "tmux.asked").exists)
     launch.kill()
     launch.communicate()
     wait_for(lambda: status(work, "m", "node-a")["state"] == "killed", 30)

@@ -125,7 +125,7 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
         (["-i", "("], "--include: '(' is not a valid regular expression"),
         (["--rank", "x"], "--rank: 'x' are no ranks"),
         (["--since", "soon"], "--since: 'soon' is not a valid time"),
-        (["--attempt", "first"], "--attempt: 'first' is none"),
+        (["--attempt", "first"], "--attempt: 'first' is not a valid attempt"),
         (["--tail", "-1"], "--tail: -1 lines"),
         (["-f", "--first-error"], "--first-error cannot be used with -f"),
         (["--host", "node-z"], "--host: 'node-z' is not in hosts; take one of node-a, node-b"),
