@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import json
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,7 +193,7 @@ def _row(items: list[Parser[Any]]) -> Parser[tuple[Any, ...]]:
             raise _MisfitError(f" is not a list of {len(items)}")
         found: list[Any] = []
         try:
-            found.extend(item(each) for item, each in zip(items, value, strict=True))
+            found.extend(map(operator.call, items, value))
         except _MisfitError as misfit:
             raise misfit.below(f"[{len(found)}]") from None
         return tuple(found)

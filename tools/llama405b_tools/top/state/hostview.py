@@ -26,6 +26,7 @@ SMI_HUNG_S, FIRST_FRAME_S = 10.0, 15.0
 HISTORY = 120
 COUNTERS_S = 600.0  # errors are counted over this time
 _clean_command = functools.lru_cache(4096)(clean)  # the same on all hosts and in all frames
+WHOLE = re.compile(r"\d{1,9}", re.ASCII)
 TICKS = 100  # a second, as Linux counts CPU time for user space
 Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU, why it stands out
 
@@ -260,7 +261,7 @@ def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
 
 
 def _whole(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
+    return int(text) if WHOLE.fullmatch(text) else None
 
 
 def _net(frame: Frame) -> dict[str, int]:
