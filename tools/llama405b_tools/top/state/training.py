@@ -28,11 +28,10 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan | None) -> Traini
     step, steps = last.step if last else None, (head.max_steps or None) if head else None
     if phase is RunPhase.DONE and step is not None and steps and step < steps:
         phase = RunPhase.STOPPED
-    step_s, tokens_per_s, eta_s = found.median("step_s"), None, None
-    if phase in MOVING:
-        tokens_per_s = found.median("tokens_per_s")
-        if steps and step is not None and step_s:
-            eta_s = (steps - step) * step_s
+    step_s, eta_s = found.median("step_s"), None
+    tokens_per_s = found.median("tokens_per_s") if phase in MOVING else None
+    if phase in MOVING and steps and step is not None and step_s:
+        eta_s = (steps - step) * step_s
     done_bytes = total_bytes = None
     if phase is RunPhase.LOADING and found.loaded[1]:
         done_bytes, total_bytes = found.loaded
