@@ -8,18 +8,12 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Result
 from llama405b_tools.machine.fabric import Rdma
-from llama405b_tools.remote import agent, messages
-from llama405b_tools.remote.messages import (
-    Ended,
-    HostRun,
-    Kept,
-    LaunchFacts,
-    News,
-    NodeNews,
-    Reach,
-    Started,
-    StatusReply,
-)
+from llama405b_tools.remote import agent
+from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.launch import LaunchFacts, Reach
+from llama405b_tools.remote.messages.runs import HostRun, StatusReply
+from llama405b_tools.remote.messages.start import KEEP, Kept, Started
+from llama405b_tools.remote.messages.stream import News, NodeNews
 
 
 class FakeHost:
@@ -122,7 +116,7 @@ class FakeStream:
     def send(self, text):
         if isinstance(fault := self.host.faults.get("keep"), BaseException):
             raise fault
-        self.kept = text == messages.KEEP
+        self.kept = text == KEEP
         for line in self.host.keep():
             self.lines.put(line)
 
@@ -152,4 +146,4 @@ class FakeFleet(Fleet):
 
 def _asked(command, stdin):
     action = command.rpartition(" ")[2]
-    return action, reader.loads(getattr(messages, agent.ACTIONS[action][2]), stdin, "the request")
+    return action, reader.loads(agent.action(action)[1], stdin, "the request")

@@ -1,7 +1,7 @@
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
-from llama405b_tools.remote.messages import LaunchFacts, Reach
+from llama405b_tools.remote.messages.launch import LaunchFacts, Reach
 from llama405b_tools.run import preflight
 from llama405b_tools.run.preflight import Way
 

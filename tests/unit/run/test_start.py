@@ -9,7 +9,7 @@ from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages import Started, StartFault
+from llama405b_tools.remote.messages.start import Started, StartFault
 from llama405b_tools.run import start as starting
 from llama405b_tools.run.backends import OnHosts
 from llama405b_tools.run.start import StartError, start

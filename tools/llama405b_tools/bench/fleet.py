@@ -15,7 +15,8 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
-from llama405b_tools.remote.messages import KEEP, Kept, LaunchFacts, ProbeRequest, Started, StartRequest
+from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest
+from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartRequest
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.text.tables import table

@@ -14,7 +14,7 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import wire
-from llama405b_tools.remote.messages import (
+from llama405b_tools.remote.messages.chain import (
     LOOK,
     Hop,
     NextHop,

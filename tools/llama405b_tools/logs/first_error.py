@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.remote.messages import HostRun, StreamRequest
+from llama405b_tools.remote.messages.runs import HostRun
+from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.judge import Failure

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.remote.messages import StreamRequest
+from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.run.guard_record import is_guarded
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.merge import Entry, Merge

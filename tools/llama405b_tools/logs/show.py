@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.remote.messages import StreamRequest
+from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.fold import Fold, text_of, where_of

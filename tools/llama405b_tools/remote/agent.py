@@ -9,21 +9,33 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from llama405b.contract import reader
 from llama405b.contract.paths import UMASK
 
-ACTIONS = {  # action: module, function, type of its request; imported when asked for: most of an agent's time is Python's start
-    "start": ("starting", "start", "StartRequest"),
-    "status": ("describe", "status", "StatusRequest"),
-    "stop": ("ending", "end", "EndRequest"),
-    "orphans": ("ending", "orphans", "OrphansRequest"),
-    "ask": ("ending", "ask", "AskRequest"),
-    "stream": ("streaming", "stream", "StreamRequest"),
-    "probe": ("facts", "probe", "ProbeRequest"),
-    "relay": ("relay", "relay", "RelayRequest"),
-    "send": ("relay", "send_from_here", "SendRequest"),
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ACTIONS = {  # action: module and function, imported when asked for: most of an agent's time is Python's start
+    "start": ("starting", "start"),
+    "status": ("describe", "status"),
+    "stop": ("ending", "end"),
+    "orphans": ("ending", "orphans"),
+    "ask": ("ending", "ask"),
+    "stream": ("streaming", "stream"),
+    "probe": ("facts", "probe"),
+    "relay": ("relay", "relay"),
+    "send": ("relay", "send_from_here"),
 }
+
+
+def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[DataclassInstance]"]:
+    """The function that does an action, and the type of the request that it takes."""
+    module, function = ACTIONS[name]
+    act = getattr(importlib.import_module(f"llama405b_tools.remote.{module}"), function)
+    return act, act.__annotations__["request"]
 
 
 def main() -> int:
@@ -32,11 +44,9 @@ def main() -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if len(sys.argv) != 2 or sys.argv[1] not in ACTIONS:
         raise SystemExit(f"{sys.argv[1:]}: not an action of the agent")
-    module, name, kind = ACTIONS[sys.argv[1]]
-    act = getattr(importlib.import_module(f"llama405b_tools.remote.{module}"), name)
-    messages = importlib.import_module("llama405b_tools.remote.messages")
+    act, kind = action(sys.argv[1])
     try:
-        request = reader.loads(getattr(messages, kind), sys.stdin.readline(), "the request")
+        request = reader.loads(kind, sys.stdin.readline(), "the request")
     except reader.MalformedError as error:
         raise SystemExit(f"{sys.argv[1]}: {error}; are both ends of one version?") from None
     reply = act(request)

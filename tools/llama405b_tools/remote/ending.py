@@ -17,7 +17,15 @@ from llama405b.contract.requests import RunRequest
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages import Asked, AskRequest, Ended, EndRequest, Orphan, OrphansReply, OrphansRequest
+from llama405b_tools.remote.messages.end import (
+    Asked,
+    AskRequest,
+    Ended,
+    EndRequest,
+    Orphan,
+    OrphansReply,
+    OrphansRequest,
+)
 from llama405b_tools.remote.tmux import tmux_session, tmux_socket
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL

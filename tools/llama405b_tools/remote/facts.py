@@ -24,7 +24,7 @@ from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages import LaunchFacts, Place, ProbeRequest, Reach, WeightsCheck
+from llama405b_tools.remote.messages.launch import LaunchFacts, Place, ProbeRequest, Reach, WeightsCheck
 
 
 def probe(request: ProbeRequest) -> None:

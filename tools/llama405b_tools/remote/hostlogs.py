@@ -13,7 +13,7 @@ from pathlib import Path
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
-from llama405b_tools.remote.messages import News, StreamRequest
+from llama405b_tools.remote.messages.stream import News, StreamRequest
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.text.blocks import Blocks, split_lines, time_of
 from llama405b_tools.text.merge import Entry, Merge

@@ -20,7 +20,7 @@ from typing import IO, ParamSpec
 
 from llama405b.contract import reader
 from llama405b_tools.remote import wire
-from llama405b_tools.remote.messages import NextHop
+from llama405b_tools.remote.messages.chain import NextHop
 
 P = ParamSpec("P")
 AHEAD = 8  # chunks on their way to the disk or to the next host

@@ -11,7 +11,7 @@ from pathlib import Path
 from llama405b.contract import reader
 from llama405b_tools.remote import wire
 from llama405b_tools.remote.facts import addresses
-from llama405b_tools.remote.messages import (
+from llama405b_tools.remote.messages.chain import (
     LOOK,
     Hop,
     NextHop,

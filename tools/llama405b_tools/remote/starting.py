@@ -15,7 +15,8 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.records import NodeState, NodeStatus, StopMark
 from llama405b_tools.remote import ending
 from llama405b_tools.remote.locks import is_alive, run_of, take_lock
-from llama405b_tools.remote.messages import KEEP, EndRequest, Kept, Started, StartFault, StartRequest
+from llama405b_tools.remote.messages.end import EndRequest
+from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartFault, StartRequest
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.remote.tmux import tmux_session, tmux_socket
 

@@ -17,7 +17,7 @@ from llama405b.contract.records import Metrics, NodeStatus
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages import News, NodeNews, StreamRequest
+from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.remote.tail import Tail
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llama405b.contract import reader
-from llama405b_tools.remote.messages import NextHop
+from llama405b_tools.remote.messages.chain import NextHop
 
 CHUNK = 4 << 20
 CONNECT_S, STALL_S = 3.0, 120.0

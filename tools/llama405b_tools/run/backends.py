@@ -12,7 +12,8 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
-from llama405b_tools.remote.messages import Ended, EndRequest, HostRun
+from llama405b_tools.remote.messages.end import Ended, EndRequest
+from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run import jobs
 from llama405b_tools.run.query import ask
 

@@ -18,7 +18,8 @@ from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote.messages import Ended, News, NodeNews, StreamRequest
+from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.judge import Failure, Heard

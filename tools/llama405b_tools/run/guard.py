@@ -29,7 +29,8 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote import processes
-from llama405b_tools.remote.messages import Ended, HostRun
+from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, follow
 from llama405b_tools.run.guard_record import machine_id, of_run
 from llama405b_tools.run.launch import launch, resumed

@@ -18,7 +18,8 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
-from llama405b_tools.remote.messages import LaunchFacts, ProbeRequest, StatusReply, StatusRequest, WeightsCheck
+from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest, WeightsCheck
+from llama405b_tools.remote.messages.runs import StatusReply, StatusRequest
 from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names

@@ -10,7 +10,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages import HostRun, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.runs import HostRun, StatusReply, StatusRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.text.fold import fold_names

@@ -15,7 +15,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote.messages import Ended, EndRequest
+from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
 from llama405b_tools.run.judge import Failure

@@ -18,7 +18,8 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote.messages import KEEP, Ended, Kept, Started, StartFault, StartRequest
+from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartFault, StartRequest
 from llama405b_tools.run.backends import backend_of_plan
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.text.tables import table

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from llama405b.contract import reader
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, Stream
-from llama405b_tools.remote.messages import Marks, News, StreamRequest
+from llama405b_tools.remote.messages.stream import Marks, News, StreamRequest
 
 RETRY_S = 2.0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.logs.reader import Reader, entry_of
-from llama405b_tools.remote.messages import StreamRequest
+from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.fold import Fold, is_error, text_of, where_of
 from llama405b_tools.text.merge import Entry

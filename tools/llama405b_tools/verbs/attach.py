@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.remote.messages import HostRun
+from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run.attach import build_session, operator_socket, window_command
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask

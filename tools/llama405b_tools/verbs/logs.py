@@ -16,7 +16,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.logs import first_error
 from llama405b_tools.logs.reader import Reader
 from llama405b_tools.logs.show import Show
-from llama405b_tools.remote.messages import HostRun
+from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import is_guarded
 from llama405b_tools.run.query import ask

@@ -8,7 +8,7 @@ from llama405b.contract.errors import FAILED, GOOD
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages import HostRun
+from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run import judge
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words

@@ -11,7 +11,7 @@ from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages import Ended, Orphan, OrphansReply, OrphansRequest
+from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, OrphansRequest
 from llama405b_tools.run import guard_record
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, backend_of
 from llama405b_tools.run.query import ask, check_hosts

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import NodeStatus
-from llama405b_tools.remote.messages import Beat
+from llama405b_tools.remote.messages.runs import Beat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from llama405b_tools.machine import gpus
 from llama405b_tools.machine.gpus import Gpu
-from llama405b_tools.remote.messages import Beat
+from llama405b_tools.remote.messages.runs import Beat
 from llama405b_tools.text.clean import clean
+from llama405b_tools.text.figures import share
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.frames import Frame, RunFrame, Smi
@@ -222,9 +223,7 @@ class HostView:
 
     def _level(self) -> float | None:
         """Mean power (else utilization) of its GPUs in percent; of its CPU where it has none."""
-        shares = [
-            100 * gpu.power_w / gpu.power_limit_w for gpu in self.gpus if gpu.power_w is not None and gpu.power_limit_w
-        ]
+        shares = [power for gpu in self.gpus if (power := share(gpu.power_w, gpu.power_limit_w)) is not None]
         used = [float(gpu.utilization) for gpu in self.gpus if gpu.utilization is not None]
         found = shares or used
         if found:

@@ -1,0 +1,78 @@
+"""Ending a run on a host, what is left of others, and a word to one that trains. Pure."""
+
+import dataclasses
+
+from llama405b.contract.requests import RequestKind
+from llama405b_tools.remote.messages.runs import HostRun
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EndRequest:
+    """End a run here."""
+
+    run: str
+    host: str
+    only: str | None = None  # the rendezvous id of one launch; another's is not touched
+    by: str = ""  # who asked for it, so that no restart follows
+    grace_s: float = 0.0  # for the trainer to save first
+    hard: bool = False  # as a crash would
+    discard: bool = False  # delete a rehearsal's checkpoints
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of it."""
+
+    known: bool  # whether the run is this host's
+    was_alive: bool
+    swept: int = 0  # processes ended
+    left: tuple[int, ...] = ()  # processes that could not be ended
+    job_left: bool = False  # the Slurm job still runs
+    stopped_by: str = ""
+    node: HostRun | None = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is left."""
+        return not self.left and not self.job_left
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OrphansRequest:
+    """Asks what is left of runs whose node runner is gone."""
+
+    end: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Orphan:
+    """The processes of one run on this host."""
+
+    value: str  # <run directory>:<host>
+    pids: tuple[int, ...]
+    what: str  # the first one's command line
+    left: tuple[int, ...]  # after ending them, where that was asked for
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OrphansReply:
+    """By run."""
+
+    orphans: tuple[Orphan, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskRequest:
+    """Hand a request to a run that trains; for the head."""
+
+    run: str
+    kind: RequestKind
+    by: str
+    steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """The request was written."""
+
+    id: str  # its answer is an event that names it; "": the run does not live here

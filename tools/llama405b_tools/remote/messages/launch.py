@@ -1,0 +1,77 @@
+"""What launch must know of a host before it starts anything. Pure."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from llama405b_tools.machine.addresses import Address
+from llama405b_tools.machine.fabric import Rdma
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WeightsCheck:
+    """The checkpoint that rank 0 will read, and what it has to fit."""
+
+    path: str
+    seq_len: int
+    layers: int
+    random: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """Asks what launch must know of this host."""
+
+    run: str
+    host: str
+    port: int
+    token: str
+    packages: tuple[str, ...]
+    places: Mapping[str, str]  # cache and scratch of the hosts file
+    is_head: bool = False
+    candidates: tuple[str, ...] = ()  # addresses that the head may have
+    weights: WeightsCheck | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reach:
+    """The way from a host to an address of the head."""
+
+    fault: str  # "": it answers with its token
+    mine: str = ""  # the own address on the way there
+    interface: str = ""  # that carries it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A directory in full, and whether it is there or can be made."""
+
+    path: str
+    writable: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchFacts:
+    """What launch must know of a host."""
+
+    versions: Mapping[str, str]
+    tmux: bool
+    ip: bool
+    run_exists: bool
+    attempt: int
+    owner: str
+    alive: bool
+    others: tuple[str, ...]  # names of other runs that live here
+    leftovers: tuple[int, ...]
+    machine: str
+    gpus: int
+    rdma: Rdma
+    cores: int
+    port_fault: str  # of the port that was asked for, on the head
+    port_in_use: bool
+    own: tuple[Address, ...]
+    head: Mapping[str, Reach]  # by address of the head
+    workdir: str
+    writable: bool
+    places: Mapping[str, Place]
+    free_bytes: int
+    weights_fault: str  # "": the checkpoint is whole and fits, or was not asked for

@@ -1,0 +1,51 @@
+"""What a host knows of its runs. Pure."""
+
+import dataclasses
+
+from llama405b.contract.records import Heartbeat, Metrics, NodeStatus
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Asks which runs are there."""
+
+    host: str
+    run: str | None = None  # None: the newest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beat(Heartbeat):
+    """A rank's heartbeat, with the state of its process (R, S, D, T, …; "" if it is gone)."""
+
+    state: str = ""
+
+    def with_state(self, state: str) -> "Beat":
+        """The same, of a process in this state."""
+        return dataclasses.replace(self, state=state)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRun:
+    """One run, as one host knows it."""
+
+    run: str
+    created: float
+    attempt: int
+    owner: str
+    first_rank: int
+    alive: bool
+    leftovers: tuple[int, ...]  # processes of a run whose node runner is gone
+    status: NodeStatus | None
+    heartbeats: tuple[Beat, ...]
+    ends: tuple[NodeStatus, ...]  # of its last attempts, oldest first
+    stopped_by: str
+    metrics: Metrics | None  # of the last step
+    checkpoint: str | None  # the newest that is complete
+    now: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StatusReply:
+    """Newest first."""
+
+    runs: tuple[HostRun, ...]
