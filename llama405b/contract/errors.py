@@ -4,6 +4,8 @@ UserError            refused input: nothing was changed     exit 2
 └── RunError         a host or the run is at fault          exit 1
 """
 
+from collections.abc import Sized
+
 GOOD, FAILED, REFUSED, UNFIT, STOPPED_FOLLOWING = 0, 1, 2, 3, 130
 
 
@@ -17,3 +19,8 @@ class RunError(UserError):
     """The input was good; a host, a rank or the run was not."""
 
     exit_code = FAILED
+
+
+def code_for(faults: Sized | bool) -> int:
+    """FAILED where there are any, else GOOD."""
+    return FAILED if faults else GOOD

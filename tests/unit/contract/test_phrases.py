@@ -1,0 +1,34 @@
+"""Pieces of sentences."""
+
+import errno
+import os
+
+import pytest
+
+from llama405b.contract.errors import FAILED, GOOD, code_for
+from llama405b.contract.phrases import and_more, given, last_of, reason_of
+
+
+@pytest.mark.parametrize(("value", "text"), [("why", " (why)"), ("", ""), (None, ""), (0, ""), (3, " (3)")])
+def test_a_form_is_left_out_where_there_is_nothing_to_say(value: str | int | None, text: str) -> None:
+    assert given(" ({})", value) == text
+
+
+def test_and_more_counts_those_not_shown() -> None:
+    assert [and_more("abcd"[:n]) for n in range(4)] == ["", "", " and 1 more", " and 2 more"]
+    assert and_more("abcd", shown=3) == " and 1 more"
+
+
+def test_last_of_says_otherwise_where_there_is_no_line() -> None:
+    assert last_of(["a", "b"]) == "b"
+    assert last_of([], "nothing said") == "nothing said"
+
+
+def test_the_reason_of_an_error_does_not_repeat_the_path() -> None:
+    assert reason_of(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/x")) == "No such file or directory"
+    assert reason_of(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")) == "it is not UTF-8 text"
+    assert reason_of(ValueError("cut short")) == "cut short"
+
+
+def test_an_exit_code_says_whether_there_were_faults() -> None:
+    assert [code_for([]), code_for(["a"]), code_for(False), code_for({"a": 1})] == [GOOD, FAILED, GOOD, FAILED]
