@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c")
 @pytest.fixture
 def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starting, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(starting, "ANSWER_WITHIN_S", 0.5)
     with FakeFleet(NAMES) as found:
         yield found
 

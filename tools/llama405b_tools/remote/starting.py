@@ -9,20 +9,31 @@ import sys
 import time
 
 from llama405b.contract import reader
+from llama405b.contract.errors import RunError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import NodeState, NodeStatus, StopMark
-from llama405b_tools.remote import ending
+from llama405b_tools.remote import ending, processes
 from llama405b_tools.remote.locks import is_alive, run_of, take_lock
 from llama405b_tools.remote.messages.end import EndRequest
-from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartFault, StartRequest
+from llama405b_tools.remote.messages.start import (
+    ANSWER_WITHIN_S,
+    KEEP,
+    START_WITHIN_S,
+    Kept,
+    Started,
+    StartFault,
+    StartRequest,
+)
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.remote.tmux import tmux_session, tmux_socket
 
-START_WITHIN_S = 60.0  # for the node runner to start torchrun, on a machine however busy
 TMUX_WITHIN_S = 20.0
-KEEP_WITHIN_S = 60.0  # after this host is up, for all the others to be
+KEEP_WITHIN_S = (
+    2 * ANSWER_WITHIN_S
+)  # after this host is up, for all the others to be; a link that breaks is seen at once
+NOT_OURS = (StartFault.TAKEN, StartFault.STOPPED)
 
 
 def start(request: StartRequest) -> None:
@@ -32,12 +43,11 @@ def start(request: StartRequest) -> None:
     started = _start(request)
     with contextlib.suppress(BrokenPipeError):
         print(reader.dumps(started), flush=True)
-        if started.fault:
-            return
-        if select.select([sys.stdin], [], [], KEEP_WITHIN_S)[0] and sys.stdin.readline() == KEEP:
+        if not started.fault and select.select([sys.stdin], [], [], KEEP_WITHIN_S)[0] and sys.stdin.readline() == KEEP:
             print(reader.dumps(Kept(True)), flush=True)
             return
-    ending.end(EndRequest(request.plan.run, request.host, only=request.plan.rdzv_id))
+    if started.fault not in NOT_OURS:
+        ending.end(EndRequest(request.plan.run, request.host, only=request.plan.rdzv_id))
     sys.stdout = None  # nobody listens, and nothing is left to say
 
 
@@ -60,33 +70,43 @@ def _start(request: StartRequest) -> Started:
         run.heartbeat(rank).unlink(missing_ok=True)
     if request.secrets:
         write_secrets(run.secrets(host), dict(request.secrets))
-    if fault := _start_tmux(run, host):
-        return Started(StartFault.TMUX, detail=fault)
-    return _await_torchrun(run, host)
+    try:
+        return _await_torchrun(run, host, _start_tmux(run, host))
+    except RunError as error:
+        run.secrets(host).unlink(missing_ok=True)
+        return Started(StartFault.TMUX, detail=str(error))
 
 
-def _await_torchrun(run: RunDir, host: str) -> Started:
+def _await_torchrun(run: RunDir, host: str, runner: int) -> Started:
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline:
+        lives = processes.start_time(runner) is not None  # asked before its last word is looked for
         status = read_record(NodeStatus, run.status(host))
         if status and status.state is NodeState.KILLED:
             return Started(StartFault.ENDED, cause=status.cause)
         if status and status.state is not NodeState.STARTING:
             return Started()
+        if not lives:
+            return Started(StartFault.ENDED)
         time.sleep(0.05)
     return Started(StartFault.SLOW, detail=f"{START_WITHIN_S:.0f}")
 
 
-def _start_tmux(run: RunDir, host: str) -> str:
-    """Start the node runner in a session of the run's own tmux server; '' or what tmux says."""
+def _start_tmux(run: RunDir, host: str) -> int:
+    """Start the node runner in a session of the run's own tmux server; returns its pid.
+
+    Raises:
+        RunError: tmux would not, and what it says.
+    """
     env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
     server = ["tmux", "-L", tmux_socket(run.name), "-f", "/dev/null"]
-    session = ["new-session", "-d", "-s", tmux_session(host), "-x", "200", "-y", "50"]
+    session = ["new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", tmux_session(host), "-x", "200", "-y", "50"]
     node = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
-    done = subprocess.run(
-        [*server, *session, "--", *node], env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False
-    )
-    if done.returncode == 0:
-        return ""
-    run.secrets(host).unlink(missing_ok=True)
-    return done.stderr.strip() or f"exit code {done.returncode}"
+    argv = [*server, *session, "--", *node]
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"no answer within {TMUX_WITHIN_S:.0f} s") from None
+    if done.returncode:
+        raise RunError(done.stderr.strip() or f"exit code {done.returncode}")
+    return int(done.stdout)

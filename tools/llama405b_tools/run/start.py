@@ -19,12 +19,12 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended
-from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartFault, StartRequest
+from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Kept, Started, StartFault, StartRequest
 from llama405b_tools.run.backends import backend_of_plan
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.text.tables import table
 
-START_TIMEOUT_S, ROLL_BACK_S = 90.0, 20.0
+ROLL_BACK_S = 20.0
 
 
 class StartError(RunError):
@@ -69,11 +69,11 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
 
     def first(name: str) -> Started:
         starting[name] = Dialogue(fleet.stream(name, "start", requests[name]))
-        return starting[name].answer(Started, START_TIMEOUT_S)
+        return starting[name].answer(Started, ANSWER_WITHIN_S)
 
     def second(name: str) -> Kept:
         starting[name].say(KEEP)
-        return starting[name].answer(Kept, START_TIMEOUT_S)
+        return starting[name].answer(Kept, ANSWER_WITHIN_S)
 
     head, *others = requests
     for group in ([head], others):  # the head first, and alone: of two launches at once exactly one gets past it

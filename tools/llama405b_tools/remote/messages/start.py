@@ -8,6 +8,8 @@ from llama405b.contract.causes import Cause
 from llama405b.contract.plan import Plan
 
 KEEP = "keep\n"  # what a starting host is told once all hosts are up
+START_WITHIN_S = 120.0  # for the node runner to start torchrun, on a machine however busy
+ANSWER_WITHIN_S = START_WITHIN_S + 30.0  # for a host to say so
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

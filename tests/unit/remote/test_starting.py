@@ -1,0 +1,66 @@
+"""A host's part of a start, with a real tmux: what was begun and not kept is ended by the host itself, whoever still listens."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llama405b.contract.plan import Node, Plan
+from llama405b_tools.remote import processes, starting
+from llama405b_tools.remote.messages.start import StartRequest
+from llama405b_tools.remote.tmux import tmux_socket
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A working directory, with the terminal gone: standard input is at its end."""
+    monkeypatch.chdir(tmp_path)
+    nobody = os.open(os.devnull, os.O_RDONLY)
+    monkeypatch.setattr(sys, "stdin", os.fdopen(nobody))
+    before = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGHUP)}
+    yield tmp_path
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def start_with(node_runner: str, work: Path, monkeypatch) -> dict:
+    """What is answered where ``node_runner`` (a shell line) is what tmux starts."""
+    program = work / "python"
+    program.write_text(f"#!/bin/sh\necho $$ > {work}/pid\n{node_runner}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", said)
+    plan = Plan(f"r{os.getpid()}", 1, time.time(), "r-1-x", "a:1", ("-m", "llama405b.train"), (),
+                (Node("a", 1, 0, str(work), "/py", "10.0.0.1", "eth0", {}),))  # fmt: skip
+    starting.start(StartRequest("a", plan, {"TOKEN": "t"}, (0,)))
+    monkeypatch.undo()
+    assert not list((work / "runs").rglob("*secrets*"))
+    tmux = ["tmux", "-L", tmux_socket(plan.run), "has-session"]
+    assert subprocess.run(tmux, capture_output=True, timeout=10).returncode != 0
+    return json.loads(said.getvalue())
+
+
+def test_a_node_runner_that_never_starts_torchrun_is_ended(work, monkeypatch):
+    monkeypatch.setattr(starting, "START_WITHIN_S", 0.5)
+    assert start_with("exec sleep 600", work, monkeypatch)["fault"] == "slow"
+    assert processes.start_time(int((work / "pid").read_text())) is None
+
+
+def test_a_node_runner_that_ends_without_a_word_is_not_waited_for(work, monkeypatch):
+    began = time.monotonic()
+    assert start_with("exit 3", work, monkeypatch)["fault"] == "ended"
+    assert time.monotonic() - began < starting.START_WITHIN_S / 2
+
+
+def test_one_that_nobody_keeps_is_ended(work, monkeypatch):
+    status = '{"host": "a", "state": "running", "attempt": 1, "pid": 1, "pid_start": 1}'
+    runner = f"mkdir -p runs/r{os.getpid()}/status; echo '{status}' > runs/r{os.getpid()}/status/a.json; exec sleep 600"
+    assert not start_with(runner, work, monkeypatch).get("fault")
+    assert processes.start_time(int((work / "pid").read_text())) is None
