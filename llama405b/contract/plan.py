@@ -1,10 +1,12 @@
-"""What runs where: the types of ``plan.json``, and their reader. Pure."""
+"""What runs where: the types of ``plan.json``, and their reader."""
 
 import dataclasses
 import re
 from collections.abc import Mapping
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_record
+from llama405b.contract.paths import RunDir
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 REHEARSAL = "-rehearsal"  # at the end of a run's name: its checkpoints may be deleted
@@ -60,6 +62,14 @@ class Plan:
     def find(self, name: str) -> Node | None:
         """The part of a host; None where it has none."""
         return next((node for node in self.nodes if node.name == name), None)
+
+
+NO_PLAN = Plan("", 0, 0.0, "", "", (), (), ())
+
+
+def read_plan(run: RunDir) -> Plan:
+    """The newest plan of a run; ``NO_PLAN``, which has no nodes, where there is none that can be read."""
+    return read_record(Plan, run.plan) or NO_PLAN
 
 
 def check_run_name(run: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from llama405b.contract.checkpoints import newest_complete
 from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Node, Plan
+from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import Metrics, NodeState, NodeStatus, StopMark
 from llama405b_tools.remote import processes, slurm
@@ -21,12 +21,12 @@ LAST_BYTES = 4096  # of the metrics, in which their last line is
 def status(request: StatusRequest) -> StatusReply:
     """Every run of this host, newest first: its state, its ranks' heartbeats, its last step and checkpoint."""
     found = []
-    for path in Path("runs").iterdir() if Path("runs").is_dir() else []:
-        plan = read_record(Plan, path / "plan.json") if request.run in (None, path.name) else None
-        if plan and request.host in [node.name for node in plan.nodes]:
-            found.append((plan.created, path.name, plan))
-    found.sort(key=lambda entry: entry[0], reverse=True)
-    return StatusReply(tuple(describe(run_of(name), plan, request.host) for _, name, plan in found[:NEWEST_RUNS]))
+    for name in [path.name for path in Path("runs").glob("*") if request.run in (None, path.name)]:
+        plan = read_plan(run_of(name))
+        if plan.find(request.host):
+            found.append((name, plan))
+    found.sort(key=lambda entry: entry[1].created, reverse=True)
+    return StatusReply(tuple(describe(run_of(name), plan, request.host) for name, plan in found[:NEWEST_RUNS]))
 
 
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
@@ -51,9 +51,9 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
     )
 
 
-def lives(run: RunDir, plan: Plan | None, host: str) -> bool:
+def lives(run: RunDir, plan: Plan, host: str) -> bool:
     """Whether a node runner runs the plan: here, or on the node of a Slurm job whose files these are."""
-    if plan is None or not plan.slurm_job:
+    if not plan.slurm_job:
         return is_alive(run, host)
     status = read_record(NodeStatus, run.status(host))
     if status and status.attempt == plan.attempt and status.state not in (NodeState.STARTING, NodeState.RUNNING):

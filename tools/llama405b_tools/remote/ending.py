@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import REHEARSAL, Plan
+from llama405b.contract.plan import NO_PLAN, REHEARSAL, read_plan
 from llama405b.contract.records import NodeStatus, StopMark
 from llama405b.contract.requests import RunRequest
 from llama405b_tools.remote import processes
@@ -35,8 +35,8 @@ SLACK_S = 10.0  # beyond that, for the node runner to write how it ended
 def end(request: EndRequest) -> Ended:
     """End every process of the run on this host, and look whether any is left."""
     run, host = run_of(request.run), request.host
-    plan = read_record(Plan, run.plan)
-    if request.only not in (None, plan.rdzv_id if plan else None):  # another launch's: not ours to end
+    plan = read_plan(run)
+    if request.only not in (None, plan.rdzv_id):  # another launch's: not ours to end
         return Ended(known=True, was_alive=False, stopped_by=stopped_by(run, host))
     was_alive = is_alive(run, host)
     if request.by and run.path.is_dir():
@@ -48,15 +48,15 @@ def end(request: EndRequest) -> Ended:
     subprocess.run(["tmux", "-L", tmux_socket(run.name), *session], capture_output=True, timeout=10, check=False)
     with contextlib.suppress(OSError):
         run.secrets(host).unlink()
-    if request.discard and plan and run.name.endswith(REHEARSAL) and not left:
+    if request.discard and run.name.endswith(REHEARSAL) and not left:
         shutil.rmtree(checkpoints_of(run, plan), ignore_errors=True)
     return Ended(
-        known=run.path.is_dir() and (plan is None or plan.find(host) is not None),
+        known=run.path.is_dir() and (plan is NO_PLAN or plan.find(host) is not None),
         was_alive=was_alive,
         swept=ended,
         left=tuple(left),
         stopped_by=stopped_by(run, host),
-        node=describe(run, plan, host) if plan else None,
+        node=describe(run, plan, host),
     )
 
 
@@ -94,8 +94,8 @@ def orphans(request: OrphansRequest) -> OrphansReply:
 def ask(request: AskRequest) -> Asked:
     """Write a request for the trainer to find; for the head, whose rank 0 looks for them."""
     run = run_of(request.run)
-    plan = read_record(Plan, run.plan)
-    if plan is None or not lives(run, plan, plan.nodes[0].name):
+    plan = read_plan(run)
+    if not plan.nodes or not lives(run, plan, plan.nodes[0].name):
         return Asked("")
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     record = RunRequest(name, request.kind, request.by, time.time(), request.steps)

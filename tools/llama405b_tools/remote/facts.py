@@ -17,9 +17,8 @@ from pathlib import Path
 import llama405b
 from llama405b.contract import reader, weights
 from llama405b.contract.errors import UserError
-from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import read_plan
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
@@ -45,7 +44,7 @@ def _facts(request: ProbeRequest, listener: hostprobe.Listener | None) -> Launch
         **{name: version_of(name) for name in request.packages},
         "llama405b": llama405b.__version__,
     }
-    plan = read_record(Plan, run.plan)
+    plan = read_plan(run)
     own = addresses()
     others = [path.name for path in run.path.parent.glob("*") if path.name != run.name and is_alive(RunDir(path), host)]
     return LaunchFacts(
@@ -53,8 +52,8 @@ def _facts(request: ProbeRequest, listener: hostprobe.Listener | None) -> Launch
         tmux=shutil.which("tmux") is not None,
         ip=shutil.which("ip") is not None,
         run_exists=run.path.exists(),
-        attempt=plan.attempt if plan else 0,
-        owner=plan.owner if plan else "",
+        attempt=plan.attempt,
+        owner=plan.owner,
         alive=is_alive(run, host),
         others=tuple(others),
         leftovers=tuple(processes.marked(f"{run.path}:{host}")),

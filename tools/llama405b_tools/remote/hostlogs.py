@@ -10,9 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import read_plan
 from llama405b_tools.remote.messages.stream import News, StreamRequest
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.text.blocks import Blocks, split_lines, time_of
@@ -31,8 +30,7 @@ class HostLogs:
         self.run, self.host, self.request = run, host, request
         self.root = run.logs(host)
         marked = [int(m[1]) for file in request.marks if (m := ATTEMPT_DIR.fullmatch(file.split("/")[0]))]
-        plan = read_record(Plan, run.plan)
-        newest = plan.attempt if plan else 0
+        newest = read_plan(run).attempt
         self.attempt = request.attempt or min([newest, *marked])  # a reader that comes back goes on where it was
         self.follow_attempts = request.attempt == 0
         self.tail = Tail(self.root, wants=self._wants)

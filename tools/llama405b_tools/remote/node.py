@@ -22,7 +22,7 @@ from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.files import append_line, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Heartbeat, NodeState, NodeStatus, StopMark
 from llama405b_tools.machine import fabric
 from llama405b_tools.machine.torchrun import root_cause
@@ -46,10 +46,9 @@ class NodeRunner:
         self.stop_signal = 0
         self.fell_back = ""  # NCCL's line that says so
         self.ended = threading.Event()  # torchrun has
-        plan = read_record(Plan, run.plan)
-        if plan is None:
+        self.plan = read_plan(run)
+        if not self.plan.nodes:
             raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
-        self.plan = plan
 
     def main(self) -> int:
         """Run torchrun to its end; returns its exit code, or 128 + the signal that ended it.

@@ -12,9 +12,10 @@ from llama405b.contract import reader
 from llama405b.contract.errors import RunError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
-from llama405b.contract.records import NodeState, NodeStatus, StopMark
+from llama405b.contract.plan import read_plan
+from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.remote import ending, processes
+from llama405b_tools.remote.describe import stopped_by
 from llama405b_tools.remote.locks import is_alive, run_of, take_lock
 from llama405b_tools.remote.messages.end import EndRequest
 from llama405b_tools.remote.messages.start import (
@@ -57,13 +58,11 @@ def _start(request: StartRequest) -> Started:
     run = run_of(plan.run)
     claim = take_lock(run.start_lock(host))  # two launches of one name at once: the other one is told
     if claim is None or is_alive(run, host):
-        known = read_record(Plan, run.plan)
-        return Started(StartFault.TAKEN, by=known.owner if known else "")
+        return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if not request.again:
         run.stop(host).unlink(missing_ok=True)
     elif run.stop(host).exists():
-        mark = read_record(StopMark, run.stop(host))
-        return Started(StartFault.STOPPED, by=mark.by if mark else "")
+        return Started(StartFault.STOPPED, by=stopped_by(run, host))
     write_json(run.plan, plan)
     run.status(host).unlink(missing_ok=True)
     for rank in request.ranks:

@@ -12,7 +12,7 @@ from llama405b.contract import reader
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Metrics, NodeStatus
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
@@ -33,7 +33,7 @@ def stream(request: StreamRequest) -> None:
     last: NodeNews | None = None
     beats_at = 0.0
     while True:
-        plan = read_record(Plan, run.plan)
+        plan = read_plan(run)
         alive = lives(run, plan, host)  # before the lines are read: a run that ended has written its last
         last_pass = not request.follow or not (alive or request.forever)
         for news in logs.poll(final=last_pass):
@@ -46,7 +46,7 @@ def stream(request: StreamRequest) -> None:
             _say(News(node=state))
         if request.beats and (last_pass or time.monotonic() > beats_at + BEATS_EVERY_S):
             beats_at = time.monotonic()
-            _say(News(beats=beats_of(run, plan.find(host) if plan else None), now=time.time()))
+            _say(News(beats=beats_of(run, plan.find(host)), now=time.time()))
         if last_pass:
             _say(News(end=True))
             return

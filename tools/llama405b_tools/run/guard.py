@@ -20,9 +20,9 @@ from llama405b.contract import reader
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.files import append_line, read_record, write_json
+from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import GUARDING, GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -94,8 +94,8 @@ def unguarded(asked: LaunchRequest, fleet: Fleet) -> Plan | None:
     known = of_run(asked.run)
     if known and known.state.state in GUARDING and not known.gone:
         return None
-    plan = read_record(Plan, RunDir.here(asked.run).plan)
-    if plan is None:
+    plan = read_plan(RunDir.here(asked.run))
+    if not plan.nodes:
         return None
     try:
         _, seen = ask(fleet, asked.run)

@@ -16,7 +16,7 @@ from pathlib import Path
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import read_plan
 from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.remote import slurm
@@ -153,9 +153,8 @@ def waits(run: str) -> bool:
 
 def hosts_of(run: str) -> tuple[Host, ...]:
     """The nodes of a run that is a job, as hosts whose files are here; () before the job has begun."""
-    plan, record = read_record(Plan, RunDir.here(run).plan), _record(run)
-    where = f"job {record.job if record else ''}"
-    nodes = plan.nodes if plan else ()
+    where = f"job {job_of(run)}"
+    nodes = read_plan(RunDir.here(run)).nodes
     return tuple(Host(node.name, where, address="localhost", python=sys.executable) for node in nodes)
 
 

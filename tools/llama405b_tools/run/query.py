@@ -5,9 +5,8 @@ from pathlib import Path
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import UserError
-from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import read_plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.runs import HostRun, StatusReply, StatusRequest
@@ -55,8 +54,7 @@ def check_hosts(fleet: Fleet, run: str) -> None:
     Raises:
         UserError: It is on others, whose hosts file was not named.
     """
-    plan = read_record(Plan, RunDir.here(run).plan)
-    names = [node.name for node in plan.nodes] if plan else []  # else not launched from here
+    names = [node.name for node in read_plan(RunDir.here(run)).nodes]  # none where it was not launched from here
     if names and not set(names) & set(fleet.hosts):
         raise UserError(f"--run: {run!r} was launched on {fold_names(names)}; name the hosts file that has them")
 

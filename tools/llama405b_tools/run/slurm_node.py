@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from llama405b.contract.files import read_json, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import Plan, read_plan
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.machine.sameness import disagreements
@@ -147,9 +147,8 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
     terms = request.terms
     if restart_count():
         terms = dataclasses.replace(terms, program=request.program_again)
-    before = read_record(Plan, run.plan)
     launching = Launching(
-        attempt=(before.attempt if before else 0) + 1,
+        attempt=read_plan(run).attempt + 1,
         created=time.time(),
         token=random_secrets.token_hex(4),
         endpoint=f"{head}:{_free_port()}",
@@ -173,8 +172,8 @@ def _free_port() -> int:
 
 def _plan_of(run: RunDir, this: str) -> Plan | None:
     """The plan of this life of the job, once it is made."""
-    plan = read_record(Plan, run.plan)
-    return plan if plan and plan.owner == this else None
+    plan = read_plan(run)
+    return plan if plan.owner == this else None
 
 
 def _all_where(run: RunDir, names: list[str], this: str) -> dict[str, NodeWhere] | None:
