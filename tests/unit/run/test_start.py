@@ -101,5 +101,5 @@ def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):
     fleet.fakes["c"].faults["stop"] = HostError("gone")
     ends = OnHosts("r", Path("hosts")).end(fleet, "r", "me@here", 30.0)
     assert [name for name, end in ends.items() if isinstance(end, HostError)] == ["c"]
-    assert all(ends[name].clean and ends[name].was_alive and ends[name].stopped_by for name in "ab")
+    assert all(not ends[name].remains and ends[name].was_alive and ends[name].stopped_by for name in "ab")
     assert fleet.fakes["a"].heard[-1][1].grace_s == 30.0

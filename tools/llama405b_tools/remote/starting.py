@@ -81,9 +81,9 @@ def _await_torchrun(run: RunDir, host: str, runner: int) -> Started:
     while time.monotonic() < deadline:
         lives = processes.start_time(runner) is not None  # asked before its last word is looked for
         status = read_record(NodeStatus, run.status(host))
-        if status and status.state is NodeState.KILLED:
+        if status and status.cause and status.state is NodeState.KILLED:
             return Started(StartFault.ENDED, cause=status.cause)
-        if status and status.state is not NodeState.STARTING:
+        if status and status.state not in (NodeState.STARTING, NodeState.KILLED):
             return Started()
         if not lives:
             return Started(StartFault.ENDED)

@@ -1,6 +1,8 @@
-"""States and failures in words, for whoever prints them. Pure."""
+"""States, failures and what is left in words, for whoever prints them. Pure."""
 
 from llama405b.contract.words import words
+from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
+from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.run.judge import Failure, Standing, State
 from llama405b_tools.text.clean import clean
 
@@ -23,3 +25,10 @@ def failure_words(failure: Failure) -> str:
         return said
     shown = state_words(failure.state)
     return f"{shown}: {said}" if said else shown
+
+
+def not_ended(ends: Outcomes[Ended]) -> dict[str, str]:
+    """The hosts of which it is not certain that nothing is left, each with why."""
+    return {name: f"could not be asked: {why}" for name, why in unanswered(ends).items()} | {
+        name: f"{end.remains} cannot be ended" for name, end in replies(ends).items() if end.remains
+    }

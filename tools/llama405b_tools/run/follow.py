@@ -21,7 +21,7 @@ from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
-from llama405b_tools.run.endings import failure_words
+from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.judge import Failure, Heard
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
@@ -209,10 +209,8 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
         print(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
     if worst := watch.worst():
-        for host, end in watch.stopped.items():
-            if isinstance(end, HostError) or not end.clean:
-                again = f"`{front_door()} stop{hosts} --run {plan.run}`"
-                print(f"{host}: could not be verified to have ended; run {again} again", file=sys.stderr)
+        for host, why in not_ended(watch.stopped).items():
+            print(f"{host}: {why}; run `{front_door()} stop{hosts} --run {plan.run}` again", file=sys.stderr)
         print(f"FAILED  {worst.host}: {failure_words(worst)}", file=sys.stderr)
         resume = "" if guarded else f"; to continue, repeat the launch with --run {plan.run} --resume auto"
         print(f"next: {logs}{resume}", file=sys.stderr)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
@@ -26,11 +26,12 @@ from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import GUARDING, GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote import processes
-from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.remote.messages.runs import HostRun
+from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, follow
 from llama405b_tools.run.guard_record import machine_id, of_run
 from llama405b_tools.run.launch import launch, resumed
@@ -118,13 +119,6 @@ class Notice(enum.StrEnum):
     GAVE_UP = "gave up"
 
 
-def _unsure(ends: Mapping[str, Ended | HostError]) -> list[str]:
-    """The hosts of which it is not certain that nothing is left, each with why."""
-    found = [f"{name}: {end}" for name, end in ends.items() if isinstance(end, HostError)]
-    left = {name: end for name, end in ends.items() if isinstance(end, Ended) and not end.clean}
-    return found + [f"{name}: processes {list(end.left)} cannot be ended" for name, end in left.items()]
-
-
 class Watchman:
     """Follows a run and brings it back."""
 
@@ -191,10 +185,9 @@ class Watchman:
         said, tries = "", 0
         while True:
             ends = stop_this(self.plan, self.fleet)
-            stopped_by = [end.stopped_by for end in ends.values() if isinstance(end, Ended) and end.stopped_by]
-            if stopped_by:
+            if stopped_by := [end.stopped_by for end in replies(ends).values() if end.stopped_by]:
                 return stopped_by[0]
-            why = "; ".join(_unsure(ends)) or self.start_again()
+            why = "; ".join(f"{name}: {why}" for name, why in not_ended(ends).items()) or self.start_again()
             if not why:
                 return ""
             if why != said:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run.preflight import check_training, nccl_lines, parts_of, plan_of, probe
+from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.start import start
 from llama405b_tools.text.fold import fold_names
@@ -27,7 +27,8 @@ def launch(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: 
     """
     began = time.monotonic()
     answers, way = probe(asked, hosts, fleet, again=again)
-    plan = plan_of(asked, hosts, answers, way, time.time())
+    parts = [part_of(host, answers[host.name], way) for host in hosts]
+    plan = plan_of(asked, parts, answers, way, time.time())
     check_training(asked, plan)
     start(plan, asked.secrets, fleet, again=again)
     took = f"up in {time.monotonic() - began:.1f} s"
@@ -35,9 +36,9 @@ def launch(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: 
         where = fold_names([host for host, answer in answers.items() if name in answer.others])
         print(f"note: run {name} is alive on {where} too; both share its GPUs and memory")
     print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
-    for line in [] if asked.terms().on_cpu else nccl_lines(asked.env, parts_of(hosts, answers, way)):
+    for line in nccl_lines(asked, parts):
         print(f"  {line}")
-    if asked.config and asked.config.parallel.device != "cpu" and any(answer.gpus for answer in answers.values()):
+    if asked.config and not asked.on_cpu and any(answer.gpus for answer in answers.values()):
         print(UNPROVED)
     sys.stdout.flush()
     return plan

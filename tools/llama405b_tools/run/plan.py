@@ -61,15 +61,17 @@ def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) ->
     Raises:
         UserError: Hosts that are one machine ask for more GPUs than it has.
     """
-    slots = [part.slots or (0 if terms.on_cpu else part.gpus) or 1 for part in parts]
-    devices = _devices(parts, slots, on_cpu=terms.on_cpu)
-    nccl = [{} if terms.on_cpu else nccl_settings(part) for part in parts]
+    parts = used_parts(terms, parts)
+    slots = [part.slots or part.gpus or 1 for part in parts]
+    devices = _devices(parts, slots)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if terms.on_cpu else {}
+    nccl = [{name: value for name, (value, _) in nccl_reasons(part).items()} for part in parts]
     firsts = first_ranks(slots)
     nodes = []
     for i, part in enumerate(parts):
         on_machine = sum(n for n, other in zip(slots, parts, strict=True) if other.machine == part.machine)
         threads = {"OMP_NUM_THREADS": str(max(1, part.cores // on_machine))}
-        env = threads | devices[i] | nccl[i] | places_env(part.places) | dict(terms.env)
+        env = threads | hidden | devices[i] | nccl[i] | places_env(part.places) | dict(terms.env)
         nodes.append(Node(part.name, slots[i], firsts[i], part.workdir, part.python, part.address, part.interface, env))
     return Plan(
         run=terms.run,
@@ -99,27 +101,27 @@ def places_env(places: Mapping[str, str]) -> dict[str, str]:
     return {PLACES[key]: path for key, path in places.items()}
 
 
-def nccl_settings(part: HostPart) -> dict[str, str]:
-    """What NCCL is told of a host's RDMA devices; {} where it has no GPU, or none of those."""
-    return {name: value for name, (value, _) in nccl_reasons(part).items()}
+def used_parts(terms: Terms, parts: Sequence[HostPart]) -> Sequence[HostPart]:
+    """The parts as the run uses them: without GPUs where it trains on CPUs."""
+    if not terms.on_cpu:
+        return parts
+    return [dataclasses.replace(part, gpus=0) for part in parts]
 
 
 def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
-    """The same, each with its reason."""
+    """What NCCL is told of a host's RDMA devices, each with its reason; {} where it has no GPU, or none of those."""
     ports = fabric.read(part.rdma)
     if not part.gpus or not fabric.has_rdma(ports):
         return {}
     return fabric.nccl_env(ports, part.interface)
 
 
-def _devices(parts: Sequence[HostPart], slots: Sequence[int], *, on_cpu: bool) -> list[dict[str, str]]:
+def _devices(parts: Sequence[HostPart], slots: Sequence[int]) -> list[dict[str, str]]:
     """Disjoint GPUs for hosts that are one machine.
 
     Raises:
         UserError: The hosts on one machine ask for more GPUs than it has.
     """
-    if on_cpu:
-        return [{"CUDA_VISIBLE_DEVICES": ""} for _ in parts]
     machines = [part.machine for part in parts]
     used: dict[str, int] = {}
     environments: list[dict[str, str]] = []

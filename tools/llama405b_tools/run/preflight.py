@@ -14,13 +14,14 @@ from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOOPBACK, Host
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest, WeightsCheck
 from llama405b_tools.remote.messages.runs import StatusReply, StatusRequest
-from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons
+from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons, used_parts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names
 
@@ -28,7 +29,6 @@ PROBE_TIMEOUT_S = 60.0
 LEAST_FREE_BYTES = 64 << 20  # for logs
 PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection sits on it
 PORT_TRIES = 5
-PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> variable of the ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,20 +67,19 @@ def probe(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: b
         if listening:
             listening.end_input()
             listening.close()
-    answers = {name: found for name, found in outcomes.items() if isinstance(found, LaunchFacts)}
+    answers = replies(outcomes)
     try:
         refuse_input(asked, answers, port)
     except UserError as error:
         if again:
             raise RunError(str(error)) from None
         raise
-    faults = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
-    on_cpu = asked.terms().on_cpu
-    slots = {host.name: 0 if on_cpu else host.slots for host in hosts}
-    faults |= {name: fault for name, found in answers.items() if (fault := _host_fault(found, slots[name]))}
+    unfit = {name: _host_fault(asked, fleet.hosts[name], found) for name, found in answers.items()}
+    faults = unanswered(outcomes) | {name: why for name, why in unfit.items() if why}
     way = meet(head, candidates, answers, port)
-    faults = (hidden_addresses(way, answers) if isinstance(way, Way) else way) | faults
-    if faults or not isinstance(way, Way):
+    if not isinstance(way, Way):
+        raise RunError(fault_list(way | faults, len(hosts)))
+    if faults := hidden_addresses(way, answers) | faults:
         raise RunError(fault_list(faults, len(hosts)))
     if clauses := disagreements({name: found.versions for name, found in answers.items()}):
         raise RunError(f"the hosts differ: {'; '.join(clauses)}; install the same everywhere. Nothing was started")
@@ -201,7 +200,7 @@ def refuse_input(asked: LaunchRequest, answers: Facts, port: int) -> None:
             raise UserError(f"{name}: {found.weights_fault}")
 
 
-def plan_of(asked: LaunchRequest, hosts: Sequence[Host], answers: Facts, way: Way, now: float) -> Plan:
+def plan_of(asked: LaunchRequest, parts: Sequence[HostPart], answers: Facts, way: Way, now: float) -> Plan:
     """Put the answers together.
 
     Raises:
@@ -214,27 +213,24 @@ def plan_of(asked: LaunchRequest, hosts: Sequence[Host], answers: Facts, way: Wa
         endpoint=f"{way.head}:{way.port}",
         owner=f"{getpass.getuser()}@{socket.gethostname()}",
     )
-    return build_plan(asked.terms(), parts_of(hosts, answers, way), launching)
+    return build_plan(asked.terms(), parts, launching)
 
 
-def parts_of(hosts: Sequence[Host], answers: Facts, way: Way) -> list[HostPart]:
-    """What a plan needs of each host."""
-    return [
-        HostPart(
-            name=host.name,
-            slots=host.slots,
-            machine=answers[host.name].machine,
-            gpus=answers[host.name].gpus,
-            cores=answers[host.name].cores,
-            rdma=answers[host.name].rdma,
-            workdir=answers[host.name].workdir,
-            python=host.python or sys.executable,
-            address=way.address[host.name],
-            interface=way.interface[host.name],
-            places={key: place.path for key, place in answers[host.name].places.items()},
-        )
-        for host in hosts
-    ]
+def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
+    """What a plan needs of a host."""
+    return HostPart(
+        name=host.name,
+        slots=host.slots,
+        machine=answer.machine,
+        gpus=answer.gpus,
+        cores=answer.cores,
+        rdma=answer.rdma,
+        workdir=answer.workdir,
+        python=host.python or sys.executable,
+        address=way.address[host.name],
+        interface=way.interface[host.name],
+        places={key: place.path for key, place in answer.places.items()},
+    )
 
 
 def check_training(asked: LaunchRequest, plan: Plan) -> None:
@@ -264,13 +260,13 @@ def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:
     return faults
 
 
-def nccl_lines(env: Mapping[str, str], parts: Sequence[HostPart]) -> list[str]:
-    """One line for each setting of NCCL that launch makes: for which hosts, and why. ``env``: what --env sets."""
+def nccl_lines(asked: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
+    """One line for each setting of NCCL that launch makes: for which hosts, and why."""
     lines: dict[str, list[str]] = {}
-    for part in parts:
+    given = {name: f"{name}={value} (--env)" for name, value in asked.env.items()}
+    for part in used_parts(asked.terms(), parts):
         for name, (value, why) in nccl_reasons(part).items():
-            said = f"{name}={env[name]} (--env)" if name in env else f"{name}={value} ({why})"
-            lines.setdefault(said, []).append(part.name)
+            lines.setdefault(given.get(name, f"{name}={value} ({why})"), []).append(part.name)
     return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
 
 
@@ -279,7 +275,7 @@ def _request(asked: LaunchRequest, host: Host, port: int, token: str) -> ProbeRe
     return ProbeRequest(asked.run, host.name, port, token, packages, host.places)
 
 
-def _host_fault(found: LaunchFacts, slots: int) -> str:
+def _host_fault(asked: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     """Why the run cannot start on a host; '' where it can."""
     missing = [name for name, version in found.versions.items() if version == "missing"]
     if missing:
@@ -291,8 +287,8 @@ def _host_fault(found: LaunchFacts, slots: int) -> str:
             return f"{key}={place.path} cannot be made or written; name a directory of your own"
     if not found.ip:
         return "there is no `ip` program; install iproute2 there"
-    if found.gpus and slots > found.gpus:
-        return f"it has {found.gpus} GPUs, but slots={slots}; look with nvidia-smi, or lower slots="
+    if not asked.on_cpu and 0 < found.gpus < host.slots:
+        return f"it has {found.gpus} GPUs, but slots={host.slots}; look with nvidia-smi, or lower slots="
     if found.free_bytes < LEAST_FREE_BYTES:
         free = found.free_bytes / (1 << 20)
         return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"

@@ -1,4 +1,4 @@
-"""``llama405b status``: what runs where, and how it goes."""
+"""Ask every host how a run stands there."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.runs import HostRun, StatusReply, StatusRequest
 from llama405b_tools.run import judge
@@ -29,9 +30,9 @@ def ask(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
     if run:
         check_hosts(fleet, run)
     outcomes = _ask_all(fleet, run)
-    answers = {name: found.runs for name, found in outcomes.items() if isinstance(found, StatusReply)}
+    answers = {name: reply.runs for name, reply in replies(outcomes).items()}
     if not answers:
-        name, fault = next((name, found) for name, found in outcomes.items())
+        name, fault = next(iter(outcomes.items()))
         raise HostError(f"no host can be asked: {name}: {fault}")
     chosen = judge.choose(answers, run)
     seen: Seen = {}
@@ -61,17 +62,13 @@ def check_hosts(fleet: Fleet, run: str) -> None:
 
 def newest_checkpoint(fleet: Fleet, run: str) -> Path | None:
     """The newest complete checkpoint of a run that any host sees."""
-    replies = [found for found in _ask_all(fleet, run).values() if isinstance(found, StatusReply)]
-    paths = [Path(each.checkpoint) for reply in replies for each in reply.runs if each.checkpoint]
+    told = replies(_ask_all(fleet, run)).values()
+    paths = [Path(each.checkpoint) for reply in told for each in reply.runs if each.checkpoint]
     return max(paths, key=step_of, default=None)
 
 
 def failures_of(seen: Seen) -> list[Failure]:
     """Every host that is not as it should be."""
-    failures = []
-    for name, found in seen.items():
-        if isinstance(found, HostError):
-            failures.append(Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=str(found))))
-        elif failure := judge.failure_of(name, judge.state_of_run(found)):
-            failures.append(failure)
-    return failures
+    lost = [Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=why)) for name, why in unanswered(seen).items()]
+    told = [judge.failure_of(name, judge.state_of_run(found)) for name, found in replies(seen).items()]
+    return [*lost, *filter(None, told)]

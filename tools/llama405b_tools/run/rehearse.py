@@ -13,10 +13,9 @@ from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b.contract.plan import REHEARSAL, Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended, EndRequest
-from llama405b_tools.run.endings import failure_words
+from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.launch import launch
@@ -102,7 +101,7 @@ def _where(worst: Failure, watch: Watch) -> str:
     return f"in phase {'/'.join(phases)}" if phases else "before its ranks started"
 
 
-def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> dict[str, Ended | HostError]:
+def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> None:
     """End the rehearsal on every host: as a crash would, where ``hard``.
 
     Raises:
@@ -112,9 +111,5 @@ def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) 
         node.name: EndRequest(plan.run, node.name, hard=hard, discard=discard)  # whatever attempt is there
         for node in plan.nodes
     }
-    ends = fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)
-    for name, end in ends.items():
-        if isinstance(end, HostError) or not end.clean:
-            left = end if isinstance(end, HostError) else f"processes {list(end.left)} cannot be ended"
-            raise RunError(f"{name}: {left}; `{front_door()} stop --run {plan.run}` ends what is left")
-    return ends
+    for name, why in not_ended(fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)).items():
+        raise RunError(f"{name}: {why}; `{front_door()} stop --run {plan.run}` ends what is left")

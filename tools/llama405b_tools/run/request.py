@@ -62,9 +62,14 @@ class LaunchRequest:
             secrets=tuple(sorted(self.secrets)),
             setup=self.setup,
             checkpoint_dir=config.checkpoint.dir if config else "",
-            on_cpu=config is not None and config.parallel.device == "cpu",
+            on_cpu=self.on_cpu,
             allow_sockets=self.allow_sockets,
         )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it trains on CPUs, whatever GPUs there are."""
+        return self.config is not None and self.config.parallel.device == "cpu"
 
     def training_program(self) -> tuple[str, ...]:
         """What torchrun runs: the user's program, or our trainer."""

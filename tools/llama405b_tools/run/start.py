@@ -16,11 +16,13 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.words import words
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Kept, Started, StartFault, StartRequest
 from llama405b_tools.run.backends import backend_of_plan
+from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.text.tables import table
 
@@ -78,24 +80,28 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
     head, *others = requests
     for group in ([head], others):  # the head first, and alone: of two launches at once exactly one gets past it
         outcomes = fleet.each(first, group)
-        faults = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
-        refused = {name: found for name, found in outcomes.items() if isinstance(found, Started) and found.fault}
-        faults |= {name: fault_words(found, requests[name].plan.run) for name, found in refused.items()}
-        if faults:
-            return faults
-    return {name: str(found) for name, found in fleet.each(second, requests).items() if isinstance(found, HostError)}
+        said = {name: fault_words(found, requests[name].plan.run) for name, found in replies(outcomes).items()}
+        refused = {name: why for name, why in said.items() if why}
+        if refused or unanswered(outcomes):
+            return unanswered(outcomes) | refused
+    return unanswered(fleet.each(second, requests))
 
 
 def fault_words(started: Started, run: str) -> str:
-    """Why a host did not start, as a clause."""
-    words_of = {
-        StartFault.TAKEN: f"run {run} was started by {started.by or 'somebody else'} just now",
-        StartFault.STOPPED: f"run {run} was stopped by {started.by}",
-        StartFault.TMUX: f"tmux would not start a session ({started.detail})",
-        StartFault.ENDED: f"the node runner ended at once: {words(started.cause) if started.cause else 'it does not say why'}",
-        StartFault.SLOW: f"the node runner did not start torchrun within {started.detail} s",
-    }
-    return words_of[started.fault] if started.fault else ""
+    """Why a host did not start, as a clause; '' where it did."""
+    match started.fault:
+        case None:
+            return ""
+        case StartFault.TAKEN:
+            return f"run {run} was started by {started.by or 'somebody else'} just now"
+        case StartFault.STOPPED:
+            return f"run {run} was stopped by {started.by}"
+        case StartFault.TMUX:
+            return f"tmux would not start a session ({started.detail})"
+        case StartFault.ENDED:
+            return f"the node runner ended at once: {words(started.cause)}"
+        case StartFault.SLOW:
+            return f"the node runner did not start torchrun within {started.detail} s"
 
 
 def _hang_up(starting: Mapping[str, Dialogue]) -> None:
@@ -110,18 +116,13 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
 def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
     """End what was started, print what happened on each host, and return the sentence that says it."""
     ends = stop_this(plan, fleet)
-    rows, unverified = [], []
-    for name, end in ends.items():
-        happened = faults.get(name, "started, then stopped")
-        if isinstance(end, Ended) and end.clean:
-            rows.append((name, happened, "nothing is left"))
-            continue
-        left = end if isinstance(end, HostError) else list(end.left)
-        rows.append((name, happened, f"NOT VERIFIED: {left}"))
-        unverified.append(name)
+    now = dict.fromkeys(ends, "nothing is left") | {
+        name: f"NOT VERIFIED: {why}" for name, why in not_ended(ends).items()
+    }
+    rows = [(name, faults.get(name, "started, then stopped"), now[name]) for name in ends]
     print(table(("host", "what happened", "now"), rows), flush=True)
     tail = "; nothing is left running"
-    if unverified:
+    if unverified := not_ended(ends):
         tail = f"; run `{front_door()} stop --run {plan.run}` once {', '.join(unverified)} can be reached"
     return f"{fault_list(faults, len(ends), '')}{tail}"
 

@@ -2,18 +2,21 @@
 
 import getpass
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.contract.errors import GOOD, UserError, code_for
+from llama405b.contract.phrases import given
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, OrphansRequest
 from llama405b_tools.run import guard_record
-from llama405b_tools.run.backends import STOP_TIMEOUT_S, backend_of
+from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
+from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.query import ask, check_hosts
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.tables import table
@@ -35,42 +38,42 @@ def main(argv: Sequence[str]) -> int:
     if args.orphans:
         with Fleet(read_hosts(args.hosts)) as fleet:
             return orphans(fleet, end=args.end)
-    backend = backend_of(args.run, args.hosts)
+    return end_run(backend_of(args.run, args.hosts), grace_s)
+
+
+def end_run(backend: Backend, grace_s: float) -> int:
+    """End the run that is meant, say what was and what is left, and return the exit code."""
     if backend.waiting():
         gone = backend.cancel()
         if after := backend.waiting():
             print(after.words)
-        return GOOD if gone else FAILED
+        return code_for(not gone)
     with Fleet(backend.hosts()) as fleet:
-        run = check_run_name(backend.run) if backend.run else ask(fleet, None)[0]
+        run = check_run_name(backend.run or ask(fleet, None)[0])
         check_hosts(fleet, run)
         guard_record.dismiss(run)
         ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
-    if not any(isinstance(end, HostError) or end.known for end in ends.values()):
+    told = replies(ends)
+    if told.keys() == ends.keys() and not any(end.known for end in told.values()):
         raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
     print(f"run {run}")
     print(table(("host", "before", "now"), [_row(name, end) for name, end in ends.items()]), flush=True)
-    print_saved(ends, grace_s)
-    bad = {name: end for name, end in ends.items() if isinstance(end, HostError) or not end.clean}
-    for name, end in list(bad.items())[:1]:
-        what = f"could not be asked: {end}"
-        if isinstance(end, Ended):
-            what = f"processes {list(end.left)} cannot be ended"
-        print(f"{name}: {what}; run the same command again once it can be reached")
-    return FAILED if bad else GOOD
+    print_saved(list(told.values()), grace_s)
+    left = not_ended(ends)
+    for name, why in list(left.items())[:1]:
+        print(f"{name}: {why}; run the same command again once it can be reached")
+    return code_for(left)
 
 
-def print_saved(ends: Mapping[str, Ended | HostError], grace_s: float) -> None:
+def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
     """Say which checkpoint the run can go on from, and which steps it would take again."""
-    told = [end for end in ends.values() if isinstance(end, Ended)]
-    found = [end.node for end in told if end.known and end.node]
-    saved = max((each.checkpoint for each in found if each.checkpoint), default=None)
+    found = [end.node for end in ends if end.known and end.node]
+    saved = max((each.checkpoint for each in found if each.checkpoint), default="")
     last = max((each.metrics.step for each in found if each.metrics), default=0)
     if not last:
         return
-    lost = last - (step_of(Path(saved)) if saved else 0)
     hint = ""
-    if lost and saved and any(end.was_alive for end in told):
+    if saved and (lost := last - step_of(Path(saved))) and any(end.was_alive for end in ends):
         hint = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
     print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{hint}")
 
@@ -79,12 +82,9 @@ def orphans(fleet: Fleet, *, end: bool) -> int:
     """Print, and on request end, the processes of runs whose node runner is gone."""
     requests = {name: OrphansRequest(end) for name in fleet.hosts}
     outcomes = fleet.ask_all("orphans", requests, OrphansReply, STOP_TIMEOUT_S)
-    rows, left = [], 0
-    for name, found in outcomes.items():
-        if isinstance(found, HostError):
-            rows.append((name, "—", "—", f"UNREACHABLE: {found}"))
-            left += 1
-            continue
+    rows = [(name, "—", "—", f"UNREACHABLE: {why}") for name, why in unanswered(outcomes).items()]
+    left = len(rows)
+    for name, found in replies(outcomes).items():
         for orphan in found.orphans:
             rows.append((name, orphan.value.rpartition(":")[0], _processes(orphan), _now(orphan, end=end)))
             left += len(orphan.left)
@@ -94,7 +94,7 @@ def orphans(fleet: Fleet, *, end: bool) -> int:
     print(table(("host", "run", "processes", "now"), rows), flush=True)
     if left and not end:
         print("the same command with --end ends them")
-    return FAILED if left else GOOD
+    return code_for(left > 0)
 
 
 def _processes(orphan: Orphan) -> str:
@@ -116,5 +116,4 @@ def _row(name: str, end: Ended | HostError) -> tuple[str, str, str]:
         before = "running"
     elif end.swept:
         before = f"{end.swept} processes left over"
-    left = "the job" if end.job_left else str(list(end.left))
-    return name, before, "no process left" if end.clean else f"NOT ENDED: {left}"
+    return name, before, given("NOT ENDED: {}", end.remains) or "no process left"

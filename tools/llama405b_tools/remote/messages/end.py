@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from llama405b.contract.phrases import given
 from llama405b.contract.requests import RequestKind
 from llama405b_tools.remote.messages.runs import HostRun
 
@@ -32,9 +33,11 @@ class Ended:
     node: HostRun | None = None
 
     @property
-    def clean(self) -> bool:
-        """Whether nothing is left."""
-        return not self.left and not self.job_left
+    def remains(self) -> str:
+        """What could not be ended; '' where nothing is left."""
+        if self.job_left:
+            return "the job"
+        return given("processes {}", ", ".join(map(str, self.left)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

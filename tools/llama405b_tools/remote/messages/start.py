@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from llama405b.contract.causes import Cause
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.plan import Plan
 
 KEEP = "keep\n"  # what a starting host is told once all hosts are up
@@ -39,7 +39,7 @@ class Started:
 
     fault: StartFault | None = None
     by: str = ""
-    cause: Cause | None = None
+    cause: Cause = Cause(CauseKind.UNKNOWN, detail="it does not say why")  # where the node runner ended
     detail: str = ""
 
 
