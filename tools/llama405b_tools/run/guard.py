@@ -53,10 +53,44 @@ class GuardOrder:
     plan: Plan
 
 
-def spawn(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> "subprocess.Popen[bytes]":
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guarding:
+    """A guard that was started here."""
+
+    run: str
+    child: "subprocess.Popen[bytes]"
+    log: Path
+    begin: int  # of what it says in its log, in bytes
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self.child.pid
+
+    def follow(self, hosts: str) -> int:
+        """Print what it says until it ends; Ctrl-C only stops following."""
+        try:
+            with self.log.open(encoding="utf-8", errors="replace") as log:
+                log.seek(self.begin)
+                while True:
+                    code = self.child.poll()
+                    sys.stdout.write(log.read())
+                    sys.stdout.flush()
+                    if code is not None:
+                        return code if code >= 0 else FAILED
+                    time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            stop = f"`{front_door()} stop{hosts} --run {self.run}` ends both"
+            print(f"\nno longer following; the run continues, guarded. {stop}")
+            return STOPPED_FOLLOWING
+
+
+def spawn(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding:
     """Start the guard of a run that is up, in a session of its own; secrets go through a pipe."""
-    RunDir.here(plan.run).guard_log.parent.mkdir(parents=True, exist_ok=True)
-    with RunDir.here(plan.run).guard_log.open("ab") as log:
+    path = RunDir.here(plan.run).guard_log
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        begin = log.tell()
         child = subprocess.Popen(
             [sys.executable, "-m", "llama405b_tools.run.guard"],
             stdin=subprocess.PIPE,
@@ -67,24 +101,7 @@ def spawn(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> "subproces
     assert child.stdin
     child.stdin.write(reader.dumps(GuardOrder(asked, tuple(hosts), plan)).encode())
     child.stdin.close()
-    return child
-
-
-def follow_log(child: "subprocess.Popen[bytes]", run: str, begin: int, hosts: str) -> int:
-    """Print what the guard says until it ends, from ``begin`` (bytes) on; Ctrl-C only stops following."""
-    try:
-        with RunDir.here(run).guard_log.open(encoding="utf-8", errors="replace") as log:
-            log.seek(begin)
-            while True:
-                ended = child.poll() is not None
-                sys.stdout.write(log.read())
-                sys.stdout.flush()
-                if ended:
-                    return child.returncode if child.returncode >= 0 else FAILED
-                time.sleep(POLL_S)
-    except KeyboardInterrupt:
-        print(f"\nno longer following; the run continues, guarded. `{front_door()} stop{hosts} --run {run}` ends both")
-        return STOPPED_FOLLOWING
+    return Guarding(plan.run, child, path, begin)
 
 
 def unguarded(asked: LaunchRequest, fleet: Fleet) -> Plan | None:

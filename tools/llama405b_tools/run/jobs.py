@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import read_plan
+from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.remote import slurm
@@ -63,9 +63,8 @@ def submit(asked: LaunchRequest, options: str) -> str:
         raise UserError(
             f"--run: {asked.run!r} is job {earlier.job} already; `llama405b stop --run {asked.run}` ends it"
         )
-    for leftover in (run.path / "status").glob("*") if (run.path / "status").is_dir() else ():
-        if leftover.suffix in (".stop", ".where"):
-            leftover.unlink()
+    for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
+        leftover.unlink()
     again = dataclasses.replace(asked, resume="auto").training_program()
     write_json(run.job_request, JobRequest(asked.terms(), again, SIGNAL_BEFORE_S - 60))
     if asked.secrets:
@@ -178,6 +177,23 @@ def job_of(run: str) -> str:
 
 def _record(run: str) -> JobRecord | None:
     return read_record(JobRecord, RunDir.here(run).job)
+
+
+def await_plan(run: str) -> Plan:
+    """The plan of a job that was just submitted, once its nodes have met; prints what it waits for.
+
+    Raises:
+        RunError: The job ended before.
+    """
+    said, job = "", job_of(run)
+    while (plan := read_plan(RunDir.here(run))).slurm_job != job:
+        if (words := words_of(run)) != said:
+            print(words, flush=True)
+            said = words
+        if slurm.state_of(job) in slurm.GONE:
+            raise RunError(f"job {job} ended before its nodes met; see runs/{run}/slurm-{job}.log")
+        time.sleep(POLL_S)
+    return plan
 
 
 def words_of(run: str) -> str:

@@ -7,10 +7,11 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from llama405b.contract import command, config
+from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
@@ -78,13 +79,8 @@ class LaunchRequest:
         return ("-m", "llama405b.train", "--run-dir", f"runs/{self.run}", "--resume", self.resume, *self.flags)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see `llama405b launch --help`")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="llama405b launch",
         description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked.",
         epilog=EPILOG,
@@ -131,33 +127,32 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     Raises:
         UserError: Anything in it is wrong.
     """
-    own, program = (
-        (list(argv), ()) if "--" not in argv else (list(argv[: argv.index("--")]), tuple(argv[argv.index("--") + 1 :]))
-    )
-    settings, others = config.split_flags(own)
+    end = [*argv, "--"].index("--")
+    program = tuple(argv[end + 1 :])
+    settings, others = config.split_flags(argv[:end])
     known, rest = _parser().parse_known_args(others)
     config.refuse_unknown(rest)
     if "--" in argv and not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
     if program and (settings or known.preset or known.config or known.rehearse):
-        switch = "--rehearse" if known.rehearse else "--preset/--config"
-        what = settings[0] if settings else switch
+        what = [*settings, *source_flags(known), "--rehearse"][0]
         raise UserError(f"{what}: settings are for the trainer, but there is a program after --; remove one of them")
     _check_guard(known)
     env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
     command.check_resume(known.resume)
     if known.port and not 0 < known.port < 65536:
         raise UserError(f"--port: {known.port} is out of range; take 1 to 65535")
-    resolved, flags = None, ()
+    resolved: Config | None = None
+    flags: tuple[str, ...] = ()
     if not program:
-        base = ["--preset", known.preset] if known.preset else []
-        layers = (config.read_toml(known.config) if known.config else {}) | config.read_flags(settings)
-        resolved = command.parse([*base, *(["--config", str(known.config)] if known.config else []), *settings]).config
-        flags = (*base, *config.to_flags(layers))
-    stem = known.preset or (known.config.stem if known.config else "run")
+        resolved = command.parse([*source_flags(known), *settings]).config
+        own = config.read_flags(settings)
+        if known.config:
+            own = config.read_toml(known.config) | own
+        flags = (*_flag("--preset", known.preset), *config.to_flags(own))
     return LaunchRequest(
         hosts_file=known.hosts,
-        run=check_run_name(known.run or f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"),
+        run=check_run_name(known.run or _new_name(known, now)),
         resume=known.resume,
         env=env,
         secrets=secrets,
@@ -175,6 +170,21 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         flags=flags,
         program=program,
     )
+
+
+def source_flags(known: argparse.Namespace) -> list[str]:
+    """The flags that say where settings come from, as they were given."""
+    return [*_flag("--preset", known.preset), *_flag("--config", known.config)]
+
+
+def _flag(name: str, value: str | Path | None) -> list[str]:
+    return [name, str(value)] if value else []
+
+
+def _new_name(known: argparse.Namespace, now: float) -> str:
+    """A name for a run that is given none."""
+    of = known.preset or (known.config or Path("run")).stem
+    return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 
 def _check_guard(known: argparse.Namespace) -> None:
@@ -197,11 +207,9 @@ def read_env(
         UserError: A variable has no name that will do, is the run's own, or is not set; a secret stands on the
         command line; a file cannot be read.
     """
-    env: dict[str, str] = {}
-    secrets: dict[str, str] = {}
-    for path in files:
-        for where, name, value in _env_lines(path):
-            (secrets if SECRET.search(name) else env)[_checked(name, where)] = value
+    of_files = {_checked(name, where): value for path in files for where, name, value in _env_lines(path)}
+    secrets = {name: value for name, value in of_files.items() if SECRET.search(name)}
+    env = {name: value for name, value in of_files.items() if name not in secrets}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if SECRET.search(name):
@@ -226,8 +234,9 @@ def _env_lines(path: Path) -> list[tuple[str, str, str]]:
         refuse_others_writing(path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
-        raise UserError(f"--env-file: {path} cannot be read ({reason}); name a file of lines NAME=VALUE") from None
+        raise UserError(
+            f"--env-file: {path} cannot be read ({reason_of(error)}); name a file of lines NAME=VALUE"
+        ) from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -1,15 +1,20 @@
 """What several verbs take on their command line."""
 
+import argparse
 from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
 
 
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Take a hosts file."""
+    here = Path("hosts")
+    parser.add_argument("hosts", nargs="?", type=Path, default=here, metavar="HOSTS", help="hosts file [hosts]")
+
+
 def verb_parser(verb: str, description: str | None) -> OneLineParser:
     """The arguments that status, stop, logs and attach share."""
     parser = OneLineParser(prog=f"llama405b {verb}", description=description, allow_abbrev=False)
-    parser.add_argument(
-        "hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]"
-    )
+    add_hosts(parser)
     parser.add_argument("--run", help="the run's name [the only live one, else the newest]")
     return parser

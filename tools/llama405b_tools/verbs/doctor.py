@@ -20,6 +20,10 @@ from llama405b_tools.doctor.rules.of_host import BAD, WARN
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.run.request import source_flags
+from llama405b_tools.verbs.arguments import add_hosts
+
+CODES = {WARN: FAILED, BAD: UNFIT}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,10 +42,7 @@ def main(argv: Sequence[str]) -> int:
             found = [*port_findings(visit.facts, args.port), *found]
         if args.deep and not any(finding.level == BAD for finding in found):
             found = [*check(hosts, fleet), *found]
-    levels = {finding.level for finding in found}
-    code = FAILED if WARN in levels else GOOD
-    if BAD in levels:
-        code = UNFIT
+    code = max((CODES.get(finding.level, GOOD) for finding in found), default=GOOD)
     if args.json:
         record = dataclasses.asdict(visit) | {"findings": [dataclasses.asdict(f) for f in found], "exit_code": code}
         print(json.dumps(record))
@@ -59,7 +60,7 @@ def _parser() -> OneLineParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
+    add_hosts(parser)
     add(
         "--deep",
         action="store_true",
@@ -75,10 +76,7 @@ def _parser() -> OneLineParser:
 def _config(args: argparse.Namespace, settings: Sequence[str]) -> Config | None:
     if not (args.preset or args.config or settings):
         return None
-    base = ["--preset", args.preset] if args.preset else []
-    base += ["--config", str(args.config)] if args.config else []
-    data = [] if any(flag.startswith("--data.paths") for flag in settings) else ["--data.paths=stdlib"]
-    return command.parse([*base, *data, *settings]).config
+    return command.parse([*source_flags(args), "--data.paths=stdlib", *settings]).config
 
 
 def refuse_port(port: int) -> None:

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import command, config
-from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
-from llama405b.contract.files import read_record
+from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import front_door, hosts_argument
-from llama405b_tools.remote import slurm
 from llama405b_tools.remote.tmux import tmux_socket
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
 from llama405b_tools.run import guard, jobs
@@ -41,22 +39,28 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(hosts) as fleet:
         if asked.rehearse:
             return rehearse(asked, hosts, fleet)
-        plan = guard.unguarded(asked, fleet) if asked.restart else None
-        if plan:
-            print(f"{plan.run}: already running, without a guard; guarding it from now on")
-        else:
-            plan = launch(asked, hosts, fleet)
-            dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
-            RunDir.here(plan.run).guard.unlink(missing_ok=True)
+        plan = bring_up(asked, hosts, fleet)
         print_next(asked.hosts_file, plan.run)
-        if not asked.restart:
-            return follow(fleet, plan, hosts_argument(asked.hosts_file)).code if asked.follow else GOOD
-    begin = RunDir.here(plan.run).guard_log.stat().st_size if RunDir.here(plan.run).guard_log.is_file() else 0
+        if asked.follow and not asked.restart:
+            return follow(fleet, plan, hosts_argument(asked.hosts_file)).code
+    if not asked.restart:
+        return GOOD
     guarding = guard.spawn(asked, hosts, plan)
-    print(
-        f"guard running as pid {guarding.pid}; you can close this terminal; its log: {RunDir.here(plan.run).guard_log}"
-    )
-    return guard.follow_log(guarding, plan.run, begin, hosts_argument(asked.hosts_file)) if asked.follow else GOOD
+    print(f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}")
+    if not asked.follow:
+        return GOOD
+    return guarding.follow(hosts_argument(asked.hosts_file))
+
+
+def bring_up(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> Plan:
+    """Launch the run; with ``--restart``, one that runs already and has lost its guard is taken as it is."""
+    if asked.restart and (plan := guard.unguarded(asked, fleet)):
+        print(f"{plan.run}: already running, without a guard; guarding it from now on")
+        return plan
+    plan = launch(asked, hosts, fleet)
+    dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
+    RunDir.here(plan.run).guard.unlink(missing_ok=True)
+    return plan
 
 
 def in_slurm(asked: LaunchRequest, options: str) -> int:
@@ -65,29 +69,17 @@ def in_slurm(asked: LaunchRequest, options: str) -> int:
         print(jobs.job_script(asked.run, Path.cwd() / "runs" / asked.run))
         print(f"sbatch {options}  # nothing was submitted")
         return GOOD
-    job = jobs.submit(asked, options)
-    print(f"{asked.run}: job {job}")
+    print(f"{asked.run}: job {jobs.submit(asked, options)}")
     print_next(Path("hosts"), asked.run, attach=False)
     if not asked.follow:
         return GOOD
-    said = ""
     try:
-        while not (plan := _plan(asked.run)) or plan.slurm_job != job:
-            if (words := jobs.words_of(asked.run)) != said:
-                print(words, flush=True)
-                said = words
-            if slurm.state_of(job) in slurm.GONE:
-                raise RunError(f"job {job} ended before its nodes met; see runs/{asked.run}/slurm-{job}.log")
-            time.sleep(jobs.POLL_S)
+        plan = jobs.await_plan(asked.run)
     except KeyboardInterrupt:
         print("\nno longer following; the job continues")
         return STOPPED_FOLLOWING
     with Fleet(jobs.hosts_of(asked.run)) as fleet:
         return follow(fleet, plan).code
-
-
-def _plan(run: str) -> Plan | None:
-    return read_record(Plan, RunDir.here(run).plan)
 
 
 def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:
@@ -119,7 +111,7 @@ def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:
         argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
         shown = shlex.join(setup_argv(plan.setup, argv))
         env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))
-        print(f"  {env}{shown if node.slots else shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
+        print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
     if asked.config and all(slots):
         config.check_world(asked.config, plan.world)
     print("nothing was started, and no connection opened")

@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
+from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.logs import first_error
 from llama405b_tools.logs.reader import Reader
 from llama405b_tools.logs.show import Show
-from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import is_guarded
 from llama405b_tools.run.query import ask
@@ -59,19 +58,16 @@ def main(argv: Sequence[str]) -> int:
         if args.first_error:
             failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
             print("\n".join(lines))
-            return FAILED if failed else GOOD
-        lost = {name: found for name, found in seen.items() if isinstance(found, HostError)}
+            return code_for(failed)
+        lost = unanswered(seen)
         for name, fault in lost.items():
             print(f"- {name}: {fault}", file=sys.stderr)
-        first_ranks = {
-            name: found.first_rank
-            for name, found in seen.items()
-            if isinstance(found, HostRun) and name in (args.host or seen)
-        }
+        shown = args.host or fleet.hosts
+        first_ranks = {name: found.first_rank for name, found in replies(seen).items() if found and name in shown}
         request = show.request(run, follow=args.follow, forever=args.follow and is_guarded(run))
         try:
             with contextlib.closing(show):
                 Reader(fleet, run, first_ranks, request).show(show)
         except KeyboardInterrupt:
             return STOPPED_FOLLOWING
-    return FAILED if lost else GOOD
+    return code_for(lost)

@@ -14,15 +14,14 @@ from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.push import _check_there, _same_place, _source, push_code, push_files
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.verbs.arguments import add_hosts
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b push", description=__doc__, allow_abbrev=False)
     parser.add_argument("path", metavar="PATH", help="a file or directory here, or HOST:PATH")
-    parser.add_argument(
-        "hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]"
-    )
+    add_hosts(parser)
     parser.add_argument("--to", default="", metavar="DIR", help="where to put it [the same path; code: workdir=]")
     args = parser.parse_args(argv)
     hosts = read_hosts(args.hosts)

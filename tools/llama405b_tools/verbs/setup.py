@@ -5,26 +5,26 @@ at once, and one that fails does not keep the others back.
 """
 
 import platform
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import FAILED, GOOD
+from llama405b.contract.errors import code_for
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.plan import Wishes
-from llama405b_tools.deliver.setup import Installed, Work, make_wheelhouse, project_root
+from llama405b_tools.deliver.setup import Work, make_wheelhouse, project_root
 from llama405b_tools.hosts.files import read_hosts, write_uses
-from llama405b_tools.hosts.fleet import Fleet, T
-from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.text.tables import table
+from llama405b_tools.verbs.arguments import add_hosts
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b setup", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
+    add_hosts(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--python", default="", metavar="PATH", help="the Python to make .venv from [python3, else uv's]")
     how.add_argument("--conda", default="", metavar="ENV", help="install into this conda environment")
@@ -41,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     root = project_root()
     names = sourcetree.tree_files(root)
-    names = names if names is not None else sourcetree.walk(root)
+    if names is None:  # not a checkout of git
+        names = sourcetree.walk(root)
     lines = sourcetree.manifest(root, names)
     wishes = Wishes(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)
     hosts = read_hosts(args.hosts)
@@ -49,21 +50,18 @@ def main(argv: Sequence[str]) -> int:
     wheels = make_wheelhouse(root) if args.offline else None
     with Fleet(hosts) as fleet:
         work = Work(fleet, root, lines, wishes, here)
-        faults = _errors(fleet.each(work.bring_code))
+        faults = unanswered(fleet.each(work.bring_code))
         if wheels:
             work.bring_wheels(wheels, [name for name in fleet.hosts if name not in faults])
         outcomes = fleet.each(work.install, [name for name in fleet.hosts if name not in faults])
-        faults |= _errors(outcomes)
+        faults |= unanswered(outcomes)
         if args.build:
-            faults |= work.build(args.build, [name for name in fleet.hosts if name not in faults])
-    made = {name: found for name, found in outcomes.items() if isinstance(found, Installed) and name not in faults}
+            broken = work.build(args.build, [name for name in fleet.hosts if name not in faults])
+            faults |= {name: str(fault) for name, fault in broken.items()}
+    made = {name: found for name, found in replies(outcomes).items() if name not in faults}
     write_uses(args.hosts, {name: found.use for name, found in made.items()})
     now = {name: found.said for name, found in made.items()} | {name: f"FAILED: {why}" for name, why in faults.items()}
     print(table(("host", "now"), [(host.name, now[host.name]) for host in hosts]), flush=True)
     if not faults:
         print(f"next: `{front_door()} doctor{hosts_argument(args.hosts)}`, then launch")
-    return FAILED if faults else GOOD
-
-
-def _errors(outcomes: Mapping[str, T | HostError]) -> dict[str, HostError]:
-    return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
+    return code_for(faults)

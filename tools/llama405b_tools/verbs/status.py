@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from llama405b.contract.errors import FAILED, GOOD
+from llama405b.contract.errors import code_for
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
@@ -15,6 +15,7 @@ from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import guard_line
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.query import Seen, ask, failures_of
+from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -27,13 +28,13 @@ def main(argv: Sequence[str]) -> int:
     backend = backend_of(args.run, args.hosts)
     if waiting := backend.waiting():
         print(waiting.words)
-        return FAILED if waiting.is_over else GOOD
+        return code_for(waiting.is_over)
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask(fleet, backend.run)
     failures = failures_of(seen)
     if args.json:
         print(json.dumps(_record(run, seen, failures)))
-        return FAILED if failures else GOOD
+        return code_for(failures)
     print(f"run {run}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
     print(table(headings, [_row(name, found) for name, found in seen.items()]), flush=True)
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if failures:
         worst = judge.first_failure(failures)
         print(f"{worst.host}: {failure_words(worst)}")
-    return FAILED if failures else GOOD
+    return code_for(failures)
 
 
 def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, Json]:
@@ -73,22 +74,17 @@ def _row(name: str, found: HostRun | HostError | None) -> tuple[str, ...]:
     if isinstance(found, HostError):
         return name, f"UNREACHABLE: {found}", "—", "—", "—", "—"
     state = state_words(judge.state_of_run(found))
-    beats = found.heartbeats if found else ()
-    if found is None or not beats:
+    if found is None or not found.heartbeats:
         return name, state, "—", "—", "—", "—"
+    beats = found.heartbeats
+    steps = sorted(beat.step for beat in beats)
     phases = "/".join(sorted({str(beat.phase) for beat in beats}))
     age_s = max(found.now - beat.time for beat in beats)  # both by that host's clock
     return (
         name,
         state,
-        _span([beat.rank for beat in beats]),
+        fold_numbers([beat.rank for beat in beats]),
         phases,
-        _span([beat.step for beat in beats]),
+        "-".join(map(str, sorted({steps[0], steps[-1]}))),
         f"{age_s:.0f} s ago",
     )
-
-
-def _span(numbers: Sequence[int]) -> str:
-    """``3`` or ``0-7``."""
-    least, most = min(numbers), max(numbers)
-    return f"{least}" if least == most else f"{least}-{most}"

@@ -19,12 +19,13 @@ from typing import Literal
 from rich.console import Console
 
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse
-from llama405b_tools.run.backends import backend_of
+from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
 from llama405b_tools.top.draw import panels
@@ -36,6 +37,20 @@ from llama405b_tools.top.state.picture import HostState, Picture
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse_args(argv)
+    _check(args)
+    hang_after_s = seconds(args.hang_after, "--hang-after")
+    if args.replay:
+        return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
+    backend: Backend = OnHosts(args.run, Path("hosts"))
+    if not args.hosts:
+        backend = backend_of(args.run, Path("hosts"))
+    hosts = backend.hosts() if backend.elsewhere else hosts_of(args.hosts)
+    with Fleet(hosts) as fleet:
+        live = Live(fleet, backend.run, args.interval, elsewhere=backend.elsewhere)
+        return _show(args, live, fleet, hang_after_s)
+
+
+def _check(args: argparse.Namespace) -> None:
     if not sources.MIN_INTERVAL_S <= args.interval <= sources.MAX_INTERVAL_S:
         raise UserError(
             f"--interval: {args.interval:g} s; it takes {sources.MIN_INTERVAL_S:g} to {sources.MAX_INTERVAL_S:g}"
@@ -48,16 +63,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out")
     if args.speed != 1.0 and not args.replay:
         raise UserError("--speed: it is for --replay; leave it out")
-    hang_after_s = seconds(args.hang_after, "--hang-after")
     if args.run is not None:
         check_run_name(args.run)
-    if args.replay:
-        return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
-    backend = None if args.hosts else backend_of(args.run, Path("hosts"))
-    in_job = backend is not None and backend.elsewhere
-    with Fleet(backend.hosts() if backend and in_job else hosts_of(args.hosts)) as fleet:
-        live = Live(fleet, backend.run if backend else args.run, args.interval, elsewhere=in_job)
-        return _show(args, live, fleet, hang_after_s)
 
 
 def _parser() -> OneLineParser:
@@ -108,7 +115,9 @@ def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
 def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_after_s: float) -> int:
     with contextlib.ExitStack() as leaving:
         leaving.callback(source.close)
-        recorder = leaving.enter_context(contextlib.closing(Recorder(args.record, source))) if args.record else None
+        recorder = None
+        if args.record:
+            recorder = leaving.enter_context(contextlib.closing(Recorder(args.record, source)))
         session = leaving.enter_context(contextlib.closing(Session(source, fleet, hang_after_s, recorder)))
         session.cluster.wanted = args.run or ""
         session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
@@ -122,27 +131,29 @@ def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_af
 
 def _print(args: argparse.Namespace, session: Session) -> int:
     """Print once, or every so often."""
-    began, first = session.source.now(), True
-    code = 0
+    code = GOOD
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
+        _await_all(session, watches=bool(args.watch))
         while True:
-            moment = began if first else session.source.now() + (args.watch or 0.0)
-            if first:
-                _await_all(session, watches=bool(args.watch))
-            else:
-                while session.source.now() < moment and not session.source.done():
-                    session.advance(min(moment, session.source.now() + 0.5))
             pic = session.picture(logs=False)
-            code, first = pic.exit_code, False
+            code = pic.exit_code
             _put(args, session, pic)
             if not args.watch or session.source.done():
                 return code
+            _pass(session, args.watch)
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING
     except BrokenPipeError:  # `| head` has what it wants
         return code
+
+
+def _pass(session: Session, seconds: float) -> None:
+    """Take what arrives for so long."""
+    until = session.source.now() + seconds
+    while session.source.now() < until and not session.source.done():
+        session.advance(min(until, session.source.now() + 0.5))
 
 
 def _await_all(session: Session, *, watches: bool) -> None:
@@ -193,4 +204,4 @@ def _write(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's end tries once more
         if isinstance(error, BrokenPipeError):
             raise
-        raise RunError(f"standard output cannot be written ({error.strerror})") from None
+        raise RunError(f"standard output cannot be written ({reason_of(error)})") from None
