@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.remote.tmux import tmux_session, tmux_socket
@@ -21,24 +22,16 @@ def operator_socket(run: str) -> str:
 
 def window_command(host: Host, run: str, *, writable: bool) -> str:
     """The shell line that shows a host's session."""
-    inner = [
-        "tmux",
-        "-u",
-        "-L",
-        tmux_socket(run),
-        "attach",
-        *([] if writable else ["-r"]),
-        "-t",
-        f"={tmux_session(host.name)}",
-    ]
+    inner = ["tmux", "-u", "-L", tmux_socket(run), "attach", "-t", f"={tmux_session(host.name)}"]
+    if not writable:
+        inner.append("-r")
     if is_local(host):
         return "unset TMUX; exec " + shlex.join(inner)
-    port = ["-p", str(host.port)] if host.port else []
-    target = f"{host.user}@{host.name}" if host.user else host.name
-    config = ["-F", os.environ["LLAMA405B_SSH_CONFIG"]] if "LLAMA405B_SSH_CONFIG" in os.environ else []
-    return "unset TMUX; exec " + shlex.join(
-        ["ssh", "-t", "-o", "BatchMode=yes", *config, *port, "--", target, shlex.join(inner)]
-    )
+    options = {"-F": os.environ.get("LLAMA405B_SSH_CONFIG", ""), "-p": given("{}", host.port)}
+    words = [word for option, value in options.items() if value for word in (option, value)]
+    target = given("{}@", host.user) + host.name
+    ssh = ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, shlex.join(inner)]
+    return f"unset TMUX; exec {shlex.join(ssh)}"
 
 
 def build_session(hosts: Sequence[Host], run: str) -> str:

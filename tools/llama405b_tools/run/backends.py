@@ -10,10 +10,10 @@ from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.messages.end import Ended, EndRequest
-from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run import jobs
 from llama405b_tools.run.query import ask
 
@@ -113,8 +113,7 @@ class InJob:
     def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """See ``Backend``; then Slurm says what lives, and the files how it ended."""
         gone = jobs.end(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
-        seen = ask(fleet, run)[1]
-        told = {name: found if isinstance(found, HostRun) else None for name, found in seen.items()}
+        told = replies(ask(fleet, run)[1])
         return {name: Ended(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
 
     def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:

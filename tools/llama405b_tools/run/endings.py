@@ -23,8 +23,7 @@ def failure_words(failure: Failure) -> str:
     said = clean(words(failure.cause))
     if failure.state is None:
         return said
-    shown = state_words(failure.state)
-    return f"{shown}: {said}" if said else shown
+    return ": ".join(filter(None, [state_words(failure.state), said]))
 
 
 def not_ended(ends: Outcomes[Ended]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b.contract.events import EventKind
+from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
@@ -77,7 +78,7 @@ class Ending:
         """One clause."""
         if self.failure:
             return f"{self.failure.host}: {failure_words(self.failure)}"
-        return f"stopped by {self.stopped_by}" if self.stopped_by else "the run ended well"
+        return given("stopped by {}", self.stopped_by) or "the run ended well"
 
 
 class Watch:
@@ -104,11 +105,14 @@ class Watch:
         """Take one piece of news; returns the lines to print."""
         host, news = arrival.host, arrival.news
         if isinstance(news, Unreachable):
-            first = host not in self.unreachable
+            known = self.unreachable.get(host)
             self.unreachable[host] = news.why
-            line = f"{host} │ cannot be reached: {news.why}; its part may still be running; trying again"
-            return [line] if first else []
-        lines = [f"{host} │ reached again"] if self.unreachable.pop(host, None) else []
+            if known:
+                return []
+            return [f"{host} │ cannot be reached: {news.why}; its part may still be running; trying again"]
+        lines = []
+        if self.unreachable.pop(host, None):
+            lines.append(f"{host} │ reached again")
         for metrics in news.metrics:  # a resumed run goes back: what it takes again is forgotten
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
@@ -132,9 +136,12 @@ class Watch:
 
     def worst(self) -> Failure | None:
         """The failure to name; None where no host reported any."""
+        if not self.failures:
+            return None
         lost = [Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()]
-        found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # who hangs waits for who is lost
-        return judge.first_failure(found) if self.failures else None
+        return judge.first_failure(
+            [*lost, *self.failures] if self.hangs else self.failures
+        )  # who hangs waits for the lost
 
     def _end(self, host: str, node: NodeNews) -> None:
         self.stopped_by = self.stopped_by or node.stopped_by
@@ -208,15 +215,15 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
     if watch.saved:
         print(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
+    again = f"to continue, repeat the launch with --run {plan.run} --resume auto"
     if worst := watch.worst():
         for host, why in not_ended(watch.stopped).items():
             print(f"{host}: {why}; run `{front_door()} stop{hosts} --run {plan.run}` again", file=sys.stderr)
         print(f"FAILED  {worst.host}: {failure_words(worst)}", file=sys.stderr)
-        resume = "" if guarded else f"; to continue, repeat the launch with --run {plan.run} --resume auto"
-        print(f"next: {logs}{resume}", file=sys.stderr)
+        print("next: " + "; ".join([logs] if guarded else [logs, again]), file=sys.stderr)
         return Ending(EndKind.FAILED, worst)
     if watch.stopped_by:
-        print(f"stopped by {watch.stopped_by}; to continue, repeat the launch with --run {plan.run} --resume auto")
+        print(f"stopped by {watch.stopped_by}; {again}")
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
     print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains yours")
     return Ending(EndKind.WELL)

@@ -22,6 +22,7 @@ from llama405b.contract.errors import FAILED, STOPPED_FOLLOWING, RunError, UserE
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import GUARDING, GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
@@ -122,7 +123,9 @@ def unguarded(asked: LaunchRequest, fleet: Fleet) -> Plan | None:
     programs = {dataclasses.replace(asked, resume=resume).training_program() for resume in (asked.resume, "auto", "no")}
     same = plan.program in programs and [node.name for node in plan.nodes] == list(fleet.hosts)
     lives = {found.created for found in seen.values() if isinstance(found, HostRun) and found.alive}
-    return plan if same and set(plan.secrets) == set(asked.secrets) and lives == {plan.created} else None
+    if same and set(plan.secrets) == set(asked.secrets) and lives == {plan.created}:
+        return plan
+    return None
 
 
 class Notice(enum.StrEnum):
@@ -136,6 +139,9 @@ class Notice(enum.StrEnum):
     GAVE_UP = "gave up"
 
 
+ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
+
+
 class Watchman:
     """Follows a run and brings it back."""
 
@@ -143,8 +149,7 @@ class Watchman:
         self.asked, self.hosts, self.plan, self.fleet = asked, hosts, plan, fleet
         began = processes.start_time(os.getpid()) or 0
         self.record = GuardState(plan.run, os.getpid(), began, machine_id(), asked.restart)
-        load_s = asked.config.timeouts.load if asked.config else 3600
-        self.limits = Limits(asked.hang_after_s, load_s + SLACK_S)
+        self.limits = Limits(asked.hang_after_s, asked.settings.timeouts.load + SLACK_S)
 
     def main(self) -> int:
         """Guard the run to its end; returns the exit code."""
@@ -152,9 +157,9 @@ class Watchman:
         while True:
             ending = follow(self.fleet, self.plan, hosts_argument(self.asked.hosts_file), self.limits)
             if ending.failure is None:
-                stopped = ending.kind is EndKind.STOPPED
-                self.say(GuardStage.STOPPED if stopped else GuardStage.ENDED, ending.words)
-                self.notify(Notice.STOPPED if stopped else Notice.END, ending.words)
+                stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
+                self.say(stage, ending.words)
+                self.notify(notice, ending.words)
                 return ending.code
             self.record = dataclasses.replace(self.record, cause=ending.failure.cause)
             self.event(EventKind.FAILED)
@@ -173,7 +178,7 @@ class Watchman:
     def restarted(self, ending: Ending) -> None:
         """Count a restart, and say so."""
         self.record = dataclasses.replace(self.record, restarts=self.record.restarts + 1)
-        self.event(EventKind.RESTARTED)
+        self.event(EventKind.RESTARTED, self.record.checkpoint)
         source = self.record.checkpoint or "the weights"
         said = f"running again after {ending.words} (restart {self.record.restarts}, from {source})"
         self.say(GuardStage.WATCHING, said)
@@ -188,7 +193,7 @@ class Watchman:
         if newest and (not known or step_of(newest) > step_of(Path(known))):
             known, in_vain = str(newest), 0
         if in_vain >= self.asked.restart:
-            since = f"since {known}" if known else "and no checkpoint yet"
+            since = given("since {}", known) or "and no checkpoint yet"
             return f"that was after {in_vain} restarts without a newer checkpoint ({since})"
         self.record = dataclasses.replace(self.record, checkpoint=known, in_vain=in_vain + 1)
         return ""
@@ -231,10 +236,9 @@ class Watchman:
             return str(error)
         return ""
 
-    def event(self, kind: EventKind) -> None:
+    def event(self, kind: EventKind, path: str = "") -> None:
         """Add an event of the guard's own."""
         record = self.record
-        path = record.checkpoint if kind is EventKind.RESTARTED else ""
         event = RunEvent(time.time(), "guard", kind, self.plan.attempt, None, path, record.restarts, cause=record.cause)
         with contextlib.suppress(OSError):
             append_line(RunDir.here(self.plan.run).events("guard"), reader.dumps(event))
@@ -250,7 +254,7 @@ class Watchman:
         """Write the record, and a line of the log."""
         self.record = dataclasses.replace(self.record, state=stage, message=message, time=time.time())
         write_json(RunDir.here(self.plan.run).guard, self.record)
-        print(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{f': {message}' if message else ''}", flush=True)
+        print(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{given(': {}', message)}", flush=True)
 
     def notify(self, event: Notice, message: str) -> None:
         """Run the user's command; what it does wrong is said, and changes nothing."""
@@ -266,7 +270,7 @@ class Watchman:
                 timeout=NOTIFY_TIMEOUT_S,
                 check=False,
             )
-            fault = f"exit code {done.returncode}" if done.returncode else ""
+            fault = given("exit code {}", done.returncode)
         except (OSError, subprocess.TimeoutExpired) as error:
             fault = str(error)
         if fault:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import given
 from llama405b.contract.records import GUARDING, GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.text.clean import clean
@@ -43,11 +44,12 @@ def of_run(run: str) -> Guard | None:
     if state is None:
         return None
     machine, here = state.machine.split(), machine_id().split()
-    if machine == here:
-        lives = processes.same_process(state.pid, state.pid_start)
-        return Guard(state, Life.LIVES if lives else Life.DIED)
-    rebooted = len(machine) == 3 and machine[:2] == here[:2]
-    return Guard(state, Life.DIED if rebooted else Life.ELSEWHERE)
+    rebooted = machine != here and len(machine) == 3 and machine[:2] == here[:2]
+    if machine != here and not rebooted:
+        return Guard(state, Life.ELSEWHERE)
+    if rebooted or not processes.same_process(state.pid, state.pid_start):
+        return Guard(state, Life.DIED)
+    return Guard(state, Life.LIVES)
 
 
 def is_guarded(run: str) -> bool:
@@ -86,7 +88,6 @@ def guard_line(run: str) -> str:
         died = f"process {state.pid} of this machine died while {state.state}"
         return f"guard: GONE ({died}); nobody restarts this run: repeat its launch command to have it guarded again"
     times = f"{state.restarts} restart{'s' * (state.restarts != 1)}"
-    message = f"; {state.message}" if state.message else ""
     where = f" on {state.machine.partition(' ')[0]}" if found.life is Life.ELSEWHERE else ""
     done = f"{times}, {state.in_vain} of {state.limit} allowed without progress"
-    return clean(f"guard{where}: {state.state}, {done}{message}")
+    return clean(f"guard{where}: {state.state}, {done}{given('; {}', state.message)}")

@@ -77,8 +77,9 @@ def submit(asked: LaunchRequest, options: str) -> str:
         f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
         f"--output={run.path}/slurm-%j.log",
         "--open-mode=append",
-        *(["--no-requeue"] if asked.secrets else []),  # they are not kept for a second life of the job
     ]
+    if asked.secrets:  # they are not kept for a second life of the job
+        own.append("--no-requeue")
     done = slurm.call(["sbatch", *own, *given, str(script)])
     if done.returncode:
         run.job_secrets.unlink(missing_ok=True)
@@ -159,13 +160,13 @@ def hosts_of(run: str) -> tuple[Host, ...]:
 
 def run_asked(run: str | None, hosts_file: Path) -> str | None:
     """The run that is meant, where it is a job: the one named, or the newest here where there is no hosts file."""
-    if run:
-        return run if re.fullmatch(r"[\w.-]+", run) and _record(run) else None
-    if hosts_file.exists():
+    if run and re.fullmatch(r"[\w.-]+", run) and _record(run):
+        return run
+    if run or hosts_file.exists():
         return None
     jobs = [path for path in Path("runs").glob("*/slurm.json") if _record(path.parent.name)]
-    found = [(path.stat().st_mtime, path.parent.name) for path in jobs]
-    return max(found)[1] if found else None
+    jobs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path.parent.name for path in jobs), None)
 
 
 def job_of(run: str) -> str:
@@ -200,4 +201,7 @@ def words_of(run: str) -> str:
     """One line on a job that has no nodes yet, or none any more."""
     job = job_of(run)
     state = slurm.state_of(job)
-    return f"run {run}: job {job} is {state}{f' ({slurm.reason_of(job)})' if state == 'PENDING' else ''}"
+    why = ""
+    if state == "PENDING":
+        why = f" ({slurm.reason_of(job)})"
+    return f"run {run}: job {job} is {state}{why}"

@@ -76,7 +76,7 @@ def choose(answers: Mapping[str, Sequence[HostRun]], named: str | None) -> str:
     live = sorted({run.run for run in runs if run.alive})
     if len(live) > 1:
         raise UserError(f"--run: {len(live)} runs are alive; say which: {', '.join(live)}")
-    return live[0] if live else max(runs, key=lambda run: run.created).run
+    return max(runs, key=lambda run: (run.alive, run.created)).run
 
 
 def state_of_run(run: HostRun | None) -> State:
@@ -115,7 +115,9 @@ def origin_of(cause: Cause) -> int:
         return 0
     aborted = cause.kind in (CauseKind.RANK_KILLED, CauseKind.TORCHRUN_KILLED) and cause.signal == signal.SIGABRT
     ended = cause.kind is CauseKind.SIGNAL and cause.signal == signal.SIGTERM
-    return 1 if aborted or ended or cause.kind is CauseKind.UNKNOWN else 2
+    if aborted or ended or cause.kind is CauseKind.UNKNOWN:
+        return 1
+    return 2
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:

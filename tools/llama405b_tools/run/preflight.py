@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract import command, config
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
@@ -184,7 +185,7 @@ def refuse_input(asked: LaunchRequest, answers: Facts, port: int) -> None:
     """
     for name, found in answers.items():
         if found.alive:
-            owner = f", launched by {found.owner}" if found.owner else ""
+            owner = given(", launched by {}", found.owner)
             stop = f"{front_door()} stop{hosts_argument(asked.hosts_file)} --run {asked.run}"
             raise UserError(f"--run: {asked.run!r} is running on {name}{owner}; `{stop}` ends it, or take another name")
         if found.run_exists and asked.resume == "no":
@@ -263,10 +264,10 @@ def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:
 def nccl_lines(asked: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
     """One line for each setting of NCCL that launch makes: for which hosts, and why."""
     lines: dict[str, list[str]] = {}
-    given = {name: f"{name}={value} (--env)" for name, value in asked.env.items()}
+    own = {name: f"{name}={value} (--env)" for name, value in asked.env.items()}
     for part in used_parts(asked.terms(), parts):
         for name, (value, why) in nccl_reasons(part).items():
-            lines.setdefault(given.get(name, f"{name}={value} ({why})"), []).append(part.name)
+            lines.setdefault(own.get(name, f"{name}={value} ({why})"), []).append(part.name)
     return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, RunError
+from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -69,7 +70,7 @@ def trial_of(asked: LaunchRequest) -> LaunchRequest:
         "model.layers": min(LAYERS, config.model.layers or LAYERS),
         "model.weights": "random",
         "training.max_steps": 1000,  # it is killed long before
-        "checkpoint.every": SAVE_AT if config.checkpoint.every else 0,
+        "checkpoint.every": min(SAVE_AT, config.checkpoint.every),
         "checkpoint.keep": 1000,  # small models are past the next one before they are killed
     }
     if config.checkpoint.dir:
@@ -98,7 +99,7 @@ def _where(worst: Failure, watch: Watch) -> str:
     """The phase that a failure came in: by its cause, else by its host's ranks as they were last heard."""
     beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
     phases = [worst.cause.phase] if worst.cause.phase else sorted({str(beat.phase) for beat in beats})
-    return f"in phase {'/'.join(phases)}" if phases else "before its ranks started"
+    return given("in phase {}", "/".join(phases)) or "before its ranks started"
 
 
 def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> None:

@@ -55,14 +55,13 @@ class LaunchRequest:
 
     def terms(self) -> Terms:
         """What the plan is built from, wherever it runs."""
-        config = self.config
         return Terms(
             run=self.run,
             program=self.training_program(),
             env=dict(self.env),
             secrets=tuple(sorted(self.secrets)),
             setup=self.setup,
-            checkpoint_dir=config.checkpoint.dir if config else "",
+            checkpoint_dir=self.settings.checkpoint.dir,
             on_cpu=self.on_cpu,
             allow_sockets=self.allow_sockets,
         )
@@ -70,7 +69,12 @@ class LaunchRequest:
     @property
     def on_cpu(self) -> bool:
         """Whether it trains on CPUs, whatever GPUs there are."""
-        return self.config is not None and self.config.parallel.device == "cpu"
+        return self.settings.parallel.device == "cpu"
+
+    @property
+    def settings(self) -> Config:
+        """The training settings; the trainer's own where another program runs."""
+        return self.config or Config()
 
     def training_program(self) -> tuple[str, ...]:
         """What torchrun runs: the user's program, or our trainer."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from llama405b.contract.files import read_json, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan, read_plan
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
@@ -64,7 +65,7 @@ def main() -> int:
     if sys.argv[2:] == ["save"]:
         jobs.ask_to_stop(run, names, "the job's time limit", request.grace_s)
         return 0
-    this = f"job {job}{f', requeued {restarts} x' if restarts else ''}"
+    this = f"job {job}{given(', requeued {} x', restarts)}"
     if restarts:  # what was asked of the job before is not asked of this one
         run.stop(name).unlink(missing_ok=True)
     write_json(run.where(name), _where(names[0], this))
@@ -76,9 +77,7 @@ def main() -> int:
         write_secrets(run.secrets(name), secrets)
     write_json(run.where(name), NodeWhere(this, ready=True))
     if name == names[0]:
-        _wait(
-            lambda: all((_read_where(run, n, this) or NodeWhere("")).ready for n in names), "a node did not get ready"
-        )
+        _wait(lambda: all(_where_of(run, n) == NodeWhere(this, ready=True) for n in names), "a node did not get ready")
         run.job_secrets.unlink(missing_ok=True)
     return NodeRunner(run, name).main()
 
@@ -121,10 +120,9 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
     found = _wait(lambda: _all_where(run, names, this), "not all nodes came")
     if clauses := disagreements({name: {"torch": where.torch} for name, where in found.items()}):
         raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same everywhere")
-    own = found[names[0]].own
+    own = [entry.address for entry in found[names[0]].own]
     seen = [found[name].head for name in names[1:] if found[name].head]
-    default = own[0].address if own else "127.0.0.1"
-    head = seen[0] if seen else default
+    head = [*seen, *own, "127.0.0.1"][0]
     parts = []
     for name in names:
         where = found[name]
@@ -178,13 +176,14 @@ def _plan_of(run: RunDir, this: str) -> Plan | None:
 
 def _all_where(run: RunDir, names: list[str], this: str) -> dict[str, NodeWhere] | None:
     """What every node says of itself, once all have."""
-    found = {name: where for name in names if (where := _read_where(run, name, this))}
-    return found if len(found) == len(names) else None
+    found = {name: _where_of(run, name) for name in names}
+    if all(where.job == this for where in found.values()):
+        return found
+    return None
 
 
-def _read_where(run: RunDir, name: str, this: str) -> NodeWhere | None:
-    found = read_record(NodeWhere, run.where(name))
-    return found if found and found.job == this else None
+def _where_of(run: RunDir, name: str) -> NodeWhere:
+    return read_record(NodeWhere, run.where(name)) or NodeWhere("")
 
 
 def _read_secrets(path: Path) -> dict[str, str]:
