@@ -71,18 +71,22 @@ def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
 
 def stopped_by(run: RunDir, host: str) -> str:
     """Who asked for the run's end here; "" where nobody did."""
-    mark = read_record(StopMark, run.stop(host))
-    return mark.by if mark else ""
+    return stop_mark(run, host).by
+
+
+def stop_mark(run: RunDir, host: str) -> StopMark:
+    """Who asked for the run's end here, and what time there is for it."""
+    return read_record(StopMark, run.stop(host)) or StopMark("")
 
 
 def checkpoints_of(run: RunDir, plan: Plan) -> Path:
     """The directory of a run's checkpoints."""
-    return Path(plan.checkpoint_dir) if plan.checkpoint_dir else run.checkpoints
+    return Path(plan.checkpoint_dir or run.checkpoints)
 
 
 def _last_metrics(path: Path) -> Metrics | None:
     with contextlib.suppress(OSError, MalformedError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LAST_BYTES))
-        lines = file.read().splitlines()
-        return loads(Metrics, lines[-1], path.name) if lines else None
+        for line in file.read().splitlines()[-1:]:
+            return loads(Metrics, line, path.name)
     return None

@@ -77,18 +77,16 @@ def _end_runner(run: RunDir, host: str, request: EndRequest) -> None:
 
 def orphans(request: OrphansRequest) -> OrphansReply:
     """Processes of runs whose node runner is gone, by run directory; ended where ``end`` says so."""
-    found: dict[str, list[int]] = {}
-    for value, pids in processes.all_marked().items():
+    found = []
+    for value, pids in sorted(processes.all_marked().items()):
         directory, _, host = value.rpartition(":")
-        if not is_alive(RunDir(Path(directory)), host):
-            found[value] = pids
-    left = {value: processes.sweep(value)[1] for value in found} if request.end else found
-    return OrphansReply(
-        tuple(
-            Orphan(value, tuple(pids), processes.command_of(pids[0]), tuple(left[value]))
-            for value, pids in sorted(found.items())
-        )
-    )
+        if is_alive(RunDir(Path(directory)), host):
+            continue
+        what, left = processes.command_of(pids[0]), pids
+        if request.end:
+            _, left = processes.sweep(value)
+        found.append(Orphan(value, tuple(pids), what, tuple(left)))
+    return OrphansReply(tuple(found))
 
 
 def ask(request: AskRequest) -> Asked:

@@ -31,13 +31,16 @@ def probe(request: ProbeRequest) -> None:
 
     Starts nothing and changes nothing.
     """
-    listener = hostprobe.Listener(request.port, request.token) if request.is_head else None
-    print(reader.dumps(_facts(request, listener)), flush=True)
-    if listener:
-        sys.stdin.read()
+    facts = _facts(request)
+    if not request.is_head:
+        print(reader.dumps(facts), flush=True)
+        return
+    port = hostprobe.Listener(request.port, request.token)
+    print(reader.dumps(dataclasses.replace(facts, port_fault=port.fault, port_in_use=port.in_use)), flush=True)
+    sys.stdin.read()
 
 
-def _facts(request: ProbeRequest, listener: hostprobe.Listener | None) -> LaunchFacts:
+def _facts(request: ProbeRequest) -> LaunchFacts:
     run, host = run_of(request.run), request.host
     versions = {
         "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases agree with each other
@@ -61,8 +64,8 @@ def _facts(request: ProbeRequest, listener: hostprobe.Listener | None) -> Launch
         gpus=n_gpus(),
         rdma=rdma(),
         cores=len(os.sched_getaffinity(0)),
-        port_fault=listener.fault if listener else "",
-        port_in_use=bool(listener and listener.in_use),
+        port_fault="",
+        port_in_use=False,
         own=own,
         head={address: _reach(request, address, own) for address in request.candidates},
         workdir=str(Path.cwd()),

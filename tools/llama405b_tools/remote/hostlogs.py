@@ -78,10 +78,13 @@ class HostLogs:
                 continue
             piece = next((piece for piece in self.tail.new_of(path, final=final)), None)
             if piece:
+                self.idle.discard(file)
                 blocks = list(self.blocks[file].feed(piece.begin, piece.data))
+            elif final or file in self.idle:
+                blocks = list(self.blocks[file].flush())
             else:  # a block that may go on waits for one more pass
-                blocks = list(self.blocks[file].flush()) if final or file in self.idle else []
-            (self.idle.discard if piece else self.idle.add)(file)
+                self.idle.add(file)
+                blocks = []
             if piece or blocks:
                 found = True
                 self.merge.push(file, [self._entry(file, block.text, block.end) for block in blocks])
@@ -137,13 +140,13 @@ class Times:
     def of(self, file: str, end: int) -> float | None:
         """When the byte before ``end`` had arrived; None where that is not noted yet."""
         index = bisect.bisect_left(self.ends.get(file, []), end)
-        return self.seconds[file][index] if index < len(self.ends.get(file, [])) else None
+        return next(iter(self.seconds.get(file, [])[index : index + 1]), None)
 
     def begin_of(self, file: str, since: float) -> int:
         """Where what arrived from ``since`` on begins."""
         self.read()
         index = bisect.bisect_left(self.seconds.get(file, []), since)
-        return self.ends[file][index - 1] if index and file in self.ends else 0
+        return [0, *self.ends.get(file, [])][index]
 
 
 def _start_of_last(path: Path, lines: int) -> int:

@@ -23,16 +23,17 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.files import append_line, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import read_plan
-from llama405b.contract.records import Heartbeat, NodeState, NodeStatus, StopMark
+from llama405b.contract.records import Heartbeat, NodeState, NodeStatus
 from llama405b_tools.machine import fabric
 from llama405b_tools.machine.torchrun import root_cause
 from llama405b_tools.remote import processes
+from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, torchrun_argv
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
-POLL_S, SLURM_POLL_S, LOGS_EVERY_S = 0.2, 1.0, 0.5
+POLL_S, LOGS_EVERY_S = 0.2, 0.5
 NOTE_EVERY_S = 0.5  # of one file
 DONE, MOST_WORD = b"done", 4096  # what the guardian hears: that all is well, or a cause
 
@@ -60,8 +61,8 @@ class NodeRunner:
         if lock is None:
             raise SystemExit(f"{self.run.name} runs on {self.host} already")
         self.report(NodeState.STARTING)
-        if mark := self.stop_mark():  # between the agent's look and ours
-            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, self.host, by=mark.by))
+        if by := stopped_by(self.run, self.host):  # between the agent's look and ours
+            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, self.host, by=by))
             return 128 + signal.SIGTERM
         guardian, line = self.start_guardian()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -89,10 +90,6 @@ class NodeRunner:
         """Remember that the run is to end."""
         self.stop_signal = self.stop_signal or number
 
-    def stop_mark(self) -> StopMark | None:
-        """Who asked for the end, if somebody did."""
-        return read_record(StopMark, self.run.stop(self.host))
-
     def report(
         self, state: NodeState, cause: Cause | None = None, *, exit_code: int | None = None, number: int | None = None
     ) -> None:
@@ -117,13 +114,13 @@ class NodeRunner:
 
     def report_end(self, code: int) -> None:
         """Say how torchrun ended, and why."""
-        mark, host = self.stop_mark(), self.host
+        by, host = stopped_by(self.run, self.host), self.host
         exit_code = code if code >= 0 else None
         if self.fell_back:
             cause = Cause(CauseKind.SOCKETS, host, exit_code=code, detail=self.fell_back.strip()[:200])
             self.report(NodeState.EXITED, cause, exit_code=code)
-        elif self.stop_signal and mark:
-            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, host, by=mark.by), exit_code=exit_code)
+        elif self.stop_signal and by:
+            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, host, by=by), exit_code=exit_code)
         elif self.stop_signal:
             cause = Cause(CauseKind.SIGNAL, host, signal=int(self.stop_signal))
             self.report(NodeState.KILLED, cause, number=int(self.stop_signal))
@@ -180,7 +177,8 @@ class NodeRunner:
         for place in {"HF_HOME", "TMPDIR"} & set(node.env):  # of cache= and scratch=
             Path(node.env[place]).mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
-        env |= fabric.NCCL_DEBUG_LINES if self.plan.refuse_sockets else {}
+        if self.plan.refuse_sockets:
+            env |= fabric.NCCL_DEBUG_LINES
         env |= self.take_secrets() | node_env(self.plan, self.host, str(self.run.path))
         torchrun = torchrun_argv(self.plan, self.host, str(logs))
         torchrun[0] = str(Path(torchrun[0]).expanduser())
@@ -217,14 +215,15 @@ class NodeRunner:
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with its time."""
         while not self.stop_signal:
-            if self.plan.slurm_job and self.run.stop(self.host).exists():  # no signal reaches this process alone
+            if self.run.stop(self.host).exists():  # in a Slurm job no signal reaches this process alone
                 self.stop_signal = signal.SIGTERM
                 break
             if (code := child.poll()) is not None:  # Popen.wait with a timeout would wake up twenty times a second
                 return code
-            time.sleep(SLURM_POLL_S if self.plan.slurm_job else POLL_S)
-        mark = self.stop_mark()
-        grace_s = mark.grace_s if mark else self.plan.grace_s
+            time.sleep(POLL_S)
+        mark, grace_s = stop_mark(self.run, self.host), self.plan.grace_s
+        if mark.by:
+            grace_s = mark.grace_s
         ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:
             return code

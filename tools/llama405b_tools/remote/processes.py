@@ -53,7 +53,9 @@ def all_marked() -> dict[str, list[int]]:
                 environment = Path(f"/proc/{entry}/environ").read_bytes()
             except OSError:
                 continue
-            for variable in environment.split(b"\0") if needle in environment else ():
+            if needle not in environment:
+                continue
+            for variable in environment.split(b"\0"):
                 if variable.startswith(needle):
                     found.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(int(entry))
     return found

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, ParamSpec
 
 from llama405b.contract import reader
+from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote import wire
 from llama405b_tools.remote.messages.chain import NextHop
 
@@ -103,77 +104,99 @@ class Receiver:
         if path.is_file() and path.stat().st_size == size:
             return size
         partial = _partial(path)
-        have = partial.stat().st_size if partial.is_file() else 0
-        return have if have <= size else 0
+        if partial.is_file() and partial.stat().st_size <= size:
+            return partial.stat().st_size
+        return 0
 
     def _receive(self, link: wire.Link, name: str, size: int, have: int, begin: int) -> None:
-        path, partial = self.root / name, _partial(self.root / name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.is_file() and path.stat().st_size == size
-        digest = hashlib.sha256()
-        known = self._known(name, path) if whole else ""
-        if have and not known:
-            _hash_into(digest, path if whole else partial, have)
+        """Receive a file from ``begin`` on, and pass it on; what is here already (``have``) is not written again."""
+        target = _Target(self.root / name, size, have, self._known(name, size))
         self.done += begin
-        with _Worker() as disk, _Worker() as onward:
-            mode = "r+b" if have else "wb"
-            file = None if whole else partial.open(mode)
+        with contextlib.closing(target), _Worker() as onward, _Worker() as disk:
             try:
-                if file:
-                    file.truncate(have)
-                    file.seek(have)
                 position = begin
                 while position < size:
                     chunk = link.recv(min(wire.CHUNK, size - position))
                     if not chunk:
                         raise wire.BrokenLinkError(f"the host before stopped at byte {position} of {name}")
-                    fresh = chunk[max(0, have - position) :]
-                    if file and fresh:
-                        disk.do(_write, file, digest, fresh)
-                    if self.next:
-                        onward.do(self._pass_on, chunk)
+                    if fresh := chunk[max(0, have - position) :]:
+                        disk.do(target.write, fresh)
+                    onward.do(self._pass_on, chunk)
                     position += len(chunk)
                     self.done += len(chunk)
                 said = wire.exactly(link, 64)
                 onward.do(self._pass_on, said)
                 disk.wait()
-                if file:
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise (
-                    wire.BrokenLinkError(str(error)) if isinstance(error, TimeoutError | ConnectionError) else error
-                ) from None
-            finally:
-                disk.drain()
-                if file:
-                    file.close()
-        self._settle(name, path, partial, said.decode(), known or digest.hexdigest(), whole=whole)
+            except (TimeoutError, ConnectionError) as error:
+                raise wire.BrokenLinkError(str(error)) from None
+        self._settle(name, target, said.decode())
 
-    def _settle(self, name: str, path: Path, partial: Path, said: str, found: str, *, whole: bool) -> None:
+    def _settle(self, name: str, target: "_Target", said: str) -> None:
         """Give a file its name where its content is right; else throw it away."""
-        if said != found:
-            (path if whole else partial).unlink(missing_ok=True)
+        if said != target.sha256:
+            target.at.unlink(missing_ok=True)
             self.bad.append(f"{name} differs from the source by its SHA-256, and was thrown away")
             return
-        if not whole:
-            partial.replace(path)
-        info = path.stat()
+        target.at.replace(target.path)
+        info = target.path.stat()
         self.verified[name] = (info.st_size, info.st_mtime_ns, said)
         _write_record(self.root, self.verified)
 
-    def _known(self, name: str, path: Path) -> str:
+    def _known(self, name: str, size: int) -> str:
         """The SHA-256 of a file that was verified here and not touched since."""
-        size, mtime, digest = self.verified.get(name, (0, 0, ""))
-        info = path.stat()
-        return digest if (info.st_size, info.st_mtime_ns) == (size, mtime) else ""
+        path, (_, mtime, digest) = self.root / name, self.verified.get(name, (0, 0, ""))
+        if path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (size, mtime):
+            return digest
+        return ""
 
     def _pass_on(self, chunk: bytes) -> None:
         if self.next:
             try:
                 self.next.sendall(chunk)
             except OSError as error:
-                self.next, self.next_fault = None, error.strerror or str(error)
+                self.next, self.next_fault = None, reason_of(error)
+
+
+class _Target:
+    """A file that comes: written as ``.<name>.part`` until it is verified, unless it is here whole."""
+
+    def __init__(self, path: Path, size: int, have: int, known: str) -> None:
+        """Look what is here: ``have`` bytes, whose SHA-256 is ``known``, if it is."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.at, self.known = path, _partial(path), known
+        self.digest = hashlib.sha256()
+        if path.is_file() and path.stat().st_size == size:
+            self.at = path
+        if have and not known:
+            _hash_into(self.digest, self.at, have)
+        self.part: IO[bytes] | None = None
+        if self.at != path:
+            self.at.touch()
+            self.part = self.at.open("r+b")
+            self.part.truncate(have)
+            self.part.seek(have)
+
+    def write(self, chunk: bytes) -> None:
+        """Add to what is here."""
+        assert self.part
+        self.part.write(chunk)
+        self.digest.update(chunk)
+
+    def close(self) -> None:
+        """Have it on the disk.
+
+        Raises:
+            OSError: The disk fails.
+        """
+        if self.part:
+            self.part.flush()
+            os.fsync(self.part.fileno())
+            self.part.close()
+
+    @property
+    def sha256(self) -> str:
+        """Of what is here."""
+        return self.known or self.digest.hexdigest()
 
 
 class _Worker:
@@ -218,11 +241,6 @@ class _Worker:
                     job()
                 except Exception as error:  # noqa: BLE001 - raised where it is waited for
                     self.error = error
-
-
-def _write(file: IO[bytes], digest: "hashlib._Hash", chunk: bytes) -> None:
-    file.write(chunk)
-    digest.update(chunk)
 
 
 def _hash_into(digest: "hashlib._Hash", path: Path, size: int) -> None:

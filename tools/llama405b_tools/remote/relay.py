@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llama405b.contract import reader
+from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote import wire
 from llama405b_tools.remote.facts import addresses
 from llama405b_tools.remote.messages.chain import (
@@ -38,7 +39,7 @@ def relay(request: RelayRequest) -> None:
         with contextlib.suppress(OSError):  # a full disk is said when it is known what is to come
             (root / f"{mark}{request.host}").touch()
     except OSError as error:
-        _say(RelayReady(fault=f"{root} cannot be made ({error.strerror})"))
+        _say(RelayReady(fault=f"{root} cannot be made ({reason_of(error)})"))
         return
     _say(RelayReady(receiver.port, tuple(entry.address for entry in addresses())))
     if sys.stdin.readline() == LOOK:
@@ -63,7 +64,7 @@ def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
     except (BrokenLinkError, ValueError) as error:
         return str(error), False
     except OSError as error:
-        return error.strerror or str(error), True
+        return reason_of(error), True
     return "; ".join(receiver.bad), False
 
 

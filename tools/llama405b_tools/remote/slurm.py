@@ -28,7 +28,7 @@ def state_of(job: str) -> str:
     done = call(["squeue", "-h", "-j", job, "-o", "%T", "-t", "all"])
     if done.returncode and "Invalid job id" not in done.stderr:
         raise RunError(f"squeue does not answer ({' '.join(done.stderr.split())[:200]}); try it by hand")
-    return done.stdout.split()[0].partition("+")[0] if done.stdout.split() else "COMPLETED"
+    return [*done.stdout.split(), "COMPLETED"][0].partition("+")[0]
 
 
 def reason_of(job: str) -> str:

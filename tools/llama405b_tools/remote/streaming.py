@@ -5,14 +5,13 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from llama405b.contract import reader
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import read_plan
+from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import Metrics, NodeStatus
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
@@ -28,30 +27,43 @@ BEATS_EVERY_S = 2.0
 def stream(request: StreamRequest) -> None:
     """Print news until standard input closes, or the run is over."""
     run, host = run_of(request.run), request.host
-    logs = HostLogs(run, host, request)
-    records = _Records(run) if request.records else None
-    last: NodeNews | None = None
-    beats_at = 0.0
+    logs, records, state = HostLogs(run, host, request), _Records(run), _State(run, request)
     while True:
         plan = read_plan(run)
         alive = lives(run, plan, host)  # before the lines are read: a run that ended has written its last
         last_pass = not request.follow or not (alive or request.forever)
         for news in logs.poll(final=last_pass):
             _say(news)
-        for news in records.new() if records else ():
+        if request.records:
+            for news in records.new():
+                _say(news)
+        for news in state.new(plan, alive=alive, final=last_pass):
             _say(news)
-        state = NodeNews(alive, read_record(NodeStatus, run.status(host)), stopped_by(run, host))
-        if state != last:
-            last = state
-            _say(News(node=state))
-        if request.beats and (last_pass or time.monotonic() > beats_at + BEATS_EVERY_S):
-            beats_at = time.monotonic()
-            _say(News(beats=beats_of(run, plan.find(host)), now=time.time()))
         if last_pass:
             _say(News(end=True))
             return
         if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not os.read(sys.stdin.fileno(), 4096):
             return
+
+
+class _State:
+    """The host's state, as it changes, and every so often its ranks' heartbeats."""
+
+    def __init__(self, run: RunDir, request: StreamRequest) -> None:
+        self.run, self.request = run, request
+        self.last: NodeNews | None = None
+        self.beats_at = 0.0
+
+    def new(self, plan: Plan, *, alive: bool, final: bool) -> Iterator[News]:
+        """What is to be said now."""
+        host = self.request.host
+        state = NodeNews(alive, read_record(NodeStatus, self.run.status(host)), stopped_by(self.run, host))
+        if state != self.last:
+            self.last = state
+            yield News(node=state)
+        if self.request.beats and (final or time.monotonic() > self.beats_at + BEATS_EVERY_S):
+            self.beats_at = time.monotonic()
+            yield News(beats=beats_of(self.run, plan.find(host)), now=time.time())
 
 
 class _Records:
@@ -69,7 +81,7 @@ class _Records:
 
 
 def _added(kind: type[T], tail: Tail) -> Iterator[T]:
-    for piece in tail.all() if Path(tail.root).is_file() else ():
+    for piece in tail.all():
         for line in piece.data.splitlines():
             try:
                 yield reader.loads(kind, line, "a record")

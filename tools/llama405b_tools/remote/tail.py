@@ -55,8 +55,9 @@ class Tail:
                 block = file.read(MAX_READ_BYTES) if now.st_size > offset else b""
         except OSError:
             return
-        end = block.rfind(b"\n") + 1 or (len(block) if len(block) >= MAX_LINE_BYTES else 0)
-        if final and len(block) < MAX_READ_BYTES:
+        end = block.rfind(b"\n") + 1
+        too_long = not end and len(block) >= MAX_LINE_BYTES
+        if too_long or (final and len(block) < MAX_READ_BYTES):
             end = len(block)
         self.marks[path] = (now.st_ino, offset + end)
         if end:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llama405b.contract import reader
+from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote.messages.chain import NextHop
 
 CHUNK = 4 << 20
@@ -101,7 +102,7 @@ def connect(below: NextHop) -> socket.socket:
         try:
             link = socket.create_connection((address, below.port), CONNECT_S)
         except OSError as error:
-            why = f"{address}:{below.port}: {error.strerror or error}"
+            why = f"{address}:{below.port}: {reason_of(error)}"
         else:
             link.settimeout(STALL_S)
             return link
@@ -117,7 +118,7 @@ def send(link: Link, data: bytes) -> None:
     try:
         link.sendall(data)
     except OSError as error:
-        raise BrokenLinkError(error.strerror or str(error)) from None
+        raise BrokenLinkError(reason_of(error)) from None
 
 
 def line(link: Link, limit: int = 1 << 24) -> str:

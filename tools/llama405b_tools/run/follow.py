@@ -139,9 +139,8 @@ class Watch:
         if not self.failures:
             return None
         lost = [Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()]
-        return judge.first_failure(
-            [*lost, *self.failures] if self.hangs else self.failures
-        )  # who hangs waits for the lost
+        found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # who hangs waits for who is lost
+        return judge.first_failure(found)
 
     def _end(self, host: str, node: NodeNews) -> None:
         self.stopped_by = self.stopped_by or node.stopped_by
