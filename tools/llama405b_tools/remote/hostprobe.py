@@ -247,37 +247,51 @@ def kill_user_processes():
 
 
 def disks(request):
-    """Filesystems that could hold weights or checkpoints; free bytes, and rates where this user may write."""
-    found, seen = [], set()
+    """Filesystems that could hold weights or checkpoints, and spare drives; rates where this user may write."""
     wanted = [os.path.expanduser(path) for path in request["paths"] if path]
+    places = [place(path, request.get("rates")) for path in wanted]
+    return {"filesystems": filesystems() + places, "unmounted_nvme": spare_drives()}
+
+
+def filesystems():
+    """Those of more than a GiB, each device once."""
+    found, seen = [], set()
     for line in read("/proc/mounts").splitlines():
         words = line.split()
-        if len(words) > 2 and words[2] in REAL_FILESYSTEMS and words[0] not in seen and os.path.isdir(words[1]):
-            seen.add(words[0])
-            try:
-                stat = os.statvfs(words[1])
-            except OSError:
-                continue
-            size = stat.f_blocks * stat.f_frsize
-            if size > (1 << 30):
-                found.append({"mount": words[1], "type": words[2], "size": size, "free": stat.f_bavail * stat.f_frsize})
-    for path in wanted:
-        here = path
-        while not os.path.isdir(here) and here not in ("", "/"):
-            here = os.path.dirname(here)
-        stat = os.statvfs(here or "/")
-        entry = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here or "/", os.W_OK)}
-        if entry["writable"] and entry["free"] > 4 * PROBE_BYTES and request.get("rates"):
-            entry.update(rates(here))
-        found.append(entry)
-    mounted = read("/proc/mounts")
-    spare = []
+        if len(words) < 3 or words[2] not in REAL_FILESYSTEMS or words[0] in seen or not os.path.isdir(words[1]):
+            continue
+        seen.add(words[0])
+        try:
+            stat = os.statvfs(words[1])
+        except OSError:
+            continue
+        size = stat.f_blocks * stat.f_frsize
+        if size > (1 << 30):
+            found.append({"mount": words[1], "type": words[2], "size": size, "free": stat.f_bavail * stat.f_frsize})
+    return found
+
+
+def place(path, with_rates):
+    """A directory that a run would write, or the nearest there is above it."""
+    here = path
+    while not os.path.isdir(here) and here not in ("", "/"):
+        here = os.path.dirname(here)
+    stat = os.statvfs(here or "/")
+    found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here or "/", os.W_OK)}
+    if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:
+        found.update(rates(here))
+    return found
+
+
+def spare_drives():
+    """NVMe drives that nothing is on."""
+    mounted, found = read("/proc/mounts"), []
     for path in sorted(glob.glob("/sys/block/nvme*n*")):
         name = os.path.basename(path)
         parts = glob.glob(path + "/nvme*")
         if "/dev/" + name not in mounted and not parts and not os.listdir(path + "/holders"):
-            spare.append({"device": "/dev/" + name, "size": int(read(path + "/size", "0") or 0) * 512})
-    return {"filesystems": found, "unmounted_nvme": spare}
+            found.append({"device": "/dev/" + name, "size": int(read(path + "/size", "0") or 0) * 512})
+    return found
 
 
 def rates(folder):
@@ -307,7 +321,7 @@ def weights(path, hashed=False):
     path = os.path.expanduser(path)
     if not os.path.isdir(path):
         return {"path": path, "present": False}
-    faults, n_bytes, names = [], 0, ["model.safetensors"]
+    names, faults = ["model.safetensors"], []
     index = os.path.join(path, "model.safetensors.index.json")
     try:
         if os.path.isfile(index):
@@ -315,25 +329,10 @@ def weights(path, hashed=False):
                 names = sorted(set(json.load(file)["weight_map"].values()))
     except (ValueError, KeyError, AttributeError):
         faults.append("model.safetensors.index.json cannot be read")
-    for name in names:
-        file = os.path.join(path, name)
-        try:
-            actual = os.path.getsize(file)
-            with open(file, "rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(min(length, 100000000)).decode())
-            expected = (
-                8 + length + max(entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__")
-            )
-            n_bytes += actual
-            if actual != expected:
-                faults.append("%s has %d of %d bytes" % (name, actual, expected))
-        except OSError:
-            faults.append("%s is missing" % name)
-        except (ValueError, KeyError, TypeError):
-            faults.append("%s is not a safetensors file" % name)
+    faults += filter(None, [fault_of(path, name) for name in names])
+    sizes = [os.path.getsize(os.path.join(path, name)) for name in names if os.path.isfile(os.path.join(path, name))]
     config = os.path.isfile(os.path.join(path, "config.json"))
-    found = {"path": path, "present": config, "files": len(names), "bytes": n_bytes, "faults": faults}
+    found = {"path": path, "present": config, "files": len(names), "bytes": sum(sizes), "faults": faults}
     if hashed and not faults:
         known = digests(path)
         found["unhashed"] = len([name for name in names if name not in known])
@@ -341,6 +340,25 @@ def weights(path, hashed=False):
             jobs = [(name, pool.submit(sha256, os.path.join(path, name))) for name in names if name in known]
         faults += ["%s is not what was verified (SHA-256)" % name for name, job in jobs if job.result() != known[name]]
     return found
+
+
+def fault_of(path, name):
+    """What is wrong with a safetensors file, by its size and header; '' where nothing is."""
+    file = os.path.join(path, name)
+    try:
+        actual = os.path.getsize(file)
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, 100000000)).decode())
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    except OSError:
+        return "%s is missing" % name
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "%s is not a safetensors file" % name
+    expected = 8 + length + max(ends, default=0)
+    if actual != expected:
+        return "%s has %d of %d bytes" % (name, actual, expected)
+    return ""
 
 
 def digests(path):

@@ -33,6 +33,11 @@ DEAF_S = 60.0
 STAY_S = 60.0  # with a run that died, for its guard to bring it back
 FIRST_METRICS_BYTES = 256 << 10
 NCCL_SEARCH_BYTES = 1 << 20
+NETWORKS = (
+    (b"NET/IB : Using [", "IB"),
+    (b"NET/OFI Selected", "EFA"),
+    (b"NET/Socket : Using [", "SOCKET"),
+)  # NCCL's words
 MARKER = b"LLAMA405B_NODE="
 STEP_DIR = re.compile(r"step-\d{8}$")
 
@@ -165,7 +170,6 @@ class Run:
         self._find()
         if self.plan is None:
             return None
-        head = self.node["first_rank"] == 0
         if slow:
             self._look_at_logs()
         ranks = range(self.node["first_rank"], self.node["first_rank"] + self.node["slots"])
@@ -174,9 +178,9 @@ class Run:
             "created": self.plan["created"],
             "attempt": self.plan["attempt"],
             "alive": self._is_alive(),
-            "status": read_object("%s/status/%s.json" % (self.path, self.request["host"])),
-            "stopped_by": (read_object("%s/status/%s.stop" % (self.path, self.request["host"])) or {}).get("by", ""),
-            "beats": [beat for beat in (self._beat(rank) for rank in ranks) if beat],
+            "status": self._status(".json") or None,
+            "stopped_by": self._status(".stop").get("by", ""),
+            "beats": [beat for beat in map(self._beat, ranks) if beat],
             "log_age_s": self._log_age_s(),
             "net": self.net,
             "others": self.others,
@@ -185,40 +189,33 @@ class Run:
             self.sent_mark = self.plan_mark
             found["nodes"] = [[node["name"], node["first_rank"], node["slots"]] for node in self.plan["nodes"]]
             found["nccl"] = {k: v for k, v in self.node["env"].items() if k.startswith("NCCL_")}
-        if head:
-            found["metrics"] = self._metrics()
-            found["checkpoint_step"] = self._checkpoint_step()
-            match = re.search(r"^max_steps = (\d+)", read(self.path + "/config.toml"), re.M)
-            found["max_steps"] = int(match.group(1)) if match else None
+        if self.node["first_rank"] == 0:
+            found.update(self._of_head())
         return found
+
+    def _of_head(self):
+        """What rank 0's host knows beside."""
+        steps = re.findall(r"^max_steps = (\d+)", read(self.path + "/config.toml"), re.M)
+        return {
+            "metrics": self._metrics(),
+            "checkpoint_step": self._checkpoint_step(),
+            "max_steps": next(map(int, steps), None),
+        }
+
+    def _status(self, suffix):
+        """A file that the node runner or a stop wrote; {} where there is none."""
+        return read_object("%s/status/%s%s" % (self.path, self.request["host"], suffix)) or {}
 
     def _find(self):
         """The named run; else the one before while it lives or may come back, else the newest that lives, else the newest."""
-        name = self.request.get("run")
-        names = [name] if name else []
-        if not name and os.path.isdir("runs"):
-            names = os.listdir("runs")
-        plans = []
-        for each in names:
-            path = os.path.abspath("runs/" + each)
-            try:
-                info = os.stat(path + "/plan.json")
-            except OSError:
-                continue
-            mark = (path, info.st_mtime_ns, info.st_ino)
-            plan = self.plan if mark == self.plan_mark else read_object(path + "/plan.json")
-            try:
-                nodes = [node for node in plan["nodes"] if node["name"] == self.request["host"]]
-                if nodes:
-                    alive = self._held(path)
-                    plans.append((alive, float(plan["created"]), path, mark, plan, nodes[0]))
-            except (TypeError, KeyError, ValueError):
-                continue
+        plans = self._plans()
         if not plans:
             self.plan = None
             return
-        here = next((entry for entry in plans if entry[2] == self.path), None)
-        best = here if here and self._stays(here[0]) else max(plans, key=lambda entry: entry[:2])
+        best = max(plans, key=lambda entry: entry[:2])
+        for entry in plans:
+            if entry[2] == self.path and self._stays(entry[0]):
+                best = entry
         self.others = sorted(os.path.basename(entry[2]) for entry in plans if entry[0] and entry is not best)
         _, _, path, mark, plan, node = best
         if mark != self.plan_mark:
@@ -228,12 +225,30 @@ class Run:
             self.logs, self.net = [], ""
             self._look_at_logs()
 
+    def _plans(self):
+        """The runs of this host: whether each lives, when it was created, its path, what tells a new plan, plan and node."""
+        found = []
+        for file in glob.glob("runs/%s/plan.json" % (glob.escape(self.request.get("run") or "") or "*")):
+            path = os.path.dirname(os.path.abspath(file))
+            try:
+                info = os.stat(file)
+                mark = (path, info.st_mtime_ns, info.st_ino)
+                plan = self.plan
+                if mark != self.plan_mark:
+                    plan = read_object(file)
+                nodes = [node for node in plan["nodes"] if node["name"] == self.request["host"]]
+                if nodes:
+                    found.append((self._held(path), float(plan["created"]), path, mark, plan, nodes[0]))
+            except (OSError, TypeError, KeyError, ValueError):
+                continue
+        return found
+
     def _stays(self, alive):
         """Whether to stay with the run that is told of: it lives, or died badly a moment ago."""
         if alive:
             self.alive_at = time.monotonic()
             return True
-        status = read_object("%s/status/%s.json" % (self.path, self.request["host"])) or {}
+        status = self._status(".json")
         ended_well = status.get("state") == "stopped" or status.get("exit_code") == 0
         return not ended_well and self.alive_at is not None and time.monotonic() - self.alive_at < STAY_S
 
@@ -253,8 +268,7 @@ class Run:
 
     def _is_alive(self):
         if self.plan.get("slurm_job"):  # the lock is held on the node, not here
-            status = read_object("%s/status/%s.json" % (self.path, self.request["host"])) or {}
-            return status.get("state") in ("starting", "running")
+            return self._status(".json").get("state") in ("starting", "running")
         return self._held(self.path)
 
     def _beat(self, rank):
@@ -269,30 +283,26 @@ class Run:
         """This attempt's log files, and which network NCCL said that it takes."""
         folder = "%s/logs/%s" % (self.path, self.request["host"])
         self.logs = glob.glob("%s/%s*/attempt_*/*/*.log" % (folder, glob.escape(self.plan["rdzv_id"])))
-        for path in self.logs if not self.net else []:
+        for path in self.logs:
+            if self.net:
+                return
             try:
                 with open(path, "rb") as file:
                     text = file.read(NCCL_SEARCH_BYTES)
             except OSError:
                 continue
-            for words, name in (
-                (b"NET/IB : Using [", "IB"),
-                (b"NET/OFI Selected", "EFA"),
-                (b"NET/Socket : Using [", "SOCKET"),
-            ):
-                if words in text and not self.net:
-                    self.net = name
+            self.net = next((name for words, name in NETWORKS if words in text), "")
 
     def _log_age_s(self):
-        ages = []
+        written = []
         for path in self.logs:
             try:
                 info = os.stat(path)
             except OSError:
                 continue
             if info.st_size:
-                ages.append(time.time() - info.st_mtime)
-        return round(min(ages), 1) if ages else None
+                written.append(info.st_mtime)
+        return round(time.time() - max(written), 1) if written else None
 
     def _metrics(self):
         """Lines that were added."""
@@ -344,11 +354,11 @@ def memory():
         name, _, rest = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
             found[name] = int(rest.split()[0]) * 1024
-    match = re.search(r"^oom_kill (\d+)", read("/proc/vmstat"), re.M)
+    kills = re.findall(r"^oom_kill (\d+)", read("/proc/vmstat"), re.M)
     return {
         "total": found.get("MemTotal"),
         "available": found.get("MemAvailable"),
-        "oom_kills": int(match.group(1)) if match else None,
+        "oom_kills": next(map(int, kills), None),
     }
 
 
@@ -428,6 +438,10 @@ class Machine:
         nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
         self.pci_gpus = sum(read(path + "/class").startswith("0x03") for path in nvidia)
 
+    def begin(self, slow):
+        """Begin what takes a while."""
+        self.smi.ask(slow)
+
     def frame(self):
         """Its part of a frame."""
         return {
@@ -441,16 +455,38 @@ class Machine:
             "smi": self.smi.state(),
         }
 
+    def processes(self, run):
+        """The run's."""
+        if run.plan is None:
+            return []
+        return processes(("%s:%s" % (run.path, run.request["host"])).encode())
 
-ELSEWHERE = {  # of a host whose files are here, but which is another machine
-    "pci_gpus": None,
-    "cpu": {"total": 0, "idle": 0, "cores": None},
-    "memory": {"total": None, "available": None, "oom_kills": None},
-    "net": {},
-    "ib": [],
-    "kernel": None,
-    "smi": {"text": None, "hung_s": 0.0},
-}
+
+class Elsewhere:
+    """A host whose files are here, but which is another machine."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def begin(self, slow):
+        """Nothing of it can be asked."""
+
+    def frame(self):
+        """Its part of a frame."""
+        return {
+            "machine": self.name,
+            "pci_gpus": None,
+            "cpu": {"total": 0, "idle": 0, "cores": None},
+            "memory": {"total": None, "available": None, "oom_kills": None},
+            "net": {},
+            "ib": [],
+            "kernel": None,
+            "smi": {"text": None, "hung_s": 0.0},
+        }
+
+    def processes(self, run):  # noqa: ARG002
+        """None is here."""
+        return []
 
 
 def main():
@@ -472,43 +508,32 @@ def main():
 
 def write_frames(request, smi):
     """Write frames until nobody has been there for a while."""
-    os.chdir(os.path.expanduser(request["workdir"]) if os.path.isdir(os.path.expanduser(request["workdir"])) else "/")
-    every_s, run, elsewhere = request["interval_s"], Run(request), request.get("elsewhere")
-    machine = None if elsewhere else Machine(smi)
-    heard, slow_at, procs = time.monotonic(), 0.0, None
-    tick = time.monotonic()
-    while True:
+    workdir, run = os.path.expanduser(request["workdir"]), Run(request)
+    os.chdir(workdir if os.path.isdir(workdir) else "/")
+    machine = Elsewhere(request["host"]) if request.get("elsewhere") else Machine(smi)
+    heard, slow_at, tick = time.monotonic(), 0.0, time.monotonic()
+    while time.monotonic() - heard < DEAF_S:
         slow = time.monotonic() >= slow_at
-        if machine:
-            smi.ask(slow)
+        machine.begin(slow)
         state = run.frame(slow)
-        if slow:
-            slow_at = time.monotonic() + SLOW_EVERY_S
-            marker = ("%s:%s" % (run.path, request["host"])).encode()
-            procs = processes(marker) if state and machine else []
-        facts = machine.frame() if machine else dict(ELSEWHERE, machine=request["host"])
         frame = {
-            **facts,
-            "cwd": os.path.expanduser(request["workdir"]),
+            **machine.frame(),
+            "cwd": workdir,
             "disks": disks(dict.fromkeys(filter(None, [os.getcwd(), (run.plan or {}).get("checkpoint_dir")]))),
             "run": state,
             "own": [round(time.process_time(), 3), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
             "now": time.time(),
         }
         if slow:
-            frame["procs"] = procs
+            slow_at = time.monotonic() + SLOW_EVERY_S
+            frame["procs"] = machine.processes(run)
         sys.stdout.write(json.dumps(frame) + "\n")
         sys.stdout.flush()
-        tick = max(tick + every_s, time.monotonic())
-        while True:
-            ready = select.select([sys.stdin], [], [], max(0.0, tick - time.monotonic()))[0]
-            if not ready:
-                break
+        tick = max(tick + request["interval_s"], time.monotonic())
+        while select.select([sys.stdin], [], [], max(0.0, tick - time.monotonic()))[0]:
             if not os.read(0, 4096):
                 return
             heard = time.monotonic()
-        if time.monotonic() - heard > DEAF_S:
-            return
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def state_of(job: str) -> str:
     return [*done.stdout.split(), "COMPLETED"][0].partition("+")[0]
 
 
-def reason_of(job: str) -> str:
+def why_pending(job: str) -> str:
     """Why a job waits, in Slurm's words."""
     return call(["squeue", "-h", "-j", job, "-o", "%R"]).stdout.strip().strip("()") or "no reason given"
 

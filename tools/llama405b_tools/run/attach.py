@@ -1,8 +1,4 @@
-"""``llama405b attach``: one tmux session here, with a window on every host. The only module that imports libtmux.
-
-Every window is read-only, attached to that host's session in the run's own tmux server; ``--host NAME`` attaches to
-one host for writing, in this terminal. Detaching (Ctrl-b d) leaves the run as it is.
-"""
+"""A tmux session here, with a window on every host of a run. The only module that imports libtmux."""
 
 import os
 import shlex

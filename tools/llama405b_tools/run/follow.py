@@ -113,6 +113,14 @@ class Watch:
         lines = []
         if self.unreachable.pop(host, None):
             lines.append(f"{host} │ reached again")
+        self._take_records(news)
+        if news.beats is not None and news.now is not None:
+            self.heard[host] = Heard(news.beats, news.now, time.monotonic())
+        if news.node and not news.node.alive:
+            self._end(host, news.node)
+        return [*lines, *self._lines(host, news)]
+
+    def _take_records(self, news: News) -> None:
         for metrics in news.metrics:  # a resumed run goes back: what it takes again is forgotten
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
@@ -120,11 +128,6 @@ class Watch:
         for event in news.events:
             if event.kind is EventKind.SAVED and event.attempt == self.plan.attempt:
                 self.saved = event.path
-        if news.beats is not None and news.now is not None:
-            self.heard[host] = Heard(news.beats, news.now, time.monotonic())
-        if news.node and not news.node.alive:
-            self._end(host, news.node)
-        return [*lines, *self._lines(host, news)]
 
     def look_for_hang(self, limits: Limits) -> None:
         """Count a rank that is silent for too long as a failure."""

@@ -28,10 +28,8 @@ from llama405b.contract.records import GUARDING, GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
-from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote import processes
-from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, follow
 from llama405b_tools.run.guard_record import machine_id, of_run
@@ -110,22 +108,22 @@ def unguarded(asked: LaunchRequest, fleet: Fleet) -> Plan | None:
 
     Only where it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
     """
-    known = of_run(asked.run)
-    if known and known.state.state in GUARDING and not known.gone:
-        return None
-    plan = read_plan(RunDir.here(asked.run))
-    if not plan.nodes:
+    known, plan = of_run(asked.run), read_plan(RunDir.here(asked.run))
+    if (known and known.state.state in GUARDING and not known.gone) or not _is_same(asked, fleet, plan):
         return None
     try:
         _, seen = ask(fleet, asked.run)
-    except (UserError, HostError):
+    except UserError:
         return None  # what is wrong launch says
-    programs = {dataclasses.replace(asked, resume=resume).training_program() for resume in (asked.resume, "auto", "no")}
-    same = plan.program in programs and [node.name for node in plan.nodes] == list(fleet.hosts)
-    lives = {found.created for found in seen.values() if isinstance(found, HostRun) and found.alive}
-    if same and set(plan.secrets) == set(asked.secrets) and lives == {plan.created}:
+    if {found.created for found in replies(seen).values() if found and found.alive} == {plan.created}:
         return plan
     return None
+
+
+def _is_same(asked: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
+    programs = [dataclasses.replace(asked, resume=resume).training_program() for resume in (asked.resume, "auto", "no")]
+    names = [node.name for node in plan.nodes]
+    return plan.program in programs and names == list(fleet.hosts) and set(plan.secrets) == set(asked.secrets)
 
 
 class Notice(enum.StrEnum):

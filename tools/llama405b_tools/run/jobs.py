@@ -203,5 +203,5 @@ def words_of(run: str) -> str:
     state = slurm.state_of(job)
     why = ""
     if state == "PENDING":
-        why = f" ({slurm.reason_of(job)})"
+        why = f" ({slurm.why_pending(job)})"
     return f"run {run}: job {job} is {state}{why}"

@@ -1,5 +1,6 @@
 """Ask every host how a run stands there."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from llama405b.contract.causes import Cause, CauseKind
@@ -7,6 +8,7 @@ from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
+from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
@@ -65,6 +67,14 @@ def newest_checkpoint(fleet: Fleet, run: str) -> Path | None:
     told = replies(_ask_all(fleet, run)).values()
     paths = [Path(each.checkpoint) for reply in told for each in reply.runs if each.checkpoint]
     return max(paths, key=step_of, default=None)
+
+
+def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | None]:
+    """A run's newest checkpoint ('' for none) and its last step, from what its hosts know."""
+    found = list(runs)
+    saved = max((each.checkpoint for each in found if each.checkpoint), default="")
+    metrics = [each.metrics for each in found if each.metrics]
+    return saved, max(metrics, key=lambda last: last.step, default=None)
 
 
 def failures_of(seen: Seen) -> list[Failure]:

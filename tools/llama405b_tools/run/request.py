@@ -141,19 +141,13 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     if program and (settings or known.preset or known.config or known.rehearse):
         what = [*settings, *source_flags(known), "--rehearse"][0]
         raise UserError(f"{what}: settings are for the trainer, but there is a program after --; remove one of them")
-    _check_guard(known)
+    _check_flags(known)
     env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
     command.check_resume(known.resume)
-    if known.port and not 0 < known.port < 65536:
-        raise UserError(f"--port: {known.port} is out of range; take 1 to 65535")
     resolved: Config | None = None
     flags: tuple[str, ...] = ()
     if not program:
-        resolved = command.parse([*source_flags(known), *settings]).config
-        own = config.read_flags(settings)
-        if known.config:
-            own = config.read_toml(known.config) | own
-        flags = (*_flag("--preset", known.preset), *config.to_flags(own))
+        resolved, flags = _training(known, settings)
     return LaunchRequest(
         hosts_file=known.hosts,
         run=check_run_name(known.run or _new_name(known, now)),
@@ -176,6 +170,15 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     )
 
 
+def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+    """The trainer's settings, and the flags that say the same on hosts that have no such file."""
+    own = config.read_flags(settings)
+    if known.config:
+        own = config.read_toml(known.config) | own
+    flags = (*_flag("--preset", known.preset), *config.to_flags(own))
+    return command.parse([*source_flags(known), *settings]).config, flags
+
+
 def source_flags(known: argparse.Namespace) -> list[str]:
     """The flags that say where settings come from, as they were given."""
     return [*_flag("--preset", known.preset), *_flag("--config", known.config)]
@@ -191,15 +194,21 @@ def _new_name(known: argparse.Namespace, now: float) -> str:
     return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 
-def _check_guard(known: argparse.Namespace) -> None:
-    if not 0 <= known.restart <= 1000:
-        raise UserError(f"--restart: {known.restart} times; it takes 0 to 1000")
-    if known.notify and not known.restart:
-        raise UserError("--notify needs --restart N, which guards the run; add it")
-    if known.slurm is not None and (known.restart or known.rehearse or known.port):
-        raise UserError("--slurm: --restart, --rehearse and --port are for SSH hosts; remove them")
-    if known.rehearse and (known.restart or known.resume != "no"):
-        raise UserError("--rehearse is a run of its own; remove --restart and --resume")
+def _check_flags(known: argparse.Namespace) -> None:
+    apart = known.restart or known.rehearse or known.port
+    refusals = (
+        (not 0 <= known.restart <= 1000, f"--restart: {known.restart} times; it takes 0 to 1000"),
+        (known.notify and not known.restart, "--notify needs --restart N, which guards the run; add it"),
+        (known.slurm is not None and apart, "--slurm: --restart, --rehearse and --port are for SSH hosts; remove them"),
+        (
+            known.rehearse and (known.restart or known.resume != "no"),
+            "--rehearse is a run of its own; remove --restart and --resume",
+        ),
+        (known.port and not 0 < known.port < 65536, f"--port: {known.port} is out of range; take 1 to 65535"),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise UserError(why)
 
 
 def read_env(
@@ -214,15 +223,7 @@ def read_env(
     of_files = {_checked(name, where): value for path in files for where, name, value in _env_lines(path)}
     secrets = {name: value for name, value in of_files.items() if SECRET.search(name)}
     env = {name: value for name, value in of_files.items() if name not in secrets}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if SECRET.search(name):
-            raise UserError(
-                f"--env: {name} looks like a secret, which every `ps` would show; export it, and write --secret {name}"
-            )
-        if not equals:
-            raise UserError(f"--env: {pair!r} has no value; write --env NAME=VALUE")
-        env[_checked(name, "--env")] = value
+    env |= dict(map(_env_pair, pairs))
     for name in names:
         if _checked(name.partition("=")[0], "--secret") not in here or "=" in name:
             raise UserError(f"--secret: {name.partition('=')[0]} is not set here; export it, and write --secret NAME")
@@ -231,6 +232,17 @@ def read_env(
         if "\0" in value or "\n" in value:
             raise UserError(f"--env: the value of {name} has a line break in it; take it out")
     return env, secrets
+
+
+def _env_pair(pair: str) -> tuple[str, str]:
+    name, equals, value = pair.partition("=")
+    if SECRET.search(name):
+        raise UserError(
+            f"--env: {name} looks like a secret, which every `ps` would show; export it, and write --secret {name}"
+        )
+    if not equals:
+        raise UserError(f"--env: {pair!r} has no value; write --env NAME=VALUE")
+    return _checked(name, "--env"), value
 
 
 def _env_lines(path: Path) -> list[tuple[str, str, str]]:

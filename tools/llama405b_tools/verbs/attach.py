@@ -9,9 +9,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import GOOD, UserError
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.remote.messages.runs import HostRun
+from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.run.attach import build_session, operator_socket, window_command
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask
@@ -27,27 +27,22 @@ def main(argv: Sequence[str]) -> int:
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:
         raise UserError("attach: a Slurm job has no tmux; `llama405b logs -f` shows every rank")
-    hosts = backend.hosts()
-    with Fleet(hosts) as fleet:
+    with Fleet(backend.hosts()) as fleet:
         run, seen = ask(fleet, args.run)
-    live = [host for host in hosts if isinstance(found := seen[host.name], HostRun) and found.alive]
+    live = [fleet.hosts[name] for name, found in replies(seen).items() if found and found.alive]
     if not live:
         raise UserError(f"run {run} is not running on any host; `llama405b logs --run {run}` shows what it said")
+    os.environ.pop("TMUX", None)
     if args.host:
-        chosen = [host for host in live if host.name == args.host]
-        if not chosen:
-            raise UserError(
-                f"--host: run {run} is not running on {args.host!r}; it is on {', '.join(h.name for h in live)}"
-            )
-        line = window_command(chosen[0], run, writable=True)
-        os.environ.pop("TMUX", None)
+        names = [host.name for host in live]
+        if args.host not in names:
+            raise UserError(f"--host: run {run} is not running on {args.host!r}; it is on {', '.join(names)}")
+        line = window_command(fleet.hosts[args.host], run, writable=True)
         os.execvp("/bin/sh", ["sh", "-c", line])
     if not args.no_attach and not sys.stdout.isatty():
         raise UserError("attach: standard output is not a terminal; add --no-attach to only build the session")
-    name = build_session(live, run)
-    attach = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={name}"]
-    if args.no_attach:
-        print(shlex.join(attach))
-        return 0
-    os.environ.pop("TMUX", None)
-    return os.execvp("tmux", attach)
+    attach = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={build_session(live, run)}"]
+    if not args.no_attach:
+        os.execvp("tmux", attach)
+    print(shlex.join(attach))
+    return GOOD

@@ -84,9 +84,24 @@ def in_slurm(asked: LaunchRequest, options: str) -> int:
 
 def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:
     """Print what would run where; what only the hosts can tell is marked with <>."""
-    program = asked.training_program()
+    plan = _likely_plan(asked, hosts)
+    known = all(host.slots for host in hosts)
     if asked.config:
-        command.parse(program[2:])
+        command.parse(plan.program[2:])
+    for node in plan.nodes:
+        span = f"ranks {node.first_rank}-{node.first_rank + node.slots - 1}" if known else "one rank for each GPU"
+        print(f"{node.name}  ({span}, in {node.workdir}, tmux -L {tmux_socket(plan.run)})")
+        argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
+        shown = shlex.join(setup_argv(plan.setup, argv))
+        env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))
+        print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
+    if asked.config and known:
+        config.check_world(asked.config, plan.world)
+    print("nothing was started, and no connection opened")
+
+
+def _likely_plan(asked: LaunchRequest, hosts: Sequence[Host]) -> Plan:
+    """The plan as far as it is known before the hosts are asked."""
     slots = [host.slots for host in hosts]
     nodes = tuple(
         Node(
@@ -102,19 +117,17 @@ def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:
         for host, first in zip(hosts, first_ranks(slots), strict=True)
     )
     head = hosts[0].address or ("127.0.0.1" if hosts[0].loopback else "<measured>")
-    endpoint = f"{head}:{asked.port or '<free port>'}"
-    rdzv_id = f"{asked.run}-<attempt>-<random>"
-    plan = Plan(asked.run, 1, 0.0, rdzv_id, endpoint, program, tuple(asked.secrets), nodes, setup=asked.setup)
-    for node in plan.nodes:
-        span = f"ranks {node.first_rank}-{node.first_rank + node.slots - 1}" if all(slots) else "one rank for each GPU"
-        print(f"{node.name}  ({span}, in {node.workdir}, tmux -L {tmux_socket(plan.run)})")
-        argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
-        shown = shlex.join(setup_argv(plan.setup, argv))
-        env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))
-        print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
-    if asked.config and all(slots):
-        config.check_world(asked.config, plan.world)
-    print("nothing was started, and no connection opened")
+    return Plan(
+        run=asked.run,
+        attempt=1,
+        created=0.0,
+        rdzv_id=f"{asked.run}-<attempt>-<random>",
+        endpoint=f"{head}:{asked.port or '<free port>'}",
+        program=asked.training_program(),
+        secrets=tuple(asked.secrets),
+        nodes=nodes,
+        setup=asked.setup,
+    )
 
 
 def print_next(hosts_file: Path, run: str, *, attach: bool = True) -> None:

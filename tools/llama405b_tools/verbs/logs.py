@@ -48,12 +48,9 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     show = Show(args)
     backend = backend_of(args.run, args.hosts)
-    hosts = backend.hosts()
-    for name in args.host:
-        if name not in [host.name for host in hosts]:
-            names = ", ".join(host.name for host in hosts)
-            raise UserError(f"--host: {name!r} is not in {args.hosts}; take one of {names}")
-    with Fleet(hosts) as fleet:
+    with Fleet(backend.hosts()) as fleet:
+        if unknown := [name for name in args.host if name not in fleet.hosts]:
+            raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; take one of {', '.join(fleet.hosts)}")
         run, seen = ask(fleet, backend.run)
         if args.first_error:
             failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))

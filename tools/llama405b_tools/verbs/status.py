@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from llama405b.contract.errors import code_for
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.run import judge
@@ -14,7 +15,7 @@ from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import guard_line
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.run.query import Seen, ask, failures_of
+from llama405b_tools.run.query import Seen, ask, failures_of, progress
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     print(table(headings, [_row(name, found) for name, found in seen.items()]), flush=True)
     if line := guard_line(run):
         print(line)
-    print_progress([found for found in seen.values() if isinstance(found, HostRun)])
+    print_progress([found for found in replies(seen).values() if found])
     if failures:
         worst = judge.first_failure(failures)
         print(f"{worst.host}: {failure_words(worst)}")
@@ -61,12 +62,11 @@ def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, Json
 
 def print_progress(found: Sequence[HostRun]) -> None:
     """Print the last step and the newest checkpoint, where a host knows them."""
-    last = max((each.metrics for each in found if each.metrics), key=lambda metrics: metrics.step, default=None)
+    saved, last = progress(found)
     if last:
         print(
             f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s per step"
         )
-    saved = max((each.checkpoint for each in found if each.checkpoint), default=None)
     print(f"newest checkpoint: {saved or 'none yet'}")
 
 

@@ -17,7 +17,7 @@ from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, Orp
 from llama405b_tools.run import guard_record
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
 from llama405b_tools.run.endings import not_ended
-from llama405b_tools.run.query import ask, check_hosts
+from llama405b_tools.run.query import ask, check_hosts, progress
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -67,11 +67,10 @@ def end_run(backend: Backend, grace_s: float) -> int:
 
 def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
     """Say which checkpoint the run can go on from, and which steps it would take again."""
-    found = [end.node for end in ends if end.known and end.node]
-    saved = max((each.checkpoint for each in found if each.checkpoint), default="")
-    last = max((each.metrics.step for each in found if each.metrics), default=0)
-    if not last:
+    saved, metrics = progress([end.node for end in ends if end.known and end.node])
+    if not metrics:
         return
+    last = metrics.step
     hint = ""
     if saved and (lost := last - step_of(Path(saved))) and any(end.was_alive for end in ends):
         hint = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"

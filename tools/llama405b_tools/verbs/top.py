@@ -51,18 +51,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not sources.MIN_INTERVAL_S <= args.interval <= sources.MAX_INTERVAL_S:
-        raise UserError(
-            f"--interval: {args.interval:g} s; it takes {sources.MIN_INTERVAL_S:g} to {sources.MAX_INTERVAL_S:g}"
-        )
-    if args.speed <= 0 or not args.speed < 1e6:
-        raise UserError(f"--speed: {args.speed:g}; it takes a positive number")
-    if args.watch is not None and not args.watch > 0:
-        raise UserError(f"--watch: {args.watch:g} s; it takes a positive number")
-    if args.replay and (args.hosts or args.run or args.record):
-        raise UserError("--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out")
-    if args.speed != 1.0 and not args.replay:
-        raise UserError("--speed: it is for --replay; leave it out")
+    least, most = sources.MIN_INTERVAL_S, sources.MAX_INTERVAL_S
+    own = args.hosts or args.run or args.record
+    refusals = (
+        (not least <= args.interval <= most, f"--interval: {args.interval:g} s; it takes {least:g} to {most:g}"),
+        (not 0 < args.speed < 1e6, f"--speed: {args.speed:g}; it takes a positive number"),
+        (not (args.watch or 1.0) > 0, f"--watch: {args.watch} s; it takes a positive number"),
+        (
+            args.replay and own,
+            "--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out",
+        ),
+        (args.speed != 1.0 and not args.replay, "--speed: it is for --replay; leave it out"),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise UserError(why)
     if args.run is not None:
         check_run_name(args.run)
 
