@@ -72,3 +72,30 @@ def test_true_shape_of_405b():
     assert "405,853,388,800 parameters" in done.stdout
     assert "6,341,459,200 parameters on rank 0" in done.stdout
     assert "126 decoder layers" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["top", "--watch", "0"], "--watch: 0.0 s"),
+        (["top", "--watch", "nan"], "--watch: nan s"),
+        (["top", "--speed", "0"], "--speed: 0;"),
+        (["top", "--speed", "2"], "--speed: it is for --replay"),
+        (["top", "--interval", "0.1"], "--interval: 0.1 s"),
+        (["top", "--replay", "x", "--run", "y"], "--replay: a recording has hosts"),
+        (["launch", "--restart", "2000"], "--restart: 2000 times"),
+        (["launch", "--notify", "x"], "--notify needs --restart"),
+        (["launch", "--slurm", "", "--restart", "2"], "--slurm: --restart"),
+        (["launch", "--port", "70000"], "--port: 70000"),
+        (["launch", "--rehearse", "--resume", "auto"], "--rehearse is a run of its own"),
+        (["launch", "--rehearse", "--preset", "x", "--", "a.py"], "--preset: settings are for the trainer"),
+        (["launch", "--rehearse", "--", "a.py"], "--rehearse: settings are for the trainer"),
+        (["launch", "--"], "--: no program after it"),
+        (["stop", "--end"], "--end needs --orphans"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_before_anything_is_done(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"llama405b: {said}")
+    assert list(tmp_path.iterdir()) == []

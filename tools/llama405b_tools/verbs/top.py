@@ -56,7 +56,7 @@ def _check(args: argparse.Namespace) -> None:
     refusals = (
         (not least <= args.interval <= most, f"--interval: {args.interval:g} s; it takes {least:g} to {most:g}"),
         (not 0 < args.speed < 1e6, f"--speed: {args.speed:g}; it takes a positive number"),
-        (not (args.watch or 1.0) > 0, f"--watch: {args.watch} s; it takes a positive number"),
+        (args.watch is not None and not args.watch > 0, f"--watch: {args.watch} s; it takes a positive number"),
         (
             args.replay and own,
             "--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out",
