@@ -1,0 +1,110 @@
+"""A rehearsal: what it starts, kills and resumes, what it does not trust, and that it leaves nothing."""
+
+import pytest
+from fakes import FakeFleet, over
+
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import RunError
+from llama405b.contract.records import Metrics
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote.messages.stream import News
+from llama405b_tools.run import follow, rehearse
+from llama405b_tools.run.request import parse
+
+
+@pytest.fixture
+def fleet(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    monkeypatch.setattr(follow, "PEER_GRACE_S", 0.05)
+    with FakeFleet(("a", "b")) as found:
+        yield found
+
+
+def steps(attempt, *losses, first=1):
+    """The news of steps that were taken."""
+    return News(metrics=tuple(
+        Metrics(step, 0.0, loss, 1.0, 1e-5, 8, 8.0, 1.0, 0.0, 0.5, 0.4, 0.1, attempt=attempt)
+        for step, loss in enumerate(losses, first)
+    ))  # fmt: skip
+
+
+def rehearsed(fleet, *lives, more=()):
+    """Rehearse; ``lives``: what each launch says on a and on b. Returns the exit code."""
+    for i, name in enumerate(("a", "b")):
+        fleet.fakes[name].lives = [life[i] for life in lives]
+    flags = ["--run", "r", "--rehearse", "--preset", "demo", "--data.paths", "stdlib", *more]
+    return rehearse.rehearse(parse(flags, 0.0), list(fleet.hosts.values()), fleet)
+
+
+def asked(fleet, name, action):
+    return [request for heard, request in fleet.fakes[name].heard if heard == action]
+
+
+@pytest.fixture
+def ended_everywhere(fleet):
+    """Whatever happens, each host's last word was to end the rehearsal and delete its checkpoints."""
+    yield
+    for name in ("a", "b"):
+        last = asked(fleet, name, "stop")[-1]
+        assert (last.run, last.discard, last.hard, last.only) == ("r-rehearsal", True, False, None)
+        assert not fleet.fakes[name].alive
+
+
+@pytest.mark.usefixtures("ended_everywhere")
+class TestRehearsal:
+    def test_it_steps_saves_is_killed_and_resumes_to_the_same_loss(self, fleet, capsys):
+        code = rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), ([steps(2, 3.5001, first=3)], []))
+        assert code == 0, capsys.readouterr().out
+        assert [stop.hard for stop in asked(fleet, "b", "stop")] == [True, False]
+        before, after = [start.plan.program for start in asked(fleet, "b", "start")]
+        assert before[before.index("--resume") + 1] == "no"
+        assert after[after.index("--resume") + 1] == "2"
+        assert "--model.layers=2" in before
+        assert "--model.weights=random" in before
+
+    def test_another_loss_after_the_resume_is_not_trusted(self, fleet, capsys):
+        assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), ([steps(2, 3.6, first=3)], [])) == 1
+        assert "a checkpoint of these hosts cannot be trusted" in capsys.readouterr().out
+
+    def test_an_old_loss_of_the_step_is_not_taken_for_the_resumed_one(self, fleet, capsys):
+        again = [steps(1, 5.0, 4.0, 3.5), steps(2, 3.7, first=3)]  # the file still has the first attempt's lines
+        assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), (again, [])) == 1
+        assert "has loss 3.700000" in capsys.readouterr().out
+
+    def test_a_failure_is_named_by_host_and_phase(self, fleet, capsys):
+        killed = over("b", Cause(CauseKind.RANK_KILLED, "b", 1, signal=9, phase="load"))
+        assert rehearsed(fleet, ([], [killed])) == 1
+        said = capsys.readouterr().out
+        assert "b: exited 1: rank 1 was killed by SIGKILL (in phase load)" in said
+        assert len(asked(fleet, "a", "start")) == 1
+
+    def test_one_that_ends_too_early_is_no_success(self, fleet, capsys):
+        assert rehearsed(fleet, ([steps(1, 5.0), over("a")], [over("b")])) == 1
+        assert "it ended before step 3" in capsys.readouterr().out
+
+    def test_without_checkpoints_there_is_nothing_to_resume(self, fleet, capsys):
+        code = rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), more=["--checkpoint.every", "0"])
+        assert code == 0
+        assert "nothing is saved" in capsys.readouterr().out
+        assert len(asked(fleet, "a", "start")) == 1
+
+    def test_a_host_that_does_not_come_back_is_named(self, fleet, capsys):
+        fleet.fakes["b"].lives = []
+        real, starts = fleet.fakes["b"].start, []
+
+        def start(request):
+            starts.append(request)
+            if len(starts) > 1:
+                raise HostError("the link broke")
+            return real(request)
+
+        fleet.fakes["b"].start = start
+        assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), ([], [])) == 1
+        assert "b: the link broke" in capsys.readouterr().out
+
+
+def test_what_cannot_be_ended_is_said(fleet):
+    fleet.fakes["b"].faults["stop"] = HostError("gone")
+    with pytest.raises(RunError, match=r"b: could not be asked: gone; .* stop --run r-rehearsal"):
+        rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []))
