@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -91,12 +92,18 @@ def type_in(cluster):
 
 
 def test_a_job_trains_on_four_nodes(type_in):
-    done = type_in(f"launch --run j --slurm '-N 4' --follow {DEMO} --training.max_steps 4 --checkpoint.every 2")
+    places = "--cache '$HOME/hf' --scratch '/tmp/job-$SLURM_JOB_ID'"
+    done = type_in(
+        f"launch --run j --slurm '-N 4' {places} --follow {DEMO} --training.max_steps 4 --checkpoint.every 2"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^j: job \d+$", done.stdout, re.MULTILINE)
     assert "4 ranks of 4 hosts" in done.stdout
     plan = json.loads((type_in.place / "runs/j/plan.json").read_text())
     assert [node["name"] for node in plan["nodes"]] == [f"node-{i}" for i in range(1, 5)]
+    for node in plan["nodes"]:  # each expanded what was given, and made it
+        assert node["env"]["HF_HOME"] == f"{Path.home()}/hf"
+        assert re.fullmatch(r"/tmp/job-\d+", node["env"]["TMPDIR"])
     state = type_in("status --run j")
     assert state.returncode == 0, state.stdout
     assert state.stdout.count("exited 0") == 4

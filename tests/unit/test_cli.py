@@ -90,6 +90,8 @@ def test_true_shape_of_405b():
         (["launch", "--rehearse", "--resume", "auto"], "--rehearse is a run of its own"),
         (["launch", "--rehearse", "--preset", "x", "--", "a.py"], "--preset: settings are for the trainer"),
         (["launch", "--rehearse", "--", "a.py"], "--rehearse: settings are for the trainer"),
+        (["launch", "--cache", "/nvme"], "--cache and --scratch are for --slurm"),
+        (["launch", "--slurm", "", "--scratch", "tmp"], "--scratch: 'tmp' is relative"),
         (["launch", "--"], "--: no program after it"),
         (["stop", "--end"], "--end needs --orphans"),
     ],

@@ -70,7 +70,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         head={address: _reach(request, address, own) for address in request.candidates},
         workdir=str(Path.cwd()),
         writable=os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
-        places={key: _place(path) for key, path in request.places.items()},
+        places={key: place_of(path) for key, path in request.places.items()},
         free_bytes=shutil.disk_usage(".").free,
         weights_fault=_weights_fault(request.weights),
     )
@@ -93,7 +93,8 @@ def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Rea
     return dataclasses.replace(found, interface="lo" if found.mine.startswith("127.") else interface)
 
 
-def _place(path: str) -> Place:
+def place_of(path: str) -> Place:
+    """A directory that the run is to write, in full, and whether it can be made and written."""
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if parent.exists())
     return Place(str(full), there.is_dir() and os.access(there, os.W_OK | os.X_OK))

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from llama405b.contract.errors import RunError, UserError
@@ -44,6 +44,7 @@ class JobRequest:
     terms: Terms
     program_again: tuple[str, ...]  # if Slurm requeues the job
     grace_s: float
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)  # cache and scratch, for each node to expand
 
 
 def submit(asked: LaunchRequest, options: str) -> str:
@@ -66,7 +67,7 @@ def submit(asked: LaunchRequest, options: str) -> str:
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()
     again = dataclasses.replace(asked, resume="auto").training_program()
-    write_json(run.job_request, JobRequest(asked.terms(), again, SIGNAL_BEFORE_S - 60))
+    write_json(run.job_request, JobRequest(asked.terms(), again, SIGNAL_BEFORE_S - 60, asked.places))
     if asked.secrets:
         write_secrets(run.job_secrets, dict(asked.secrets))
     script = run.job_script

@@ -49,6 +49,7 @@ class LaunchRequest:
     rehearse: bool
     allow_sockets: bool
     slurm: str | None  # sbatch's options; None: by SSH
+    places: Mapping[str, str]  # cache and scratch of a job's nodes, as a hosts file has them of its hosts
     config: Config | None  # None: a program of the user's own
     flags: tuple[str, ...]  # the training settings, as flags
     program: tuple[str, ...]
@@ -120,6 +121,8 @@ def _parser() -> OneLineParser:
     add("--setup-line", default="", metavar="LINE", help="shell line before torchrun on every host (module load …)")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP although the hosts have RDMA")
     add("--slurm", metavar="OPTIONS", help='as a Slurm job, with these options of sbatch: "-N 4 -p gpu"; no hosts file')
+    add("--cache", default="", metavar="DIR", help="with --slurm: each node's HF_HOME, like '/nvme/$USER/hf'")
+    add("--scratch", default="", metavar="DIR", help="with --slurm: each node's TMPDIR, like '/nvme/$SLURM_JOB_ID'")
     add("--port", type=int, default=0, help="of the rendezvous on the head [a free one]")
     add("--dry-run", action="store_true", help="print what would run where; opens no connection")
     return parser
@@ -164,6 +167,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         rehearse=known.rehearse,
         allow_sockets=known.allow_sockets,
         slurm=known.slurm,
+        places={key: path for key, path in (("cache", known.cache), ("scratch", known.scratch)) if path},
         config=resolved,
         flags=flags,
         program=program,
@@ -195,11 +199,18 @@ def _new_name(known: argparse.Namespace, now: float) -> str:
 
 
 def _check_flags(known: argparse.Namespace) -> None:
+    places = {"cache": known.cache, "scratch": known.scratch}
+    relative = [key for key, path in places.items() if path and not path.startswith(("/", "~/", "$"))]
     apart = known.restart or known.rehearse or known.port
     refusals = (
         (not 0 <= known.restart <= 1000, f"--restart: {known.restart} times; it takes 0 to 1000"),
         (known.notify and not known.restart, "--notify needs --restart N, which guards the run; add it"),
         (known.slurm is not None and apart, "--slurm: --restart, --rehearse and --port are for SSH hosts; remove them"),
+        (
+            any(places.values()) and known.slurm is None,
+            "--cache and --scratch are for --slurm; a hosts file has cache= and scratch=",
+        ),
+        (relative, f"--{''.join(relative[:1])}: {places.get(''.join(relative[:1]))!r} is relative; write a full path"),
         (
             known.rehearse and (known.restart or known.resume != "no"),
             "--rehearse is a run of its own; remove --restart and --resume",

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.remote import facts
+from llama405b_tools.remote.messages.launch import Place
 from llama405b_tools.remote.node import NodeRunner
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run import jobs
@@ -51,6 +52,7 @@ class NodeWhere:
     cores: int = 1
     torch: str = ""
     rdma: Rdma = Rdma()
+    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)  # cache and scratch
 
 
 def main() -> int:
@@ -68,7 +70,7 @@ def main() -> int:
     this = f"job {job}{given(', requeued {} x', restarts)}"
     if restarts:  # what was asked of the job before is not asked of this one
         run.stop(name).unlink(missing_ok=True)
-    write_json(run.where(name), _where(names[0], this))
+    write_json(run.where(name), _where(names[0], this, request.places))
     if name == names[0]:
         _make_plan(run, request, names, this)
     _wait(lambda: _plan_of(run, this), f"{names[0]} made no plan")
@@ -87,7 +89,7 @@ def _names(nodelist: str) -> list[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split()
 
 
-def _where(head: str, this: str) -> NodeWhere:
+def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
     """This node's resources, the head's address as seen from here, and the own address on the way there."""
     try:
         target = socket.gethostbyname(head)
@@ -107,6 +109,7 @@ def _where(head: str, this: str) -> NodeWhere:
         cores=len(os.sched_getaffinity(0)),
         torch=facts.version_of("torch"),
         rdma=facts.rdma(),
+        places={key: facts.place_of(os.path.expandvars(path)) for key, path in places.items()},
     )
 
 
@@ -120,28 +123,17 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
     found = _wait(lambda: _all_where(run, names, this), "not all nodes came")
     if clauses := disagreements({name: {"torch": where.torch} for name, where in found.items()}):
         raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same everywhere")
+    for name, where in found.items():
+        for key, place in where.places.items():
+            if not place.writable:
+                raise SystemExit(
+                    f"{name}: --{key}: {place.path} cannot be made or written; name a directory of your own"
+                )
     own = [entry.address for entry in found[names[0]].own]
     seen = [found[name].head for name in names[1:] if found[name].head]
     head = [*seen, *own, "127.0.0.1"][0]
-    parts = []
-    for name in names:
-        where = found[name]
-        mine = head if name == names[0] else where.mine
-        interface = next((entry.interface for entry in where.own if entry.address == mine), "lo")
-        parts.append(
-            HostPart(
-                name,
-                0,
-                where.machine,
-                where.gpus,
-                where.cores,
-                where.rdma,
-                str(Path.cwd()),
-                sys.executable,
-                mine,
-                interface,
-            )
-        )
+    mine = {name: where.mine for name, where in found.items()} | {names[0]: head}
+    parts = [_part(name, where, mine[name]) for name, where in found.items()]
     terms = request.terms
     if restart_count():
         terms = dataclasses.replace(terms, program=request.program_again)
@@ -155,6 +147,23 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
         slurm_job=os.environ["SLURM_JOB_ID"],
     )
     write_json(run.plan, build_plan(terms, parts, launching))
+
+
+def _part(name: str, where: NodeWhere, mine: str) -> HostPart:
+    """What a plan needs of a node; ``mine``: its address on the training network."""
+    return HostPart(
+        name=name,
+        slots=0,
+        machine=where.machine,
+        gpus=where.gpus,
+        cores=where.cores,
+        rdma=where.rdma,
+        workdir=str(Path.cwd()),
+        python=sys.executable,
+        address=mine,
+        interface=next((entry.interface for entry in where.own if entry.address == mine), "lo"),
+        places={key: place.path for key, place in where.places.items()},
+    )
 
 
 def _free_port() -> int:

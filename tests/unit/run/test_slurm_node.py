@@ -1,0 +1,77 @@
+"""What the first node of a Slurm job makes of what all say of themselves."""
+
+import pytest
+
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import read_plan
+from llama405b_tools.machine.addresses import Address
+from llama405b_tools.remote.facts import place_of
+from llama405b_tools.remote.messages.launch import Place
+from llama405b_tools.run import slurm_node
+from llama405b_tools.run.jobs import JobRequest
+from llama405b_tools.run.plan import Terms
+from llama405b_tools.run.slurm_node import NodeWhere
+
+THIS = "job 7"
+TERMS = Terms("r", ("-m", "mine"), {}, ())
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm_node, "MEET_S", 0.3)
+    return RunDir(tmp_path / "runs/r")
+
+
+def meet(run, **nodes):
+    """All nodes say where they are; the first makes the plan."""
+    for name, where in nodes.items():
+        write_json(run.where(name), where)
+    slurm_node._make_plan(run, JobRequest(TERMS, ("-m", "mine", "again"), 240.0), list(nodes), THIS)
+    return read_plan(run)
+
+
+def where(mine, *, head="10.0.0.1", **more):
+    return NodeWhere(
+        THIS, head=head, mine=mine, own=(Address("eth0", mine, ""),), machine=mine, gpus=2, cores=8, **more
+    )
+
+
+def test_the_nodes_meet_where_the_others_see_the_first_one(run):
+    plan = meet(run, a=where("192.168.0.1", head="127.0.1.1"), b=where("10.0.0.2"))
+    assert plan.endpoint.startswith("10.0.0.1:")
+    assert [(node.address, node.first_rank, node.slots) for node in plan.nodes] == [
+        ("10.0.0.1", 0, 2),
+        ("10.0.0.2", 2, 2),
+    ]
+    assert (plan.slurm_job, plan.owner, plan.attempt, plan.grace_s) == ("7", THIS, 1, 240.0)
+
+
+def test_cache_and_scratch_are_each_nodes_own(run, monkeypatch):
+    places = {"cache": Place("/nvme/hf", True), "scratch": Place("/nvme/7", True)}
+    plan = meet(run, a=where("10.0.0.1", places=places), b=where("10.0.0.2"))
+    assert plan.node("a").env["HF_HOME"] == "/nvme/hf"
+    assert plan.node("a").env["TMPDIR"] == "/nvme/7"
+    assert "TMPDIR" not in plan.node("b").env
+
+
+def test_a_place_that_cannot_be_written_is_refused(run):
+    with pytest.raises(SystemExit, match="b: --cache: /etc/passwd/hf cannot be made or written"):
+        meet(run, a=where("10.0.0.1"), b=where("10.0.0.2", places={"cache": place_of("/etc/passwd/hf")}))
+
+
+def test_a_requeued_job_goes_on_with_the_next_attempt(run, monkeypatch):
+    meet(run, a=where("10.0.0.1"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    plan = meet(run, a=where("10.0.0.1"))
+    assert (plan.attempt, plan.program) == (2, ("-m", "mine", "again"))
+
+
+def test_nodes_that_differ_or_do_not_come_make_no_plan(run):
+    with pytest.raises(SystemExit, match="the nodes differ"):
+        meet(run, a=where("10.0.0.1", torch="2.13.0"), b=where("10.0.0.2", torch="2.12.0"))
+    with pytest.raises(SystemExit, match="not all nodes came"):
+        meet(run, a=where("10.0.0.1"), b=NodeWhere("job 6"))
+    assert not read_plan(run).nodes
