@@ -156,5 +156,5 @@ def test_its_order_crosses_as_json(fleet):
     plan = Plan("r", 1, 0.0, "x", "a:1", asked.training_program(), (), ())
     order = GuardOrder(asked, tuple(fleet.hosts.values()), plan)
     text = reader.dumps(order)
-    assert json.loads(text)["asked"]["run"] == "r"
+    assert json.loads(text)["request"]["run"] == "r"
     assert reader.loads(GuardOrder, text, "the order") == order

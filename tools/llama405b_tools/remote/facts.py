@@ -125,12 +125,12 @@ def n_gpus() -> int:
     return 0
 
 
-def _weights_fault(asked: WeightsCheck | None) -> str:
+def _weights_fault(check: WeightsCheck | None) -> str:
     """'' where the checkpoint that rank 0 will read is whole and fits, else the trainer's own sentence."""
-    if asked is None:
+    if check is None:
         return ""
     try:
-        weights.check_checkpoint(Path(asked.path), asked.seq_len, asked.layers, random=asked.random)
+        weights.check_checkpoint(Path(check.path), check.seq_len, check.layers, random=check.random)
     except UserError as error:
         return str(error)
     return ""

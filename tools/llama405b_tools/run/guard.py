@@ -47,7 +47,7 @@ POLL_S = 0.3
 class GuardOrder:
     """What a guard is told, by its standard input: the launch, its hosts, and the plan that runs."""
 
-    asked: LaunchRequest
+    request: LaunchRequest
     hosts: tuple[Host, ...]
     plan: Plan
 
@@ -84,7 +84,7 @@ class Guarding:
             return STOPPED_FOLLOWING
 
 
-def spawn(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding:
+def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding:
     """Start the guard of a run that is up, in a session of its own; secrets go through a pipe."""
     path = RunDir.here(plan.run).guard_log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,21 +98,21 @@ def spawn(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding:
             start_new_session=True,
         )
     assert child.stdin
-    child.stdin.write(reader.dumps(GuardOrder(asked, tuple(hosts), plan)).encode())
+    child.stdin.write(reader.dumps(GuardOrder(request, tuple(hosts), plan)).encode())
     child.stdin.close()
     return Guarding(plan.run, child, path, begin)
 
 
-def unguarded(asked: LaunchRequest, fleet: Fleet) -> Plan | None:
+def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     """The run that is asked for, where it lives and its guard does not: the machine or the terminal died after its start.
 
     Only where it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
     """
-    known, plan = of_run(asked.run), read_plan(RunDir.here(asked.run))
-    if (known and known.state.state in GUARDING and not known.gone) or not _is_same(asked, fleet, plan):
+    known, plan = of_run(request.run), read_plan(RunDir.here(request.run))
+    if (known and known.state.state in GUARDING and not known.gone) or not _is_same(request, fleet, plan):
         return None
     try:
-        _, seen = ask(fleet, asked.run)
+        _, seen = ask(fleet, request.run)
     except UserError:
         return None  # what is wrong launch says
     if {found.created for found in replies(seen).values() if found and found.alive} == {plan.created}:
@@ -120,10 +120,12 @@ def unguarded(asked: LaunchRequest, fleet: Fleet) -> Plan | None:
     return None
 
 
-def _is_same(asked: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
-    programs = [dataclasses.replace(asked, resume=resume).training_program() for resume in (asked.resume, "auto", "no")]
+def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
+    programs = [
+        dataclasses.replace(request, resume=resume).training_program() for resume in (request.resume, "auto", "no")
+    ]
     names = [node.name for node in plan.nodes]
-    return plan.program in programs and names == list(fleet.hosts) and set(plan.secrets) == set(asked.secrets)
+    return plan.program in programs and names == list(fleet.hosts) and set(plan.secrets) == set(request.secrets)
 
 
 class Notice(enum.StrEnum):
@@ -143,17 +145,17 @@ ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
 class Watchman:
     """Follows a run and brings it back."""
 
-    def __init__(self, asked: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
-        self.asked, self.hosts, self.plan, self.fleet = asked, hosts, plan, fleet
+    def __init__(self, request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
+        self.request, self.hosts, self.plan, self.fleet = request, hosts, plan, fleet
         began = processes.start_time(os.getpid()) or 0
-        self.record = GuardState(plan.run, os.getpid(), began, machine_id(), asked.restart)
-        self.limits = Limits(asked.hang_after_s, asked.settings.timeouts.load + SLACK_S)
+        self.record = GuardState(plan.run, os.getpid(), began, machine_id(), request.restart)
+        self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
 
     def main(self) -> int:
         """Guard the run to its end; returns the exit code."""
         self.say(GuardStage.WATCHING, "")
         while True:
-            ending = follow(self.fleet, self.plan, hosts_argument(self.asked.hosts_file), self.limits)
+            ending = follow(self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits)
             if ending.failure is None:
                 stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
                 self.say(stage, ending.words)
@@ -190,7 +192,7 @@ class Watchman:
         known, in_vain = self.record.checkpoint, self.record.in_vain
         if newest and (not known or step_of(newest) > step_of(Path(known))):
             known, in_vain = str(newest), 0
-        if in_vain >= self.asked.restart:
+        if in_vain >= self.request.restart:
             since = given("since {}", known) or "and no checkpoint yet"
             return f"that was after {in_vain} restarts without a newer checkpoint ({since})"
         self.record = dataclasses.replace(self.record, checkpoint=known, in_vain=in_vain + 1)
@@ -225,8 +227,8 @@ class Watchman:
             UserError: It never will be.
         """
         try:
-            asked, hosts = resumed(self.asked, self.hosts, self.plan)
-            self.plan = launch(asked, hosts, self.fleet, again=True)
+            request, hosts = resumed(self.request, self.hosts, self.plan)
+            self.plan = launch(request, hosts, self.fleet, again=True)
         except StartError as error:  # of this attempt something may be left, to be ended next
             self.plan = error.plan
             return str(error)
@@ -256,12 +258,12 @@ class Watchman:
 
     def notify(self, event: Notice, message: str) -> None:
         """Run the user's command; what it does wrong is said, and changes nothing."""
-        if not self.asked.notify:
+        if not self.request.notify:
             return
         env = os.environ | {"LLAMA405B_EVENT": str(event), "LLAMA405B_RUN": self.plan.run, "LLAMA405B_MESSAGE": message}
         try:
             done = subprocess.run(
-                ["/bin/sh", "-c", self.asked.notify],
+                ["/bin/sh", "-c", self.request.notify],
                 env=env,
                 input=f"{self.plan.run}: {event}: {message}\n",
                 text=True,
@@ -282,7 +284,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Fleet(order.hosts) as fleet:
-        watchman = Watchman(order.asked, order.hosts, order.plan, fleet)
+        watchman = Watchman(order.request, order.hosts, order.plan, fleet)
 
         def dismissed(*_: object) -> None:
             watchman.say(GuardStage.STOPPED, "dismissed: the run is being stopped")

@@ -47,7 +47,7 @@ class JobRequest:
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)  # cache and scratch, for each node to expand
 
 
-def submit(asked: LaunchRequest, options: str) -> str:
+def submit(request: LaunchRequest, options: str) -> str:
     """Submit the job of a run; returns its id.
 
     Raises:
@@ -55,23 +55,23 @@ def submit(asked: LaunchRequest, options: str) -> str:
     """
     if not shutil.which("sbatch"):
         raise UserError("--slurm: there is no sbatch here; run it on a login node of the cluster")
-    given, run = _options(options), RunDir(Path.cwd() / "runs" / asked.run)
+    given, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
     new = not run.path.exists()
-    if run.path.exists() and asked.resume == "no":
-        raise UserError(f"--run: {asked.run!r} exists here; take another name, or continue it with --resume auto")
+    if run.path.exists() and request.resume == "no":
+        raise UserError(f"--run: {request.run!r} exists here; take another name, or continue it with --resume auto")
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.state_of(earlier.job) not in slurm.GONE:
         raise UserError(
-            f"--run: {asked.run!r} is job {earlier.job} already; `llama405b stop --run {asked.run}` ends it"
+            f"--run: {request.run!r} is job {earlier.job} already; `llama405b stop --run {request.run}` ends it"
         )
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()
-    again = dataclasses.replace(asked, resume="auto").training_program()
-    write_json(run.job_request, JobRequest(asked.terms(), again, SIGNAL_BEFORE_S - 60, asked.places))
-    if asked.secrets:
-        write_secrets(run.job_secrets, dict(asked.secrets))
+    again = dataclasses.replace(request, resume="auto").training_program()
+    write_json(run.job_request, JobRequest(request.terms(), again, SIGNAL_BEFORE_S - 60, request.places))
+    if request.secrets:
+        write_secrets(run.job_secrets, dict(request.secrets))
     script = run.job_script
-    script.write_text(job_script(asked.run, run.path), encoding="utf-8")
+    script.write_text(job_script(request.run, run.path), encoding="utf-8")
     own = [
         "--parsable",
         "--ntasks-per-node=1",
@@ -79,7 +79,7 @@ def submit(asked: LaunchRequest, options: str) -> str:
         f"--output={run.path}/slurm-%j.log",
         "--open-mode=append",
     ]
-    if asked.secrets:  # they are not kept for a second life of the job
+    if request.secrets:  # they are not kept for a second life of the job
         own.append("--no-requeue")
     done = slurm.call(["sbatch", *own, *given, str(script)])
     if done.returncode:

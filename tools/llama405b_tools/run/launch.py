@@ -18,7 +18,7 @@ UNPROVED = (
 )
 
 
-def launch(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> Plan:
+def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> Plan:
     """Check, plan and start; says on one line what runs now.
 
     Raises:
@@ -26,25 +26,25 @@ def launch(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: 
         RunError: A host is not fit, or did not start; nothing is left running, or it says where something may be.
     """
     began = time.monotonic()
-    answers, way = probe(asked, hosts, fleet, again=again)
+    answers, way = probe(request, hosts, fleet, again=again)
     parts = [part_of(host, answers[host.name], way) for host in hosts]
-    plan = plan_of(asked, parts, answers, way, time.time())
-    check_training(asked, plan)
-    start(plan, asked.secrets, fleet, again=again)
+    plan = plan_of(request, parts, answers, way, time.time())
+    check_training(request, plan)
+    start(plan, request.secrets, fleet, again=again)
     took = f"up in {time.monotonic() - began:.1f} s"
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])
         print(f"note: run {name} is alive on {where} too; both share its GPUs and memory")
     print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
-    for line in nccl_lines(asked, parts):
+    for line in nccl_lines(request, parts):
         print(f"  {line}")
-    if asked.config and not asked.on_cpu and any(answer.gpus for answer in answers.values()):
+    if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):
         print(UNPROVED)
     sys.stdout.flush()
     return plan
 
 
-def resumed(asked: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> tuple[LaunchRequest, list[Host]]:
+def resumed(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> tuple[LaunchRequest, list[Host]]:
     """The same launch with the same ranks, going on from the newest checkpoint that verifies."""
     same = [dataclasses.replace(host, slots=plan.node(host.name).slots) for host in hosts]
-    return dataclasses.replace(asked, resume="auto"), same
+    return dataclasses.replace(request, resume="auto"), same

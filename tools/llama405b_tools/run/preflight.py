@@ -45,7 +45,7 @@ class Way:
 Facts = Mapping[str, LaunchFacts]  # by host
 
 
-def probe(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> tuple[Facts, Way]:
+def probe(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> tuple[Facts, Way]:
     """Ask every host whether the run can start there, and find out where they meet.
 
     ``again``: a restart, at which whatever is wrong is a host's fault, and may pass.
@@ -55,11 +55,11 @@ def probe(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: b
         UserError: The run's name or the port is in use, or the checkpoint on the head cannot be used.
     """
     head, token = hosts[0], f"llama405b {secrets.token_hex(8)}"
-    listening, first, port = _ask_head(asked, head, fleet, token)
+    listening, first, port = _ask_head(request, head, fleet, token)
     try:
         candidates = candidates_of(head, first)
         requests = {
-            host.name: dataclasses.replace(_request(asked, host, port, token), candidates=tuple(candidates))
+            host.name: dataclasses.replace(_probe_request(request, host, port, token), candidates=tuple(candidates))
             for host in hosts[1:]
         }
         outcomes: dict[str, LaunchFacts | HostError] = {head.name: first}
@@ -70,12 +70,12 @@ def probe(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: b
             listening.close()
     answers = replies(outcomes)
     try:
-        refuse_input(asked, answers, port)
+        refuse_input(request, answers, port)
     except UserError as error:
         if again:
             raise RunError(str(error)) from None
         raise
-    unfit = {name: _host_fault(asked, fleet.hosts[name], found) for name, found in answers.items()}
+    unfit = {name: _host_fault(request, fleet.hosts[name], found) for name, found in answers.items()}
     faults = unanswered(outcomes) | {name: why for name, why in unfit.items() if why}
     way = meet(head, candidates, answers, port)
     if not isinstance(way, Way):
@@ -88,26 +88,26 @@ def probe(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: b
 
 
 def _ask_head(
-    asked: LaunchRequest, head: Host, fleet: Fleet, token: str
+    request: LaunchRequest, head: Host, fleet: Fleet, token: str
 ) -> tuple[Dialogue | None, LaunchFacts | HostError, int]:
     """Probe the head, which then listens on the rendezvous port; tries several ports unless one is asked for."""
-    ports = [asked.port] if asked.port else random.sample(PORTS, PORT_TRIES)
+    ports = [request.port] if request.port else random.sample(PORTS, PORT_TRIES)
     for port in ports:
-        request = dataclasses.replace(_request(asked, head, port, token), is_head=True, weights=_weights(asked))
+        probe = dataclasses.replace(_probe_request(request, head, port, token), is_head=True, weights=_weights(request))
         try:
-            dialogue = Dialogue(fleet.stream(head.name, "probe", request))
+            dialogue = Dialogue(fleet.stream(head.name, "probe", probe))
             answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
         except HostError as error:
-            return None, _why(fleet, head.name, asked.run, error), port
+            return None, _why(fleet, head.name, request.run, error), port
         if not answer.port_fault or port == ports[-1]:
             break
         dialogue.end_input()
     return dialogue, answer, port
 
 
-def _weights(asked: LaunchRequest) -> WeightsCheck | None:
+def _weights(request: LaunchRequest) -> WeightsCheck | None:
     """What the head is to check of the checkpoint; the demo's is made there."""
-    config_ = asked.config
+    config_ = request.config
     if config_ is None or config_.model.path == config.DEMO_MODEL:
         return None
     model = config_.model
@@ -177,7 +177,7 @@ def _is_at(tried: str, candidate: str) -> bool:
     return tried == candidate or both_loopback is not None
 
 
-def refuse_input(asked: LaunchRequest, answers: Facts, port: int) -> None:
+def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
     """Refuse what is wrong with the request rather than with a host.
 
     Raises:
@@ -186,11 +186,13 @@ def refuse_input(asked: LaunchRequest, answers: Facts, port: int) -> None:
     for name, found in answers.items():
         if found.alive:
             owner = given(", launched by {}", found.owner)
-            stop = f"{front_door()} stop{hosts_argument(asked.hosts_file)} --run {asked.run}"
-            raise UserError(f"--run: {asked.run!r} is running on {name}{owner}; `{stop}` ends it, or take another name")
-        if found.run_exists and asked.resume == "no":
+            stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
             raise UserError(
-                f"--run: {asked.run!r} exists on {name}; take another name, or continue it with --resume auto"
+                f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or take another name"
+            )
+        if found.run_exists and request.resume == "no":
+            raise UserError(
+                f"--run: {request.run!r} exists on {name}; take another name, or continue it with --resume auto"
             )
         if found.port_fault:
             why = "in use" if found.port_in_use else f"not to be had ({found.port_fault})"
@@ -201,7 +203,7 @@ def refuse_input(asked: LaunchRequest, answers: Facts, port: int) -> None:
             raise UserError(f"{name}: {found.weights_fault}")
 
 
-def plan_of(asked: LaunchRequest, parts: Sequence[HostPart], answers: Facts, way: Way, now: float) -> Plan:
+def plan_of(request: LaunchRequest, parts: Sequence[HostPart], answers: Facts, way: Way, now: float) -> Plan:
     """Put the answers together.
 
     Raises:
@@ -214,7 +216,7 @@ def plan_of(asked: LaunchRequest, parts: Sequence[HostPart], answers: Facts, way
         endpoint=f"{way.head}:{way.port}",
         owner=f"{getpass.getuser()}@{socket.gethostname()}",
     )
-    return build_plan(asked.terms(), parts, launching)
+    return build_plan(request.terms(), parts, launching)
 
 
 def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
@@ -234,15 +236,15 @@ def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
     )
 
 
-def check_training(asked: LaunchRequest, plan: Plan) -> None:
+def check_training(request: LaunchRequest, plan: Plan) -> None:
     """Give the planned command to the trainer's own parser, and check the batch against the ranks.
 
     Raises:
         UserError: The trainer would refuse it.
     """
-    if asked.config:
+    if request.config:
         parsed = command.parse(plan.program[2:])
-        if parsed.config != asked.config:
+        if parsed.config != request.config:
             raise UserError("the planned command does not say what was asked; please report this as a bug")
         config.check_world(parsed.config, plan.world)
 
@@ -261,22 +263,22 @@ def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:
     return faults
 
 
-def nccl_lines(asked: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
+def nccl_lines(request: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
     """One line for each setting of NCCL that launch makes: for which hosts, and why."""
     lines: dict[str, list[str]] = {}
-    own = {name: f"{name}={value} (--env)" for name, value in asked.env.items()}
-    for part in used_parts(asked.terms(), parts):
+    own = {name: f"{name}={value} (--env)" for name, value in request.env.items()}
+    for part in used_parts(request.terms(), parts):
         for name, (value, why) in nccl_reasons(part).items():
             lines.setdefault(own.get(name, f"{name}={value} ({why})"), []).append(part.name)
     return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
 
 
-def _request(asked: LaunchRequest, host: Host, port: int, token: str) -> ProbeRequest:
-    packages = ("torch", "transformers") if asked.config else ("torch",)
-    return ProbeRequest(asked.run, host.name, port, token, packages, host.places)
+def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) -> ProbeRequest:
+    packages = ("torch", "transformers") if request.config else ("torch",)
+    return ProbeRequest(request.run, host.name, port, token, packages, host.places)
 
 
-def _host_fault(asked: LaunchRequest, host: Host, found: LaunchFacts) -> str:
+def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     """Why the run cannot start on a host; '' where it can."""
     missing = [name for name, version in found.versions.items() if version == "missing"]
     if missing:
@@ -288,7 +290,7 @@ def _host_fault(asked: LaunchRequest, host: Host, found: LaunchFacts) -> str:
             return f"{key}={place.path} cannot be made or written; name a directory of your own"
     if not found.ip:
         return "there is no `ip` program; install iproute2 there"
-    if not asked.on_cpu and 0 < found.gpus < host.slots:
+    if not request.on_cpu and 0 < found.gpus < host.slots:
         return f"it has {found.gpus} GPUs, but slots={host.slots}; look with nvidia-smi, or lower slots="
     if found.free_bytes < LEAST_FREE_BYTES:
         free = found.free_bytes / (1 << 20)

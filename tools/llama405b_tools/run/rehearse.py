@@ -28,13 +28,13 @@ STOP_TIMEOUT_S = 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in another order
 
 
-def rehearse(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int:
+def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int:
     """Rehearse the launch; returns the exit code.
 
     Raises:
         UserError: The request is wrong, or a host is not fit; nothing was started.
     """
-    trial, began = trial_of(asked), time.monotonic()
+    trial, began = trial_of(request), time.monotonic()
     assert trial.config
     saves, load_s = bool(trial.config.checkpoint.every), trial.config.timeouts.load
     plan = launch(trial, hosts, fleet)
@@ -62,10 +62,10 @@ def rehearse(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int:
     return GOOD
 
 
-def trial_of(asked: LaunchRequest) -> LaunchRequest:
+def trial_of(request: LaunchRequest) -> LaunchRequest:
     """The same launch, cut down."""
-    assert asked.config
-    config, run = asked.config, f"{asked.run}{REHEARSAL}"
+    assert request.config
+    config, run = request.config, f"{request.run}{REHEARSAL}"
     settings = {
         "model.layers": min(LAYERS, config.model.layers or LAYERS),
         "model.weights": "random",
@@ -75,8 +75,8 @@ def trial_of(asked: LaunchRequest) -> LaunchRequest:
     }
     if config.checkpoint.dir:
         settings["checkpoint.dir"] = f"{config.checkpoint.dir.rstrip('/')}/{run}"
-    flags = (*asked.flags, *(f"--{key}={value}" for key, value in settings.items()))
-    return dataclasses.replace(asked, run=run, resume="no", config=command.parse(flags).config, flags=flags)
+    flags = (*request.flags, *(f"--{key}={value}" for key, value in settings.items()))
+    return dataclasses.replace(request, run=run, resume="no", config=command.parse(flags).config, flags=flags)
 
 
 def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:

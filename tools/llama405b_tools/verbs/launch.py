@@ -29,64 +29,64 @@ from llama405b_tools.run.request import LaunchRequest, parse
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     os.umask(UMASK)
-    asked = parse(argv, time.time())
-    if asked.slurm is not None:
-        return in_slurm(asked, asked.slurm)
-    hosts = read_hosts(asked.hosts_file)
-    if asked.dry_run:
-        print_dry_run(asked, hosts)
+    request = parse(argv, time.time())
+    if request.slurm is not None:
+        return in_slurm(request, request.slurm)
+    hosts = read_hosts(request.hosts_file)
+    if request.dry_run:
+        print_dry_run(request, hosts)
         return GOOD
     with Fleet(hosts) as fleet:
-        if asked.rehearse:
-            return rehearse(asked, hosts, fleet)
-        plan = bring_up(asked, hosts, fleet)
-        print_next(asked.hosts_file, plan.run)
-        if asked.follow and not asked.restart:
-            return follow(fleet, plan, hosts_argument(asked.hosts_file)).code
-    if not asked.restart:
+        if request.rehearse:
+            return rehearse(request, hosts, fleet)
+        plan = bring_up(request, hosts, fleet)
+        print_next(request.hosts_file, plan.run)
+        if request.follow and not request.restart:
+            return follow(fleet, plan, hosts_argument(request.hosts_file)).code
+    if not request.restart:
         return GOOD
-    guarding = guard.spawn(asked, hosts, plan)
+    guarding = guard.spawn(request, hosts, plan)
     print(f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}")
-    if not asked.follow:
+    if not request.follow:
         return GOOD
-    return guarding.follow(hosts_argument(asked.hosts_file))
+    return guarding.follow(hosts_argument(request.hosts_file))
 
 
-def bring_up(asked: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> Plan:
+def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> Plan:
     """Launch the run; with ``--restart``, one that runs already and has lost its guard is taken as it is."""
-    if asked.restart and (plan := guard.unguarded(asked, fleet)):
+    if request.restart and (plan := guard.unguarded(request, fleet)):
         print(f"{plan.run}: already running, without a guard; guarding it from now on")
         return plan
-    plan = launch(asked, hosts, fleet)
+    plan = launch(request, hosts, fleet)
     dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
     RunDir.here(plan.run).guard.unlink(missing_ok=True)
     return plan
 
 
-def in_slurm(asked: LaunchRequest, options: str) -> int:
+def in_slurm(request: LaunchRequest, options: str) -> int:
     """Submit the run as a job, and follow it if asked."""
-    if asked.dry_run:
-        print(jobs.job_script(asked.run, Path.cwd() / "runs" / asked.run))
+    if request.dry_run:
+        print(jobs.job_script(request.run, Path.cwd() / "runs" / request.run))
         print(f"sbatch {options}  # nothing was submitted")
         return GOOD
-    print(f"{asked.run}: job {jobs.submit(asked, options)}")
-    print_next(Path("hosts"), asked.run, attach=False)
-    if not asked.follow:
+    print(f"{request.run}: job {jobs.submit(request, options)}")
+    print_next(Path("hosts"), request.run, attach=False)
+    if not request.follow:
         return GOOD
     try:
-        plan = jobs.await_plan(asked.run)
+        plan = jobs.await_plan(request.run)
     except KeyboardInterrupt:
         print("\nno longer following; the job continues")
         return STOPPED_FOLLOWING
-    with Fleet(jobs.hosts_of(asked.run)) as fleet:
+    with Fleet(jobs.hosts_of(request.run)) as fleet:
         return follow(fleet, plan).code
 
 
-def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:
+def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
     """Print what would run where; what only the hosts can tell is marked with <>."""
-    plan = _likely_plan(asked, hosts)
+    plan = _likely_plan(request, hosts)
     known = all(host.slots for host in hosts)
-    if asked.config:
+    if request.config:
         command.parse(plan.program[2:])
     for node in plan.nodes:
         span = f"ranks {node.first_rank}-{node.first_rank + node.slots - 1}" if known else "one rank for each GPU"
@@ -95,12 +95,12 @@ def print_dry_run(asked: LaunchRequest, hosts: Sequence[Host]) -> None:
         shown = shlex.join(setup_argv(plan.setup, argv))
         env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))
         print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
-    if asked.config and known:
-        config.check_world(asked.config, plan.world)
+    if request.config and known:
+        config.check_world(request.config, plan.world)
     print("nothing was started, and no connection opened")
 
 
-def _likely_plan(asked: LaunchRequest, hosts: Sequence[Host]) -> Plan:
+def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
     """The plan as far as it is known before the hosts are asked."""
     slots = [host.slots for host in hosts]
     nodes = tuple(
@@ -112,21 +112,21 @@ def _likely_plan(asked: LaunchRequest, hosts: Sequence[Host]) -> Plan:
             python=host.python or sys.executable,
             address=host.address or "<route to the head>",
             interface="<interface>",
-            env=places_env(host.places) | dict(asked.env),
+            env=places_env(host.places) | dict(request.env),
         )
         for host, first in zip(hosts, first_ranks(slots), strict=True)
     )
     head = hosts[0].address or ("127.0.0.1" if hosts[0].loopback else "<measured>")
     return Plan(
-        run=asked.run,
+        run=request.run,
         attempt=1,
         created=0.0,
-        rdzv_id=f"{asked.run}-<attempt>-<random>",
-        endpoint=f"{head}:{asked.port or '<free port>'}",
-        program=asked.training_program(),
-        secrets=tuple(asked.secrets),
+        rdzv_id=f"{request.run}-<attempt>-<random>",
+        endpoint=f"{head}:{request.port or '<free port>'}",
+        program=request.training_program(),
+        secrets=tuple(request.secrets),
         nodes=nodes,
-        setup=asked.setup,
+        setup=request.setup,
     )
 
 
