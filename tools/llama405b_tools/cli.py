@@ -9,17 +9,17 @@ from llama405b.contract import command
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
-    "doctor": ("llama405b_tools.verbs.doctor", "are these hosts fit to train, and do they agree?"),
-    "setup": ("llama405b_tools.verbs.setup", "the project and its environment on bare hosts"),
-    "push": ("llama405b_tools.verbs.push", "code or a checkpoint to every host, as a chain"),
-    "launch": ("llama405b_tools.verbs.launch", "start a run on every host, all or nothing"),
-    "status": ("llama405b_tools.verbs.status", "what runs where, and how it goes"),
+    "doctor": ("llama405b_tools.verbs.doctor", "check that hosts are fit to train, and agree"),
+    "setup": ("llama405b_tools.verbs.setup", "install the project and its environment on bare hosts"),
+    "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host, as a chain"),
+    "launch": ("llama405b_tools.verbs.launch", "start a run on every host, or on none"),
+    "status": ("llama405b_tools.verbs.status", "show what runs where, and how it goes"),
     "top": ("llama405b_tools.verbs.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
-    "logs": ("llama405b_tools.verbs.logs", "the logs of every rank of every host"),
-    "attach": ("llama405b_tools.verbs.attach", "one tmux session with a window on every host"),
-    "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify it"),
-    "train": ("llama405b.train", "the training program; launch runs it under torchrun"),
-    "download": ("llama405b.commands.download", "a model from the Hugging Face Hub, verified"),
+    "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank of every host"),
+    "attach": ("llama405b_tools.verbs.attach", "open one tmux session with a window for every host"),
+    "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
+    "train": ("llama405b.train", "run the training program; launch does so under torchrun"),
+    "download": ("llama405b.commands.download", "download a model from the Hugging Face Hub, and verify it"),
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint to try things on"),
     "bench": ("llama405b.commands.bench", "measure against a named baseline"),
 }

@@ -22,7 +22,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # the run sets these itself, and needs them so
 EPILOG = """
-Settings of the training run are flags too (`llama405b train --help`); after -- comes any other torchrun program:
+Settings of the training run are flags too (see `llama405b train --help`). Any other torchrun program goes after --:
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --rehearse
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --restart 5 --follow
   llama405b launch hosts -- my_script.py --its-own args
@@ -87,18 +87,18 @@ class LaunchRequest:
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="llama405b launch",
-        description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked.",
+        description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked to.",
         epilog=EPILOG,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
-    add("--run", default="", help="the run's name [<preset>-<date>-<time>]")
+    add("--run", default="", help="name of the run [<preset>-<date>-<time>]")
     add("--config", type=Path, help="TOML file of settings")
-    add("--preset", default="", help=f"{', '.join(config.preset_names())}")
+    add("--preset", default="", help=f"settings to start from: {', '.join(config.preset_names())}")
     add("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
-    add("--rehearse", action="store_true", help="first try it all with 2 layers: load, step, save, kill, resume")
+    add("--rehearse", action="store_true", help="only try the whole way with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
     add(
         "--restart",
@@ -107,23 +107,41 @@ def _parser() -> OneLineParser:
         metavar="N",
         help="guard the run: resume it; give up after N restarts without a newer checkpoint [0]",
     )
-    add("--hang-after", default="5m", metavar="TIME", help="with --restart: ranks silent this long hang [5m]")
+    add(
+        "--hang-after", default="5m", metavar="TIME", help="with --restart: a rank silent this long counts as hung [5m]"
+    )
     add("--notify", default="", metavar="CMD", help="with --restart: run CMD on incident, recovery and end")
-    add("--env", action="append", default=[], metavar="K=V", help="an environment variable of the ranks")
-    add("--env-file", action="append", default=[], type=Path, metavar="FILE", help="lines K=V; secrets go as --secret")
+    add("--env", action="append", default=[], metavar="K=V", help="set an environment variable for the ranks")
+    add(
+        "--env-file",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="file of K=V lines; names that look secret are passed as by --secret",
+    )
     add(
         "--secret",
         action="append",
         default=[],
         metavar="NAME",
-        help="hand this environment variable to the ranks, by SSH's standard input only",
+        help="pass this environment variable to the ranks, over SSH's standard input only",
     )
-    add("--setup-line", default="", metavar="LINE", help="shell line before torchrun on every host (module load …)")
-    add("--allow-sockets", action="store_true", help="let NCCL use TCP although the hosts have RDMA")
-    add("--slurm", metavar="OPTIONS", help='as a Slurm job, with these options of sbatch: "-N 4 -p gpu"; no hosts file')
-    add("--cache", default="", metavar="DIR", help="with --slurm: each node's HF_HOME, like '/nvme/$USER/hf'")
-    add("--scratch", default="", metavar="DIR", help="with --slurm: each node's TMPDIR, like '/nvme/$SLURM_JOB_ID'")
-    add("--port", type=int, default=0, help="of the rendezvous on the head [a free one]")
+    add(
+        "--setup-line",
+        default="",
+        metavar="LINE",
+        help="shell line to run before torchrun on every host, such as 'module load cuda'",
+    )
+    add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
+    add(
+        "--slurm",
+        metavar="OPTIONS",
+        help='submit a Slurm job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file',
+    )
+    add("--cache", default="", metavar="DIR", help="with --slurm: HF_HOME on each node, such as '/nvme/$USER/hf'")
+    add("--scratch", default="", metavar="DIR", help="with --slurm: TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
+    add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where; opens no connection")
     return parser
 

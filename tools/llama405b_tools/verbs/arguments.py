@@ -16,5 +16,5 @@ def verb_parser(verb: str, description: str | None) -> OneLineParser:
     """The arguments that status, stop, logs and attach share."""
     parser = OneLineParser(prog=f"llama405b {verb}", description=description, allow_abbrev=False)
     add_hosts(parser)
-    parser.add_argument("--run", help="the run's name [the only live one, else the newest]")
+    parser.add_argument("--run", help="name of the run [the only live one, else the newest]")
     return parser

@@ -1,7 +1,7 @@
-"""``llama405b attach``: one tmux session here, with a window on every host.
+"""Open a tmux session here, with a window for every host.
 
-Every window is read-only, attached to that host's session in the run's own tmux server; ``--host NAME`` attaches to
-one host for writing, in this terminal. Detaching (Ctrl-b d) leaves the run as it is.
+Every window is read-only, attached to the host's session in the run's own tmux server; --host NAME attaches to one host
+read-write, in this terminal. Detaching (Ctrl-b d) leaves the run as it is.
 """
 
 import os
@@ -21,8 +21,10 @@ from llama405b_tools.verbs.arguments import verb_parser
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("attach", __doc__)
-    parser.add_argument("--host", help="attach to this host alone, for writing")
-    parser.add_argument("--no-attach", action="store_true", help="build the session, and say its name")
+    parser.add_argument("--host", help="attach to this host only, read-write")
+    parser.add_argument(
+        "--no-attach", action="store_true", help="create the session, and print the command that attaches to it"
+    )
     args = parser.parse_args(argv)
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:

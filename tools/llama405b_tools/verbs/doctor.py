@@ -1,6 +1,7 @@
-"""``llama405b doctor``: whether these machines are fit to train, and agree with each other.
+"""Check that the hosts are fit to train, and agree with each other.
 
-Needs only sh and python3 on a host. Problems come first, each with what to do. Exit code 0 fit, 1 with warnings, 3 not.
+Needs only sh and python3 on each host. Lists problems first, each with what to do about it. Exits with 0 if the hosts are
+fit, 1 with warnings, 3 if they are not fit.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="llama405b doctor",
         description=__doc__,
-        epilog="With --preset, --config and settings as for launch, room is checked against what that run needs.",
+        epilog="With --preset, --config and settings as for launch, checks memory and disks against what that run needs.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -64,12 +65,12 @@ def _parser() -> OneLineParser:
     add(
         "--deep",
         action="store_true",
-        help="also burn every GPU, measure every link, hash the weights (needs the project there)",
+        help="also load every GPU, measure every link and hash the weights (needs the project on the hosts)",
     )
-    add("--json", action="store_true", help="facts and findings, for scripts")
-    add("--port", type=int, default=0, help=f"of the rendezvous, to be tried [{DEFAULT_PORT}]")
-    add("--preset", default="", help="of the run that is meant")
-    add("--config", type=Path, help="of the run that is meant")
+    add("--json", action="store_true", help="print facts and findings as JSON")
+    add("--port", type=int, default=0, help=f"rendezvous port to try [{DEFAULT_PORT}]")
+    add("--preset", default="", help="preset of the planned run")
+    add("--config", type=Path, help="TOML file of settings of the planned run")
     return parser
 
 

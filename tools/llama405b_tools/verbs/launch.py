@@ -1,4 +1,4 @@
-"""``llama405b launch``: check every host, start torchrun on all of them or on none, and follow or guard the run."""
+"""Start a run on every host or on none, and follow or guard it."""
 
 import os
 import shlex

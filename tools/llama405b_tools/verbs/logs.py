@@ -1,7 +1,7 @@
-"""``llama405b logs``: every rank of every host as one stream, in order of time.
+"""Show the logs of every rank of every host as one stream, in order of time.
 
-Times are put on this machine's clock by each host's measured skew. A connection that breaks is made again and goes on
-at the right byte. Exit code 1 where a host could not be reached.
+Times are corrected by each host's measured clock skew. A connection that breaks is made again and resumes at the right byte.
+Exits with 1 if a host could not be reached.
 """
 
 import argparse
@@ -25,21 +25,21 @@ from llama405b_tools.verbs.arguments import verb_parser
 def _parser() -> argparse.ArgumentParser:
     parser = verb_parser("logs", __doc__)
     add = parser.add_argument
-    add("-f", "--follow", action="store_true", help="go on as the logs grow, until the run (and its guard) ends")
-    add("--first-error", action="store_true", help="only the first failure: host, rank, signal, traceback")
-    add("--fold", action="store_true", help="the same line of many ranks as one; errors are never folded")
-    add("--host", action="append", default=[], help="only this host (may be given again)")
-    add("--rank", default="", help="only these ranks: 3 or 0-7,12")
-    add("--stderr", action="store_true", help="only standard error")
-    add("--agent", action="store_true", help="torchrun's own log too")
-    add("--attempt", default="0", help="a number, or all [the newest, and those that follow it]")
-    add("--since", default="", metavar="TIME", help="only what came in the last 30s, 10m, 2h")
-    add("--tail", type=int, metavar="N", help="only the last N lines of each file")
-    add("-i", "--include", action="append", default=[], metavar="REGEX", help="only lines that match any")
-    add("-e", "--exclude", action="append", default=[], metavar="REGEX", help="no line that matches any")
-    add("-H", "--highlight", action="append", default=[], metavar="REGEX", help="show what matches in colour")
-    add("-o", "--output", choices=("text", "json", "raw"), default="text", help="text | json | raw [text]")
-    add("--save", type=Path, metavar="DIR", help="write DIR/<host>/rank-<N>.<out|err>.log as well")
+    add("-f", "--follow", action="store_true", help="keep following until the run (and its guard) ends")
+    add("--first-error", action="store_true", help="show only the first failure: host, rank, signal, traceback")
+    add("--fold", action="store_true", help="show a line that many ranks print as one; errors are never folded")
+    add("--host", action="append", default=[], help="show only this host (repeatable)")
+    add("--rank", default="", help="show only these ranks: 3 or 0-7,12")
+    add("--stderr", action="store_true", help="show only standard error")
+    add("--agent", action="store_true", help="include torchrun's own log")
+    add("--attempt", default="0", help="number of an attempt, or all [the newest, and those that follow]")
+    add("--since", default="", metavar="TIME", help="show only the last 30s, 10m, 2h")
+    add("--tail", type=int, metavar="N", help="show only the last N lines of each file")
+    add("-i", "--include", action="append", default=[], metavar="REGEX", help="show only lines that match any of these")
+    add("-e", "--exclude", action="append", default=[], metavar="REGEX", help="hide lines that match any of these")
+    add("-H", "--highlight", action="append", default=[], metavar="REGEX", help="highlight what matches")
+    add("-o", "--output", choices=("text", "json", "raw"), default="text", help="output format [text]")
+    add("--save", type=Path, metavar="DIR", help="also write DIR/<host>/rank-<N>.<out|err>.log")
     return parser
 
 

@@ -1,8 +1,8 @@
-"""``llama405b push PATH``: code (what differs) or big files (as a chain of hosts) to where they are needed.
+"""Push code (what differs) or large files (as a chain) to the hosts.
 
-Files that git does not ignore go as code, everything else as a chain: each host passes on what it receives while it
-receives, so that many hosts take about the time of one. What broke off is gone on with at the byte; every file is
-verified by its SHA-256. PATH may be HOST:PATH, where a host has the files.
+Files of a git work tree that git does not ignore are pushed as code. Everything else goes as a chain: each host passes on
+what it receives while it receives it, so that many hosts take about as long as one. An interrupted push resumes at the byte;
+every file is verified by its SHA-256. PATH may be HOST:PATH if a host has the files.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from llama405b_tools.verbs.arguments import add_hosts
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b push", description=__doc__, allow_abbrev=False)
-    parser.add_argument("path", metavar="PATH", help="a file or directory here, or HOST:PATH")
+    parser.add_argument("path", metavar="PATH", help="file or directory here, or HOST:PATH")
     add_hosts(parser)
-    parser.add_argument("--to", default="", metavar="DIR", help="where to put it [the same path; code: workdir=]")
+    parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; code: workdir=]")
     args = parser.parse_args(argv)
     hosts = read_hosts(args.hosts)
     source = _source(args.path, hosts)

@@ -1,7 +1,7 @@
-"""``llama405b setup``: the project and one locked environment on hosts that have only sh and sshd.
+"""Install the project and one locked environment on hosts that have only sh and sshd.
 
-Every later verb uses what it found or made there. Calling it again does only what is left to do; hosts are worked on
-at once, and one that fails does not keep the others back.
+Later verbs use what setup found or made there. Running it again does only what is left to do. Hosts are set up in parallel,
+and one that fails does not hold up the others.
 """
 
 import platform
@@ -26,17 +26,22 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add_hosts(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--python", default="", metavar="PATH", help="the Python to make .venv from [python3, else uv's]")
+    how.add_argument("--python", default="", metavar="PATH", help="Python to create .venv with [python3, else uv's]")
     how.add_argument("--conda", default="", metavar="ENV", help="install into this conda environment")
     how.add_argument("--container", default="", metavar="IMAGE", help="run in this image, by apptainer")
-    add("--module", default="", metavar="LINE", help="a shell line before everything, like 'module load python/3.12'")
-    add("--offline", action="store_true", help="install from wheels that are fetched here and pushed")
-    add("--build", default="", metavar="REQ", help="compiled on the first host, its wheel pushed to all: flash-attn")
+    add("--module", default="", metavar="LINE", help="shell line to run first, such as 'module load python/3.12'")
+    add("--offline", action="store_true", help="install from wheels that are downloaded here and pushed")
+    add(
+        "--build",
+        default="",
+        metavar="REQ",
+        help="package to compile on the first host and push to all as a wheel, such as flash-attn",
+    )
     add(
         "--torch-index",
         default="auto",
         metavar="URL",
-        help="where torch comes from; none: pip's own [as the driver needs]",
+        help="package index for torch; none: pip's default [the one for the host's driver]",
     )
     args = parser.parse_args(argv)
     root = project_root()

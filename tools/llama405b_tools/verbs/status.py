@@ -1,4 +1,4 @@
-"""``llama405b status``: what runs where, and how it goes."""
+"""Show what runs where, and how it goes."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from llama405b_tools.verbs.arguments import verb_parser
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("status", __doc__)
-    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     backend = backend_of(args.run, args.hosts)
     if waiting := backend.waiting():

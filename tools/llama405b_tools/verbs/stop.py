@@ -1,4 +1,4 @@
-"""``llama405b stop``: let the trainer save, end every process of a run on every host, and verify that none is left."""
+"""Stop a run: let the trainer save, end every process on every host, and verify that none is left."""
 
 import getpass
 import socket
@@ -26,8 +26,10 @@ from llama405b_tools.verbs.arguments import verb_parser
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("stop", __doc__)
-    parser.add_argument("--grace", default="30s", metavar="TIME", help="for the trainer to save first; 0: none [30s]")
-    parser.add_argument("--orphans", action="store_true", help="show what is left of runs whose launcher is gone")
+    parser.add_argument(
+        "--grace", default="30s", metavar="TIME", help="time for the trainer to save first; 0: none [30s]"
+    )
+    parser.add_argument("--orphans", action="store_true", help="list what is left of runs whose launcher is gone")
     parser.add_argument("--end", action="store_true", help="with --orphans: end them")
     args = parser.parse_args(argv)
     grace_s = seconds(args.grace, "--grace")

@@ -1,7 +1,8 @@
-"""``cluster-top``: every host, GPU and rank, the training itself and its logs on one screen.
+"""Show every host, GPU and rank, the training and its logs on one screen.
 
-HOSTS is a hosts file, or host names; with --replay none are needed. Nothing is installed on a host: a small sampler goes
-over SSH and ends with it. Exit code (with --once, --json, --watch and on leaving): 0 healthy, 1 degraded, 3 hung or down.
+HOSTS is a hosts file, or host names; with --replay none are needed. Nothing is installed on a host: a small sampler is sent
+over SSH and ends with the connection. Exit code (with --once, --json, --watch and on leaving): 0 healthy, 1 degraded, 3 hung
+or down.
 """
 
 import argparse
@@ -78,25 +79,25 @@ def _parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("hosts", nargs="*", metavar="HOSTS", help="a hosts file, or host names [hosts]")
+    add("hosts", nargs="*", metavar="HOSTS", help="hosts file, or host names [hosts]")
     add("--run", help="the run's name [the newest that lives, else the newest]")
-    add("--interval", type=float, default=2.0, metavar="S", help="between samples [2]")
+    add("--interval", type=float, default=2.0, metavar="S", help="seconds between samples [2]")
     add(
         "--hang-after",
         default="60s",
         metavar="TIME",
-        help="silence of a rank that counts as a hang; at least 5 steps [60s]",
+        help="a rank silent this long counts as hung; at least 5 steps [60s]",
     )
     add("--sort", choices=panels.SORTS, default=panels.SORTS[0], help="order of the hosts [worst]")
-    add("--filter", default="", metavar="TEXT", help="only hosts whose name, state or notes contain it")
-    add("--odd", action="store_true", help="only hosts that stand out")
-    add("--once", action="store_true", help="print it once, and exit")
-    add("--json", action="store_true", help="the same as JSON (docs/cluster-top.md has the schema)")
-    add("--watch", type=float, metavar="S", help="print it every S seconds")
-    add("--plain", action="store_true", help="text without escapes; once, unless --watch")
+    add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
+    add("--odd", action="store_true", help="show only hosts that stand out")
+    add("--once", action="store_true", help="print once, and exit")
+    add("--json", action="store_true", help="print JSON once (docs/cluster-top.md has the schema)")
+    add("--watch", type=float, metavar="S", help="print every S seconds")
+    add("--plain", action="store_true", help="print plain text; once, unless --watch")
     add("--record", type=Path, metavar="FILE", help="write everything that arrives to FILE (.gz compresses)")
-    add("--replay", metavar="FILE", help="play a recording; demo: a simulated incident of 64 GPUs")
-    add("--speed", type=float, default=1.0, metavar="X", help="of the replay [1]")
+    add("--replay", metavar="FILE", help="play back a recording; demo: a simulated incident of 64 GPUs")
+    add("--speed", type=float, default=1.0, metavar="X", help="playback speed of --replay [1]")
     return parser
 
 
