@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, ParamSpec
 
 from llama405b.contract import reader
-from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote import wire
 from llama405b_tools.remote.messages.chain import NextHop
 
@@ -41,7 +40,6 @@ class Receiver:
         self.file = ""
         self.bad: list[str] = []
         self.next: socket.socket | None = None
-        self.next_fault = ""
         self.verified = _read_record(root)
 
     def run(self, below: NextHop | None) -> None:
@@ -94,8 +92,8 @@ class Receiver:
                 self.next.settimeout(wire.STALL_S)
                 wire.send(self.next, f"{below.token}\n{reader.dumps(wire.Offer(tuple(files)))}\n".encode())
                 return list(reader.loads(wire.Present, wire.line(self.next), "what the next host has").sizes)
-            except (OSError, wire.BrokenLinkError, ValueError) as error:
-                self.next, self.next_fault = None, str(error)
+            except (OSError, wire.BrokenLinkError, ValueError):
+                self.next = None
         return [size for _, size in files]
 
     def _present(self, name: str, size: int) -> int:
@@ -153,8 +151,8 @@ class Receiver:
         if self.next:
             try:
                 self.next.sendall(chunk)
-            except OSError as error:
-                self.next, self.next_fault = None, reason_of(error)
+            except OSError:
+                self.next = None
 
 
 class _Target:
