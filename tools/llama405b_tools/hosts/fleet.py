@@ -147,6 +147,11 @@ class Fleet:
         return self.hosts[name].workdir or os.getcwd()  # noqa: PTH109
 
 
+def faults_of(outcomes: Mapping[str, T | HostError]) -> dict[str, str]:
+    """Which hosts failed, and why."""
+    return {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
+
+
 def _explain(result: Result, python: str, workdir: str) -> str:
     """Say in one clause why the agent did not run."""
     err = result.err.strip()

@@ -8,6 +8,8 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
+from llama405b.contract.phrases import given
+
 NCCL_DEBUG_LINES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "NET/Socket"
 
@@ -47,14 +49,14 @@ class Port:
     netdevs: tuple[str, ...]
 
 
-def read(rdma: Rdma) -> list[Port]:
+def ports_of(rdma: Rdma) -> list[Port]:
     """The ports, as far as they matter to NCCL."""
     return [_port(record) for record in rdma.ports]
 
 
 def _port(record: RdmaPort) -> Port:
     rate = re.match(r"([\d.]+)", record.rate)
-    v2 = [index for index, kind, gid, _ in record.gids if kind == "RoCE v2" and ":ffff:" in gid]
+    v2 = (index for index, kind, gid, _ in record.gids if kind == "RoCE v2" and ":ffff:" in gid)
     return Port(
         device=record.device,
         port=record.port,
@@ -62,12 +64,12 @@ def _port(record: RdmaPort) -> Port:
         gbit=float(rate[1]) if rate else 0.0,
         roce=record.link_layer == "Ethernet",
         efa=record.device.startswith(("efa", "rdmap")),
-        gid_index=v2[0] if v2 else None,
+        gid_index=next(v2, None),
         netdevs=record.netdevs,
     )
 
 
-def chosen(ports: Sequence[Port]) -> list[Port]:
+def training_ports(ports: Sequence[Port]) -> list[Port]:
     """The ports to train over: those that are up, of the fastest rate; InfiniBand before RoCE."""
     up = [port for port in ports if port.up and not port.efa]
     kind = [port for port in up if not port.roce] or up
@@ -80,19 +82,19 @@ def nccl_env(ports: Sequence[Port], interface: str) -> dict[str, tuple[str, str]
     env = {"NCCL_SOCKET_IFNAME": (interface, "on the route to the first host")}
     if any(port.efa for port in ports):
         env["FI_PROVIDER"] = ("efa", "the host has EFA devices; NCCL needs the aws-ofi-nccl plugin for them")
-    use = chosen(ports)
+    use = training_ports(ports)
     if use:
-        names = ",".join(f"{port.device}:{port.port}" for port in use)
-        kind = "RoCE" if use[0].roce else "InfiniBand"
-        left = sorted({port.device for port in ports if port.up and port not in use})
-        why = f"{len(use)} {kind} ports of {use[0].gbit:g} Gb/s are up" + (
-            f"; slower: {', '.join(left)}" if left else ""
-        )
-        env["NCCL_IB_HCA"] = (f"={names}", why)
-        indices = {port.gid_index for port in use}
-        if use[0].roce and len(indices) == 1 and None not in indices:
-            env["NCCL_IB_GID_INDEX"] = (str(indices.pop()), "RoCE v2 with an IPv4 address, the same on all ports")
+        env["NCCL_IB_HCA"] = ("=" + ",".join(f"{port.device}:{port.port}" for port in use), _why(use, ports))
+    indices = {port.gid_index for port in use if port.roce}
+    if len(indices) == 1 and None not in indices:
+        env["NCCL_IB_GID_INDEX"] = (str(indices.pop()), "RoCE v2 with an IPv4 address, the same on all ports")
     return env
+
+
+def _why(use: Sequence[Port], ports: Sequence[Port]) -> str:
+    kind = "RoCE" if use[0].roce else "InfiniBand"
+    slower = sorted({port.device for port in ports if port.up and port not in use})
+    return f"{len(use)} {kind} ports of {use[0].gbit:g} Gb/s are up{given('; slower: {}', ', '.join(slower))}"
 
 
 def has_rdma(ports: Sequence[Port]) -> bool:
