@@ -13,11 +13,12 @@ from pathlib import Path
 
 import llama405b
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given, last_of
 from llama405b_tools.deliver import plan, push, sourcetree
-from llama405b_tools.deliver.chain import Source
+from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.plan import FACTS, Wishes
 from llama405b_tools.hosts.files import Use
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.fleet import Fleet, faults_of
 from llama405b_tools.hosts.transport import Connection, HostError
 from llama405b_tools.text.shell import shell_path
 
@@ -86,29 +87,32 @@ class Work:
             HostError: It has no plain shell, or the directory cannot be written.
         """
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
+        self.facts[name] = self._look(name, connection)
         workdir = host.workdir or (str(self.root) if self.fleet.is_local(name) else "~/llama405b")
-        asked = f"set -- {shlex.quote(self.wishes.python)}\n" if self.wishes.python else ""
-        before = f"{self.wishes.module} && " if self.wishes.module else ""
-        said = connection.run(f"{before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
-        facts = self.facts[name] = plan.parse_facts(said.out)
-        if "arch" not in facts:
-            raise HostError(
-                f"its shell does not run a plain script ({_last(said.err) or said.code}); try `ssh {name} sh`"
-            )
-        if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
-            raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
         sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
         self.say(name, f"code in {workdir}: {sent} files sent, {gone} deleted")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
         return True
 
+    def _look(self, name: str, connection: Connection) -> dict[str, str]:
+        asked = given("set -- {}\n", self.wishes.python and shlex.quote(self.wishes.python))
+        said = connection.run(f"{self.wishes.before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
+        facts = plan.parse_facts(said.out)
+        if "arch" not in facts:
+            raise HostError(
+                f"its shell does not run a plain script ({_last(said.err) or said.code}); try `ssh {name} sh`"
+            )
+        if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
+            raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
+        return facts
+
     def bring_wheels(self, wheels: Path, names: Sequence[str]) -> None:
         """Push the wheels down a chain of these hosts."""
         self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
         targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
         if targets:
-            push.push_files(self.fleet, Source("", str(wheels)), targets)
+            push.push_files(self.fleet, Origin("", str(wheels)), targets)
 
     def install(self, name: str) -> Installed:
         """Make the environment, or see that it is made.
@@ -128,36 +132,34 @@ class Work:
             steps = plan.plan(facts, wishes, self.here)
         except UserError as error:
             raise HostError(str(error)) from None
+        did, version = "set up", ""
         if fresh:
-            steps = [step for step in steps if step.always]
-        version = ""
+            did, steps = "was set up already", [step for step in steps if step.always]
         for step in steps:
             self.say(name, step.name)
             version = _run(connection, directory, step, locked="has_flock" in facts)
         python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
-        said = f"{'was set up already' if fresh else 'set up'}: torch {version or 'as in the image'}, {python}"
+        said = f"{did}: torch {version or 'as in the image'}, {python}"
         return Installed(Use(python, workdir, self.wishes.module), said)
 
-    def build(self, requirement: str, names: Sequence[str]) -> dict[str, HostError]:
+    def build(self, requirement: str, names: Sequence[str]) -> dict[str, str]:
         """Compile a package on the first of these hosts, push its wheel down a chain, and install it everywhere."""
         if not names:
             return {}
         first, *others = names
-        folder, make, install = plan.build(requirement)
+        folder, make, install = plan.build_package(requirement)
 
         def on(name: str, step: plan.Step) -> bool:
             self.say(name, step.name)
             _run(self.fleet.connection(name), shell_path(self.fleet.workdir(name)), step, locked=False)
             return True
 
-        outcomes = self.fleet.each(lambda name: on(name, make), [first])
-        if isinstance(fault := outcomes[first], HostError):
-            return {first: fault} | dict.fromkeys(others, HostError(f"{requirement} could not be built on {first}"))
+        if fault := faults_of(self.fleet.each(lambda name: on(name, make), [first])):
+            return fault | dict.fromkeys(others, f"{requirement} could not be built on {first}")
         if others:
             targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
-            push.push_files(self.fleet, Source(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
-        outcomes = self.fleet.each(lambda name: on(name, install), names)
-        return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
+            push.push_files(self.fleet, Origin(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
+        return faults_of(self.fleet.each(lambda name: on(name, install), names))
 
 
 def _run(connection: Connection, directory: str, step: plan.Step, *, locked: bool) -> str:
@@ -165,9 +167,9 @@ def _run(connection: Connection, directory: str, step: plan.Step, *, locked: boo
     done = connection.run(f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}", "", STEP_TIMEOUT_S)
     if done.code:
         raise HostError(f"{step.name} failed ({_last(done.err or done.out)}); {step.remedy}")
-    return done.out.strip().splitlines()[-1] if done.out.strip() else ""
+    return last_of(done.out.strip().splitlines())
 
 
 def _last(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if not line.startswith(("WARNING: Location", "[notice]"))]
-    return lines[-1][:300] if lines else ""
+    return last_of(lines)[:300]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import last_of
 from llama405b_tools.hosts.transport import Connection, HostError, Result
 from llama405b_tools.text.shell import shell_path
 
@@ -106,5 +107,4 @@ def _checked(result: Result) -> None:
 
 
 def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no reason given"
+    return last_of(text.strip().splitlines(), "no reason given")

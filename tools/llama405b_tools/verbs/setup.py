@@ -5,7 +5,7 @@ at once, and one that fails does not keep the others back.
 """
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
@@ -14,8 +14,7 @@ from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.plan import Wishes
 from llama405b_tools.deliver.setup import Installed, Work, make_wheelhouse, project_root
 from llama405b_tools.hosts.files import read_hosts, write_uses
-from llama405b_tools.hosts.fleet import Fleet, T
-from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.hosts.fleet import Fleet, faults_of
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.text.tables import table
 
@@ -49,11 +48,11 @@ def main(argv: Sequence[str]) -> int:
     wheels = make_wheelhouse(root) if args.offline else None
     with Fleet(hosts) as fleet:
         work = Work(fleet, root, lines, wishes, here)
-        faults = _errors(fleet.each(work.bring_code))
+        faults = faults_of(fleet.each(work.bring_code))
         if wheels:
             work.bring_wheels(wheels, [name for name in fleet.hosts if name not in faults])
         outcomes = fleet.each(work.install, [name for name in fleet.hosts if name not in faults])
-        faults |= _errors(outcomes)
+        faults |= faults_of(outcomes)
         if args.build:
             faults |= work.build(args.build, [name for name in fleet.hosts if name not in faults])
     made = {name: found for name, found in outcomes.items() if isinstance(found, Installed) and name not in faults}
@@ -63,7 +62,3 @@ def main(argv: Sequence[str]) -> int:
     if not faults:
         print(f"next: `{front_door()} doctor{hosts_argument(args.hosts)}`, then launch")
     return FAILED if faults else GOOD
-
-
-def _errors(outcomes: Mapping[str, T | HostError]) -> dict[str, HostError]:
-    return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
