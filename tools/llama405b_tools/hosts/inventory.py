@@ -6,7 +6,7 @@ One host a line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [pytho
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
 
@@ -15,6 +15,14 @@ TARGET = re.compile(
 )
 RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 KEYS = ("slots", "address", "workdir", "python", "cache", "scratch")
+FULL_PATH = (re.compile(r"~?/.*"), "is relative; write a full path")
+ADDRESS = (
+    re.compile("[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+"),
+    "is not a valid address; write an IP address or a host name",
+)
+# what a value has to be, and what is said of any other
+FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
+MAX_SLOTS = 1024
 MAX_HOSTS = 4096
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
@@ -46,7 +54,7 @@ class Host:
         return LOOPBACK.fullmatch(self.address or self.name) is not None
 
 
-def parse(text: str, source: str) -> tuple[Host, ...]:
+def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
     """Parse a hosts file.
 
     Raises:
@@ -81,31 +89,9 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
     if match["port"] and not 0 < port < 65536:
         raise UserError(f"{where}: port {port} is out of range; take 1 to 65535")
     options = _parse_options(words[1:], where)
-    slots = options.get("slots", "0")
-    if not re.fullmatch("[0-9]{1,4}", slots) or ("slots" in options and not 0 < int(slots) <= 1024):
-        raise UserError(f"{where}: slots={slots} is not a valid number of ranks; write slots=8")
-    if "address" in options and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", options["address"]):
-        raise UserError(
-            f"{where}: address={options['address']} is not a valid address; write an IP address or a host name"
-        )
-    for key in ("workdir", "cache", "scratch"):
-        if key in options and not options[key].startswith(("/", "~/")):
-            raise UserError(f"{where}: {key}={options[key]} is relative; write a full path")
-    return [
-        Host(
-            name,
-            where,
-            match["user"] or "",
-            port,
-            int(slots),
-            options.get("address", ""),
-            options.get("workdir", ""),
-            options.get("python", ""),
-            options.get("cache", ""),
-            options.get("scratch", ""),
-        )
-        for name in _expand(match["name"], where)
-    ]
+    slots = int(options.pop("slots", 0))
+    names = _expand(match["name"], where)
+    return [Host(name, where, match["user"] or "", port, slots, **options) for name in names]
 
 
 def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:
@@ -117,7 +103,17 @@ def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:
         if key in options:
             raise UserError(f"{where}: {key}= is given twice; delete one")
         options[key] = value
+    _check_options(options, where)
     return options
+
+
+def _check_options(options: Mapping[str, str], where: str) -> None:
+    slots = options.get("slots", "1")
+    if not re.fullmatch("[0-9]{1,4}", slots) or not 0 < int(slots) <= MAX_SLOTS:
+        raise UserError(f"{where}: slots={slots} is not a valid number of ranks; write slots=8")
+    for key, (form, fault) in FORMS.items():
+        if key in options and not form.fullmatch(options[key]):
+            raise UserError(f"{where}: {key}={options[key]} {fault}")
 
 
 def _expand(name: str, where: str) -> list[str]:
