@@ -216,12 +216,12 @@ def test_the_same_fault_of_many_hosts_is_said_once():
 
 
 def test_what_nccl_is_told():
-    ports = fabric.ports_of(rdma("infiniband.json"))
+    ports = rdma("infiniband.json").ports
     env = fabric.nccl_env(ports, "eth0")
     assert env["NCCL_IB_HCA"] == ("=mlx5_0:1,mlx5_1:1", "2 InfiniBand ports of 400 Gb/s are up; slower: mlx5_3")
     assert env["NCCL_SOCKET_IFNAME"][0] == "eth0"
     assert "NCCL_IB_GID_INDEX" not in env
-    roce = fabric.nccl_env(fabric.ports_of(rdma("roce.json")), "eth0")
+    roce = fabric.nccl_env(rdma("roce.json").ports, "eth0")
     assert roce["NCCL_IB_HCA"][0] == "=mlx5_0:1,mlx5_1:1"
     assert roce["NCCL_IB_GID_INDEX"][0] == "3"
     assert set(fabric.nccl_env([], "eth0")) == {"NCCL_SOCKET_IFNAME"}

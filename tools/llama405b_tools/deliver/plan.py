@@ -95,12 +95,13 @@ def build_package(requirement: str) -> tuple[str, Step, Step]:
     folder = f".built-{hashlib.sha256(requirement.encode()).hexdigest()[:12]}"
     wheel = f"{PYTHON} -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
     fresh = f"rm -rf {folder}.new && {wheel}{shlex.quote(requirement)} && mv {folder}.new {folder}"
-    make = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
-    install = f"{INSTALL} --no-deps --no-index {folder}/*.whl"
+    line = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
+    make = Step(f"building {requirement}", line, "look at what it said: a compiler and CUDA's nvcc are needed there")
+    line = f"{INSTALL} --no-deps --no-index {folder}/*.whl"
     return (
         folder,
-        Step(f"building {requirement}", make, "look at what it said: a compiler and CUDA's nvcc are needed there"),
-        Step(f"installing {requirement}", install, "its wheel is for the Python and torch of the first host"),
+        make,
+        Step(f"installing {requirement}", line, "its wheel is for the Python and torch of the first host"),
     )
 
 
@@ -151,10 +152,8 @@ def _wheels(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> str:
     """The wheelhouse, as pip is told of it."""
     found = f"{facts.get('python', 'none')} {facts['arch']}"
     if wheel_python != found and not wishes.conda:
-        raise UserError(
-            f"--offline: the wheels are for Python {wheel_python}, but it has {found}; leave --offline out, or "
-            "name an equal Python with --python"
-        )
+        differ = f"the wheels are for Python {wheel_python}, but it has {found}"
+        raise UserError(f"--offline: {differ}; leave --offline out, or name an equal Python with --python")
     return f"--no-index --find-links {shlex.quote(wishes.offline)} "
 
 
@@ -170,9 +169,8 @@ def _index(facts: Mapping[str, str], wishes: Wishes) -> str:
     for least, build in CUDA_BUILDS:
         if int(driver[1]) >= least:
             return f"--extra-index-url {TORCH_INDEX}/{build} "
-    raise UserError(
-        f"driver {facts['driver']} is too old for any build of torch; install {CUDA_BUILDS[-1][0]} or newer"
-    )
+    least, _ = CUDA_BUILDS[-1]
+    raise UserError(f"driver {facts['driver']} is too old for any build of torch; install {least} or newer")
 
 
 def _container(facts: Mapping[str, str], wishes: Wishes) -> Step:

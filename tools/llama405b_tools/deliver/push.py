@@ -112,11 +112,7 @@ def _pass_down(
 
 
 def _files_of(origin: Origin) -> FileList:
-    """The files here; a host lists its own.
-
-    Raises:
-        UserError: There is none.
-    """
+    """The files here; a host lists its own."""
     if origin.host:
         return []
     files = wire.list_files(Path(origin.path))

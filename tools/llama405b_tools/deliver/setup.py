@@ -19,7 +19,7 @@ from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.plan import FACTS, Wishes
 from llama405b_tools.hosts.files import Use
 from llama405b_tools.hosts.fleet import Fleet, faults_of
-from llama405b_tools.hosts.transport import Connection, HostError
+from llama405b_tools.hosts.transport import Connection, HostError, Local
 from llama405b_tools.text.shell import shell_path
 
 STEP_TIMEOUT_S, FACTS_TIMEOUT_S = 1800.0, 30.0
@@ -51,9 +51,8 @@ def make_wheelhouse(root: Path) -> Path:
     print(f"fetching wheels into {folder}", flush=True)
     done = subprocess.run([*command, *what], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(
-            f"--offline: pip could not fetch the wheels ({_last(done.stderr)}); see that it works here first"
-        )
+        why = _last(done.stderr)
+        raise UserError(f"--offline: pip could not fetch the wheels ({why}); see that it works here first")
     for own in folder.glob("llama405b-*"):  # the project itself goes as code
         own.unlink()
     return folder
@@ -88,7 +87,7 @@ class Work:
         """
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._look(name, connection)
-        workdir = host.workdir or (str(self.root) if self.fleet.is_local(name) else "~/llama405b")
+        workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else "~/llama405b")
         sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
         self.say(name, f"code in {workdir}: {sent} files sent, {gone} deleted")
         python = self.wishes.python or "python3"
@@ -100,9 +99,8 @@ class Work:
         said = connection.run(f"{self.wishes.before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
         facts = plan.parse_facts(said.out)
         if "arch" not in facts:
-            raise HostError(
-                f"its shell does not run a plain script ({_last(said.err) or said.code}); try `ssh {name} sh`"
-            )
+            why = _last(said.err) or said.code
+            raise HostError(f"its shell does not run a plain script ({why}); try `ssh {name} sh`")
         if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
             raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
         return facts
@@ -122,9 +120,8 @@ class Work:
         """
         connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
         directory = shell_path(workdir)
-        material = [
-            line for line in self.lines.splitlines() if line.endswith(("./pyproject.toml", "./constraints.txt"))
-        ]
+        made_from = ("./pyproject.toml", "./constraints.txt")
+        material = [line for line in self.lines.splitlines() if line.endswith(made_from)]
         text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
         wishes = dataclasses.replace(self.wishes, stamp=hashlib.sha256(text.encode()).hexdigest())
         fresh = connection.run(f"cd {directory} && {plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0

@@ -26,9 +26,8 @@ TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # slower than the median b
 
 def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     """Run the checkup on all hosts, and judge it."""
-    request = asked.parse(
-        ["--run", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}", "--", "-m", "llama405b.commands.checkup"], time.time()
-    )
+    run = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}"
+    request = asked.parse(["--run", run, "--", "-m", "llama405b.commands.checkup"], time.time())
     everyone = tuple(host.name for host in hosts)
     with contextlib.redirect_stdout(sys.stderr):  # the report alone goes to standard output
         try:

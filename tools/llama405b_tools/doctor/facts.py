@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from llama405b_tools.machine.addresses import Address
-from llama405b_tools.machine.fabric import Port, Rdma, ports_of
+from llama405b_tools.machine.fabric import Rdma, RdmaPort
 from llama405b_tools.machine.gpus import Gpu, SmiAnswer, read_smi
 
 
@@ -137,9 +137,9 @@ class HostFacts:
         return read_smi(smi.smi, smi.fields)[0]
 
     @property
-    def rdma_ports(self) -> Sequence[Port]:
+    def rdma_ports(self) -> Sequence[RdmaPort]:
         """The ports of its RDMA devices, as far as they are known."""
-        return ports_of(self.rdma or Rdma())
+        return (self.rdma or Rdma()).ports
 
     @property
     def addresses(self) -> Sequence[Address]:

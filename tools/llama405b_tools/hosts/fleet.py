@@ -126,10 +126,6 @@ class Fleet:
         """The shell line for an action on a host."""
         return agent_command(self.python(name), self.workdir(name), action, self.hosts[name].prefix)
 
-    def is_local(self, name: str) -> bool:
-        """Whether a host is this machine."""
-        return isinstance(self.connection(name), Local)
-
     def python(self, name: str) -> str:
         """The interpreter on a host."""
         return self.hosts[name].python or sys.executable

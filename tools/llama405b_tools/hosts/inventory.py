@@ -16,10 +16,8 @@ TARGET = re.compile(
 RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 KEYS = ("slots", "address", "workdir", "python", "cache", "scratch")
 FULL_PATH = (re.compile(r"~?/.*"), "is relative; write a full path")
-ADDRESS = (
-    re.compile("[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+"),
-    "is not a valid address; write an IP address or a host name",
-)
+ADDRESS_WORDS = "is not a valid address; write an IP address or a host name"
+ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS)
 # what a value has to be, and what is said of any other
 FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
 MAX_SLOTS = 1024
@@ -82,9 +80,8 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
 def _parse_line(words: Sequence[str], where: str) -> list[Host]:
     match = TARGET.fullmatch(words[0])
     if not match:
-        raise UserError(
-            f"{where}: {words[0]!r} is not a valid host; write [user@]host[:port], with letters, digits, '.' and '-'"
-        )
+        form = "[user@]host[:port], with letters, digits, '.' and '-'"
+        raise UserError(f"{where}: {words[0]!r} is not a valid host; write {form}")
     port = int(match["port"] or 0)
     if match["port"] and not 0 < port < 65536:
         raise UserError(f"{where}: port {port} is out of range; take 1 to 65535")
@@ -132,7 +129,6 @@ def _check_loopback(hosts: Sequence[Host]) -> None:
     """One loopback host among others that are not would be looked for by each of them on itself."""
     local = [host for host in hosts if host.loopback]
     if local and len(local) < len(hosts):
-        raise UserError(
-            f"{local[0].where}: {local[0].name!r} is at {local[0].address or local[0].name}, where the other hosts "
-            "cannot reach it; give it address= on the training network"
-        )
+        first = local[0]
+        what = f"{first.name!r} is at {first.address or first.name}, where the other hosts cannot reach it"
+        raise UserError(f"{first.where}: {what}; give it address= on the training network")

@@ -136,11 +136,7 @@ class Ssh:
 
 
 def _hops(text: str) -> Iterator[tuple[str, str, int]]:
-    """Host, user and port (0: not said) of each host of a ProxyJump, in order.
-
-    Raises:
-        HostError: One of them is not understood.
-    """
+    """Host, user and port (0: not said) of each host of a ProxyJump, in order."""
     for hop in text.split(",") if text.lower() != "none" else ():
         parsed = HOP.fullmatch(hop.strip())
         if parsed is None:

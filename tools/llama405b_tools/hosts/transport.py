@@ -139,25 +139,22 @@ class Local:
 
 class _LocalStream:
     def __init__(self, child: "subprocess.Popen[str]", stdin: str) -> None:
-        self.child = child
         assert child.stdin
+        assert child.stdout
+        self.child, self.stdin, self.stdout = child, child.stdin, child.stdout
         try:
-            child.stdin.write(stdin)
-            child.stdin.flush()
+            self._write(stdin)
         except OSError:
             child.wait()
             raise HostError("the command ended before it heard what to do") from None
 
     def __iter__(self) -> Iterator[str]:
-        assert self.child.stdout
-        yield from self.child.stdout
+        yield from self.stdout
         self.child.wait()
 
     def send(self, text: str) -> None:
-        assert self.child.stdin
         try:
-            self.child.stdin.write(text)
-            self.child.stdin.flush()
+            self._write(text)
         except (OSError, ValueError):
             raise HostError("the command ended before it was answered") from None
 
@@ -165,9 +162,12 @@ class _LocalStream:
         self.close()
 
     def close(self) -> None:
-        assert self.child.stdin
         with contextlib.suppress(OSError):
-            self.child.stdin.close()
+            self.stdin.close()
+
+    def _write(self, text: str) -> None:
+        self.stdin.write(text)
+        self.stdin.flush()
 
 
 def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str]":
@@ -177,7 +177,6 @@ def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        text=True,
         encoding="utf-8",
         errors="replace",
         env=env,

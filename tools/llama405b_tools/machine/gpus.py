@@ -37,21 +37,16 @@ XIDS = {  # from NVIDIA's list of Xid errors: what is wrong, for those that end 
 }
 FATAL_XIDS = (48, 64, 74, 79, 95, 119, 120)
 
-BF16_TFLOPS = (  # dense, from NVIDIA's data sheets; the first name that is part of the GPU's counts
-    ("GB200", 2500),
-    ("B200", 2250),
-    ("H200 NVL", 835),
-    ("H100 NVL", 835),
-    ("H100 PCIe", 756),
-    ("GH200", 989),
-    ("H200", 989),
-    ("H100", 989),
-    ("H800", 989),
-    ("H20", 148),
-    ("A100", 312),
-    ("A800", 312),
-    ("L40S", 362),
-)
+BF16_TFLOPS = {  # dense, from NVIDIA's data sheets; the first name that is part of the GPU's counts
+    2500: ("GB200",),
+    2250: ("B200",),
+    835: ("H200 NVL", "H100 NVL"),
+    756: ("H100 PCIe",),
+    989: ("GH200", "H200", "H100", "H800"),
+    148: ("H20",),
+    312: ("A100", "A800"),
+    362: ("L40S",),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,27 +161,19 @@ def _slowed(values: Mapping[str, str]) -> tuple[str, ...]:
 
 def bf16_flops(name: str) -> float | None:
     """Most dense BF16 operations a second of a GPU; None where its data sheet is not among ours."""
-    return next((1e12 * tera for known, tera in BF16_TFLOPS if known in name), None)
+    return next((1e12 * tera for tera, names in BF16_TFLOPS.items() if any(known in name for known in names)), None)
 
 
 def xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:
     """Xid errors of the kernel's log: PCI address, number, meaning."""
-    found = []
-    for line in lines:
-        if match := XID.search(line):
-            number = int(match[2])
-            found.append((match[1], number, XIDS.get(number, "see NVIDIA's list of Xid errors")))
-    return found
+    matches = [match for line in lines if (match := XID.search(line))]
+    return [(match[1], int(match[2]), XIDS.get(int(match[2]), "see NVIDIA's list of Xid errors")) for match in matches]
 
 
 def foreign(apps: str | None) -> list[tuple[int, str]]:
     """Processes that hold GPU memory: pid and name."""
-    found = []
-    for line in (apps or "").splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) >= 3 and re.fullmatch(r"\d{1,9}", parts[0], re.ASCII):
-            found.append((int(parts[0]), parts[-1]))
-    return found
+    rows = [[part.strip() for part in line.split(",")] for line in (apps or "").splitlines()]
+    return [(int(row[0]), row[-1]) for row in rows if len(row) >= 3 and re.fullmatch(r"\d{1,9}", row[0], re.ASCII)]
 
 
 def nvlinks_down(text: str | None) -> list[str]:

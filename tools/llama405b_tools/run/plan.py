@@ -106,7 +106,7 @@ def nccl_settings(part: HostPart) -> dict[str, str]:
 
 def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
     """The same, each with its reason."""
-    ports = fabric.ports_of(part.rdma)
+    ports = part.rdma.ports
     if not part.gpus or not fabric.has_rdma(ports):
         return {}
     return fabric.nccl_env(ports, part.interface)
