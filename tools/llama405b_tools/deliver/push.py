@@ -20,7 +20,7 @@ from llama405b_tools.text.tables import table
 PASSES = 4  # chains tried, each without the hosts that broke the one before
 
 
-def origin_of(text: str, hosts: Sequence[Host]) -> Origin:
+def parse_origin(text: str, hosts: Sequence[Host]) -> Origin:
     """What PATH or HOST:PATH means.
 
     Raises:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
@@ -25,13 +24,13 @@ HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 class Show:
     """Filters, folds, formats and prints entries."""
 
-    def __init__(self, args: argparse.Namespace, out: TextIO | None = None) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         """Check the options.
 
         Raises:
             UserError: One will not do.
         """
-        self.args, self.out = args, out or sys.stdout
+        self.args, self.out = args, sys.stdout
         self.include, self.exclude = _regexes(args.include, "--include"), _regexes(args.exclude, "--exclude")
         self.highlight = _regexes(args.highlight, "--highlight")
         self.ranks = _ranks(args.rank)

@@ -11,7 +11,7 @@ from pathlib import Path
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import sourcetree
-from llama405b_tools.deliver.push import check_there, origin_of, push_code, push_files, same_place
+from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, same_place
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", default="", metavar="DIR", help="where to put it [the same path; code: workdir=]")
     args = parser.parse_args(argv)
     hosts = read_hosts(args.hosts)
-    origin = origin_of(args.path, hosts)
+    origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
         raise UserError(f"--to: {args.to!r} is relative; write a full path")
     with Fleet(hosts) as fleet:
