@@ -93,11 +93,11 @@ def test_what_cannot_be_had(facts, wishes, words):
 
 
 def test_a_package_is_compiled_once_and_its_wheel_installed():
-    folder, make, install = plan.build("flash-attn>=2.7")
+    folder, make, install = plan.build_package("flash-attn>=2.7")
     assert make.line.startswith(f"ls {folder}/*.whl")  # a wheel that is there is not built again
     assert (
         f"pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new 'flash-attn>=2.7'"
         in make.line
     )
     assert install.line.endswith(f"--no-deps --no-index {folder}/*.whl")
-    assert plan.build("other")[0] != folder
+    assert plan.build_package("other")[0] != folder

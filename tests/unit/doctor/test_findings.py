@@ -164,7 +164,7 @@ def test_a_gpu_that_is_ill_in_many_ways():
 
 
 def test_unknown_is_unknown():
-    [gpu] = gpus.read(smi("unknown.csv")["smi"], FIELDS)[0]
+    [gpu] = gpus.read_smi(smi("unknown.csv")["smi"], FIELDS)[0]
     assert (gpu.used_mib, gpu.ecc_errors, gpu.power_limit_w, gpu.pages_pending) == (None, None, None, None)
     assert gpu.memory_mib == 24564
     assert not gpu.fault
@@ -216,12 +216,12 @@ def test_the_same_fault_of_many_hosts_is_said_once():
 
 
 def test_what_nccl_is_told():
-    ports = fabric.read(rdma("infiniband.json"))
+    ports = rdma("infiniband.json").ports
     env = fabric.nccl_env(ports, "eth0")
     assert env["NCCL_IB_HCA"] == ("=mlx5_0:1,mlx5_1:1", "2 InfiniBand ports of 400 Gb/s are up; slower: mlx5_3")
     assert env["NCCL_SOCKET_IFNAME"][0] == "eth0"
     assert "NCCL_IB_GID_INDEX" not in env
-    roce = fabric.nccl_env(fabric.read(rdma("roce.json")), "eth0")
+    roce = fabric.nccl_env(rdma("roce.json").ports, "eth0")
     assert roce["NCCL_IB_HCA"][0] == "=mlx5_0:1,mlx5_1:1"
     assert roce["NCCL_IB_GID_INDEX"][0] == "3"
     assert set(fabric.nccl_env([], "eth0")) == {"NCCL_SOCKET_IFNAME"}
@@ -270,4 +270,4 @@ def test_a_private_address_is_taken_before_a_public_one_without_a_word():
     facts = {"a": good(), "b": good()}
     both = {"a": ["8.8.4.4", "10.0.0.5"], "b": ["10.0.0.6"]}
     assert diagnose(facts, links=peers(*facts, candidates=both)) == []
-    assert findings.training_address("a", peers(*facts, candidates=both)) == "10.0.0.5"
+    assert peers(*facts, candidates=both).training_address("a") == "10.0.0.5"

@@ -1,11 +1,11 @@
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.hosts.inventory import parse
+from llama405b_tools.hosts.inventory import parse_hosts
 
 
 def test_everything_a_line_can_say():
-    hosts = parse(
+    hosts = parse_hosts(
         "# head first\r\nubuntu@gpu-01:2222 slots=8 address=10.0.0.1 workdir=/w python=/p cache=/nvme/hf scratch=~/s"
         "  # here\r\n\r\nnode[08-10].x slots=4\n",
         "hosts",
@@ -54,6 +54,6 @@ def test_everything_a_line_can_say():
 )
 def test_a_bad_line_is_named(text, words):
     with pytest.raises(UserError) as caught:
-        parse(text, "hosts")
+        parse_hosts(text, "hosts")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -7,16 +7,16 @@ import shlex
 from collections.abc import Mapping
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given
 
 UV_PYTHON = "3.12"
 LEAST_PYTHON = (3, 11)
 TORCH_INDEX = "https://download.pytorch.org/whl"
-CUDA_BUILDS = (
-    (580, "cu130"),
-    (570, "cu128"),
-    (560, "cu126"),
-)  # least driver branch -> torch's build (CUDA release notes)
+# least driver branch -> torch's build (CUDA release notes)
+CUDA_BUILDS = ((580, "cu130"), (570, "cu128"), (560, "cu126"))
 STAMP = ".venv/.set-up"
+PYTHON = '"$(cat .llama405b-python)"'
+INSTALL = f"{PYTHON} -m pip install -q --disable-pip-version-check"
 FACTS = r"""
 say() { printf '%s=%s\n' "$1" "$2"; }
 say arch "$(uname -m)"; say uid "$(id -u)"; say system "$(. /etc/os-release 2>/dev/null; echo "$ID $VERSION_ID")"
@@ -41,6 +41,11 @@ class Wishes:
     torch_index: str = "auto"
     stamp: str = ""  # changes with whatever the environment is made from
 
+    @property
+    def before(self) -> str:
+        """How a shell line begins."""
+        return given("{} && ", self.module)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
@@ -63,58 +68,40 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
     Raises:
         UserError: What is asked for cannot be had on this host; says why, without the host's name.
     """
-    steps = _programs(facts)
-    before = f"{wishes.module} && " if wishes.module else ""
+    programs = _programs(facts)
     if wishes.container:
-        return [*steps, _container(facts, wishes)]
-    make, install = _environment(facts, wishes)
+        return [*programs, _container(facts, wishes)]
+    environment = _environment(facts, wishes)
     where = _index(facts, wishes)
-    python = '"$(cat .llama405b-python)"'
     if wishes.offline:
-        found = f"{facts.get('python', 'none')} {facts['arch']}"
-        if wheel_python != found and not wishes.conda:
-            raise UserError(
-                f"--offline: the wheels are for Python {wheel_python}, but it has {found}; leave --offline out, or "
-                "name an equal Python with --python"
-            )
-        where = f"--no-index --find-links {shlex.quote(wishes.offline)} "
+        where = _wheels(facts, wishes, wheel_python)
     done = f"mkdir -p .venv && printf %s {shlex.quote(wishes.stamp)} >{STAMP}.new && mv {STAMP}.new {STAMP}"
-    if wishes.conda:
-        steps.append(
-            Step("finding the conda environment", f"{before}{make}", "name an environment of `conda env list`")
-        )
-    else:
-        steps.append(
-            Step("making .venv", f"{before}{{ {make}; }}", "look at what it said; with --python you choose another")
-        )
-    steps.append(
-        Step(
-            "installing packages",
-            f"{before}{install.format(python=python)}{where}-c constraints.txt -e '.[train]' && {done}",
-            "look at what it said; with --offline no network is needed",
-        )
-    )
+    install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {done}"
     tried = 'import llama405b_tools.remote.agent, importlib.metadata as m; print(m.version("torch"))'
-    check = f"{before}PYTHONPATH=tools {python} -c {shlex.quote(tried)}"
-    steps.append(Step("checking", check, "delete .venv there, and run setup again", always=True))
-    return steps
+    check = f"{wishes.before}PYTHONPATH=tools {PYTHON} -c {shlex.quote(tried)}"
+    return [
+        *programs,
+        environment,
+        Step("installing packages", install, "look at what it said; with --offline no network is needed"),
+        Step("checking", check, "delete .venv there, and run setup again", always=True),
+    ]
 
 
-def build(requirement: str) -> tuple[str, Step, Step]:
+def build_package(requirement: str) -> tuple[str, Step, Step]:
     """A package that has to be compiled: the wheel's directory, the step that makes it once, and the one that installs it.
 
     It is compiled against the torch of the environment, so without pip's isolation.
     """
     folder = f".built-{hashlib.sha256(requirement.encode()).hexdigest()[:12]}"
-    pip = '"$(cat .llama405b-python)" -m pip'
-    wheel = f"{pip} wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
+    wheel = f"{PYTHON} -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
     fresh = f"rm -rf {folder}.new && {wheel}{shlex.quote(requirement)} && mv {folder}.new {folder}"
-    make = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
-    install = f"{pip} install -q --disable-pip-version-check --no-deps --no-index {folder}/*.whl"
+    line = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
+    make = Step(f"building {requirement}", line, "look at what it said: a compiler and CUDA's nvcc are needed there")
+    line = f"{INSTALL} --no-deps --no-index {folder}/*.whl"
     return (
         folder,
-        Step(f"building {requirement}", make, "look at what it said: a compiler and CUDA's nvcc are needed there"),
-        Step(f"installing {requirement}", install, "its wheel is for the Python and torch of the first host"),
+        make,
+        Step(f"installing {requirement}", line, "its wheel is for the Python and torch of the first host"),
     )
 
 
@@ -128,39 +115,46 @@ def _programs(facts: Mapping[str, str]) -> list[Step]:
     if not missing:
         return []
     names = " ".join(missing)
-    as_root = "sudo -n " if "sudo" in facts else None
-    if facts.get("uid") == "0":
-        as_root = ""
-    if as_root is None or not {"has_apt-get", "has_dnf"} & set(facts):
+    is_root = facts.get("uid") == "0"
+    if not (is_root or "sudo" in facts) or not {"has_apt-get", "has_dnf"} & set(facts):
         raise UserError(f"{names} missing, and this user may not install; type there: sudo apt-get install -y {names}")
+    as_root = "" if is_root else "sudo -n "
+    line = f"{as_root}dnf install -y -q {names.replace('iproute2', 'iproute')}"
     if "has_apt-get" in facts:
-        line = (
-            f"{as_root}apt-get update -qq && {as_root}env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq {names}"
-        )
-    else:
-        line = f"{as_root}dnf install -y -q {names.replace('iproute2', 'iproute')}"
+        install = f"{as_root}env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq {names}"
+        line = f"{as_root}apt-get update -qq && {install}"
     return [Step(f"installing {names}", line, f"install {names} there by hand", always=True)]
 
 
-def _environment(facts: Mapping[str, str], wishes: Wishes) -> tuple[str, str]:
-    """How the environment is made, and how pip is called in it (with ``{python}``)."""
-    pip = "{python} -m pip install -q --disable-pip-version-check "
+def _environment(facts: Mapping[str, str], wishes: Wishes) -> Step:
+    """How the environment is made."""
     if wishes.conda:
-        name = shlex.quote(wishes.conda)
-        return f"conda run -n {name} sh -c 'command -v python' >.llama405b-python", pip
+        find = f"conda run -n {shlex.quote(wishes.conda)} sh -c 'command -v python' >.llama405b-python"
+        remedy = "name an environment of `conda env list`"
+        return Step("finding the conda environment", f"{wishes.before}{find}", remedy)
     found = re.fullmatch(r"(\d+)\.(\d+)", facts.get("python", ""))
-    new_enough = bool(found) and (int(found[1]), int(found[2])) >= LEAST_PYTHON  # type: ignore[index]
-    source = shlex.quote(wishes.python or "python3")
-    note = 'echo "$PWD/.venv/bin/python" >.llama405b-python'
+    new_enough = found is not None and (int(found[1]), int(found[2])) >= LEAST_PYTHON
     if wishes.python and not new_enough:
         raise UserError(f"--python: {wishes.python} is {facts.get('python') or 'not there'}; at least 3.11 is needed")
+    source = shlex.quote(wishes.python or "python3")
     if new_enough and "venv" in facts:
-        return f"{{ [ -x .venv/bin/pip ] || {source} -m venv --clear .venv; }} && {note}", pip
-    version = source if new_enough else UV_PYTHON
-    fetch = 'curl -LsSf https://astral.sh/uv/install.sh | env UV_UNMANAGED_INSTALL="$PWD/.uv" sh'
-    get = f"{{ command -v uv >/dev/null || [ -x .uv/uv ] || {fetch}; }}"
-    make = f"{get} && PATH=$PWD/.uv:$PATH uv venv -q --allow-existing --seed --python {version} .venv && {note}"
-    return make, pip
+        make = f"{{ [ -x .venv/bin/pip ] || {source} -m venv --clear .venv; }}"
+    else:
+        version = source if new_enough else UV_PYTHON
+        fetch = 'curl -LsSf https://astral.sh/uv/install.sh | env UV_UNMANAGED_INSTALL="$PWD/.uv" sh'
+        get = f"{{ command -v uv >/dev/null || [ -x .uv/uv ] || {fetch}; }}"
+        make = f"{get} && PATH=$PWD/.uv:$PATH uv venv -q --allow-existing --seed --python {version} .venv"
+    line = f'{wishes.before}{{ {make} && echo "$PWD/.venv/bin/python" >.llama405b-python; }}'
+    return Step("making .venv", line, "look at what it said; with --python you choose another")
+
+
+def _wheels(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> str:
+    """The wheelhouse, as pip is told of it."""
+    found = f"{facts.get('python', 'none')} {facts['arch']}"
+    if wheel_python != found and not wishes.conda:
+        differ = f"the wheels are for Python {wheel_python}, but it has {found}"
+        raise UserError(f"--offline: {differ}; leave --offline out, or name an equal Python with --python")
+    return f"--no-index --find-links {shlex.quote(wishes.offline)} "
 
 
 def _index(facts: Mapping[str, str], wishes: Wishes) -> str:
@@ -175,9 +169,8 @@ def _index(facts: Mapping[str, str], wishes: Wishes) -> str:
     for least, build in CUDA_BUILDS:
         if int(driver[1]) >= least:
             return f"--extra-index-url {TORCH_INDEX}/{build} "
-    raise UserError(
-        f"driver {facts['driver']} is too old for any build of torch; install {CUDA_BUILDS[-1][0]} or newer"
-    )
+    least, _ = CUDA_BUILDS[-1]
+    raise UserError(f"driver {facts['driver']} is too old for any build of torch; install {least} or newer")
 
 
 def _container(facts: Mapping[str, str], wishes: Wishes) -> Step:

@@ -4,44 +4,34 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 SAY_EVERY_S = 10.0  # where standard output is not a terminal
 
 
 class PushProgress:
-    """How far each host is: bars at a terminal, else a line now and then."""
+    """What the hosts say, shown."""
 
-    def __init__(self, bars: Progress | None) -> None:
+    def __init__(self, bars: progress.Progress | None) -> None:
         self.bars = bars
-        self.tasks: dict[str, TaskID] = {}
+        self.tasks: dict[str, progress.TaskID] = {}
         self.began, self.said = time.monotonic(), 0.0
-        self.state: dict[str, tuple[int, int]] = {}
+        self.done: dict[str, int] = {}  # bytes
 
     def at(self, name: str, done: int, total: int) -> None:
         """A host has ``done`` of ``total`` bytes."""
-        self.state[name] = done, total
+        self.done[name] = done
         if self.bars:
             if name not in self.tasks:
                 self.tasks[name] = self.bars.add_task(name, total=total)
             self.bars.update(self.tasks[name], completed=done, total=total or 1)
         elif time.monotonic() - self.said > SAY_EVERY_S and total:
             self.said = time.monotonic()
-            rate = min(d for d, _ in self.state.values()) / max(0.1, time.monotonic() - self.began)
-            behind = min(self.state, key=lambda host: self.state[host][0])
-            print(
-                f"{self.state[behind][0] / 1e9:.2f} of {total / 1e9:.2f} GB on {behind}, the last; {rate / 1e6:,.0f} MB/s",
-                flush=True,
-            )
+            behind = min(self.done, key=lambda host: self.done[host])
+            least = self.done[behind]
+            rate = f"{least / max(0.1, time.monotonic() - self.began) / 1e6:,.0f} MB/s"
+            print(f"{least / 1e9:.2f} of {total / 1e9:.2f} GB on {behind}, the last; {rate}", flush=True)
 
 
 @contextlib.contextmanager
@@ -51,12 +41,7 @@ def show_progress() -> Iterator[PushProgress]:
     if not console.is_terminal:
         yield PushProgress(None)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bars:
+    name, so_far = progress.TextColumn("{task.description}"), progress.DownloadColumn()
+    rate, left = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
+    with progress.Progress(name, progress.BarColumn(), so_far, rate, left, console=console) as bars:
         yield PushProgress(bars)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import llama405b
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given, last_of
 from llama405b_tools.deliver import plan, push, sourcetree
-from llama405b_tools.deliver.chain import Source
+from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.plan import FACTS, Wishes
 from llama405b_tools.hosts.files import Use
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import Connection, HostError
+from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.hosts.transport import Connection, HostError, Local
 from llama405b_tools.text.shell import shell_path
 
 STEP_TIMEOUT_S, FACTS_TIMEOUT_S = 1800.0, 30.0
@@ -50,9 +52,8 @@ def make_wheelhouse(root: Path) -> Path:
     print(f"fetching wheels into {folder}", flush=True)
     done = subprocess.run([*command, *what], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(
-            f"--offline: pip could not fetch the wheels ({_last(done.stderr)}); see that it works here first"
-        )
+        why = _last(done.stderr)
+        raise UserError(f"--offline: pip could not fetch the wheels ({why}); see that it works here first")
     for own in folder.glob("llama405b-*"):  # the project itself goes as code
         own.unlink()
     return folder
@@ -86,29 +87,31 @@ class Work:
             HostError: It has no plain shell, or the directory cannot be written.
         """
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
-        workdir = host.workdir or (str(self.root) if self.fleet.is_local(name) else "~/llama405b")
-        asked = f"set -- {shlex.quote(self.wishes.python)}\n" if self.wishes.python else ""
-        before = f"{self.wishes.module} && " if self.wishes.module else ""
-        said = connection.run(f"{before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
-        facts = self.facts[name] = plan.parse_facts(said.out)
-        if "arch" not in facts:
-            raise HostError(
-                f"its shell does not run a plain script ({_last(said.err) or said.code}); try `ssh {name} sh`"
-            )
-        if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
-            raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
+        self.facts[name] = self._look(name, connection)
+        workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else "~/llama405b")
         sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
         self.say(name, f"code in {workdir}: {sent} files sent, {gone} deleted")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
         return True
 
+    def _look(self, name: str, connection: Connection) -> dict[str, str]:
+        asked = given("set -- {}\n", self.wishes.python and shlex.quote(self.wishes.python))
+        said = connection.run(f"{self.wishes.before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
+        facts = plan.parse_facts(said.out)
+        if "arch" not in facts:
+            why = _last(said.err) or said.code
+            raise HostError(f"its shell does not run a plain script ({why}); try `ssh {name} sh`")
+        if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
+            raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
+        return facts
+
     def bring_wheels(self, wheels: Path, names: Sequence[str]) -> None:
         """Push the wheels down a chain of these hosts."""
         self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
         targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
         if targets:
-            push.push_files(self.fleet, Source("", str(wheels)), targets)
+            push.push_files(self.fleet, Origin("", str(wheels)), targets)
 
     def install(self, name: str) -> Installed:
         """Make the environment, or see that it is made.
@@ -118,9 +121,8 @@ class Work:
         """
         connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
         directory = shell_path(workdir)
-        material = [
-            line for line in self.lines.splitlines() if line.endswith(("./pyproject.toml", "./constraints.txt"))
-        ]
+        made_from = ("./pyproject.toml", "./constraints.txt")
+        material = [line for line in self.lines.splitlines() if line.endswith(made_from)]
         text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
         wishes = dataclasses.replace(self.wishes, stamp=hashlib.sha256(text.encode()).hexdigest())
         fresh = connection.run(f"cd {directory} && {plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0
@@ -128,36 +130,45 @@ class Work:
             steps = plan.plan(facts, wishes, self.here)
         except UserError as error:
             raise HostError(str(error)) from None
+        did, version = "set up", ""
         if fresh:
-            steps = [step for step in steps if step.always]
-        version = ""
+            did, steps = "was set up already", [step for step in steps if step.always]
         for step in steps:
             self.say(name, step.name)
             version = _run(connection, directory, step, locked="has_flock" in facts)
         python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
-        said = f"{'was set up already' if fresh else 'set up'}: torch {version or 'as in the image'}, {python}"
+        said = f"{did}: torch {version or 'as in the image'}, {python}"
         return Installed(Use(python, workdir, self.wishes.module), said)
 
-    def build(self, requirement: str, names: Sequence[str]) -> dict[str, HostError]:
+    def everywhere(self, wheels: Path | None, package: str) -> tuple[dict[str, Installed], dict[str, str]]:
+        """Bring the code, install, and build a package, if there is one; what was made, and why not, by host."""
+        faults = unanswered(self.fleet.each(self.bring_code))
+        if wheels:
+            self.bring_wheels(wheels, [name for name in self.fleet.hosts if name not in faults])
+        outcomes = self.fleet.each(self.install, [name for name in self.fleet.hosts if name not in faults])
+        faults |= unanswered(outcomes)
+        if package:
+            faults |= self.build(package, [name for name in self.fleet.hosts if name not in faults])
+        return {name: made for name, made in replies(outcomes).items() if name not in faults}, faults
+
+    def build(self, requirement: str, names: Sequence[str]) -> dict[str, str]:
         """Compile a package on the first of these hosts, push its wheel down a chain, and install it everywhere."""
         if not names:
             return {}
         first, *others = names
-        folder, make, install = plan.build(requirement)
+        folder, make, install = plan.build_package(requirement)
 
         def on(name: str, step: plan.Step) -> bool:
             self.say(name, step.name)
             _run(self.fleet.connection(name), shell_path(self.fleet.workdir(name)), step, locked=False)
             return True
 
-        outcomes = self.fleet.each(lambda name: on(name, make), [first])
-        if isinstance(fault := outcomes[first], HostError):
-            return {first: fault} | dict.fromkeys(others, HostError(f"{requirement} could not be built on {first}"))
+        if fault := unanswered(self.fleet.each(lambda name: on(name, make), [first])):
+            return fault | dict.fromkeys(others, f"{requirement} could not be built on {first}")
         if others:
             targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
-            push.push_files(self.fleet, Source(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
-        outcomes = self.fleet.each(lambda name: on(name, install), names)
-        return {name: found for name, found in outcomes.items() if isinstance(found, HostError)}
+            push.push_files(self.fleet, Origin(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
+        return unanswered(self.fleet.each(lambda name: on(name, install), names))
 
 
 def _run(connection: Connection, directory: str, step: plan.Step, *, locked: bool) -> str:
@@ -165,9 +176,9 @@ def _run(connection: Connection, directory: str, step: plan.Step, *, locked: boo
     done = connection.run(f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}", "", STEP_TIMEOUT_S)
     if done.code:
         raise HostError(f"{step.name} failed ({_last(done.err or done.out)}); {step.remedy}")
-    return done.out.strip().splitlines()[-1] if done.out.strip() else ""
+    return last_of(done.out.strip().splitlines())
 
 
 def _last(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if not line.startswith(("WARNING: Location", "[notice]"))]
-    return lines[-1][:300] if lines else ""
+    return last_of(lines)[:300]

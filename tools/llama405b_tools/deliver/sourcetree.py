@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import last_of
 from llama405b_tools.hosts.transport import Connection, HostError, Result
 from llama405b_tools.text.shell import shell_path
 
@@ -24,16 +25,13 @@ SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # 
 
 def tree_files(root: Path) -> list[str] | None:
     """The files of a source tree, as git sees it; None where ``root`` is in none, or ignored by it."""
+    git = ["git", "-C", str(root)]
+    listing = [*git, "ls-files", "-z", "-c", "-o", "--exclude-standard", "."]
     try:
-        ignored = subprocess.run(["git", "-C", str(root), "check-ignore", "-q", "."], capture_output=True, check=False)
+        ignored = subprocess.run([*git, "check-ignore", "-q", "."], capture_output=True, check=False)
         if ignored.returncode != 1:
             return None
-        listed = subprocess.run(
-            ["git", "-C", str(root), "ls-files", "-z", "-c", "-o", "--exclude-standard", "."],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        listed = subprocess.run(listing, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return sorted({name for name in listed.stdout.split("\0") if name and (root / name).is_file()})
@@ -53,9 +51,8 @@ def manifest(root: Path, names: Sequence[str]) -> str:
     """
     total = sum((root / name).stat().st_size for name in names)
     if total > MAX_BYTES:
-        raise UserError(
-            f"{root}: {total / 1e6:,.0f} MB are too much for code; let .gitignore name what is data, and push that by itself"
-        )
+        much = f"{root}: {total / 1e6:,.0f} MB are too much for code"
+        raise UserError(f"{much}; let .gitignore name what is data, and push that by itself")
     if bad := [name for name in names if "\n" in name or "\\" in name]:
         raise UserError(f"{root / bad[0]!s}: its name has a line break or backslash in it; rename it")
     return "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  ./{name}\n" for name in names)
@@ -106,5 +103,4 @@ def _checked(result: Result) -> None:
 
 
 def _last(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no reason given"
+    return last_of(text.strip().splitlines(), "no reason given")

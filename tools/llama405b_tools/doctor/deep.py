@@ -1,5 +1,6 @@
 """``doctor --deep``: burn every GPU and load every link, through the same launch path as a run; name the odd one out."""
 
+import collections
 import contextlib
 import dataclasses
 import statistics
@@ -25,9 +26,8 @@ TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # slower than the median b
 
 def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     """Run the checkup on all hosts, and judge it."""
-    request = asked.parse(
-        ["--run", f"doctor-{time.strftime('%Y%m%d-%H%M%S')}", "--", "-m", "llama405b.commands.checkup"], time.time()
-    )
+    run = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}"
+    request = asked.parse(["--run", run, "--", "-m", "llama405b.commands.checkup"], time.time())
     everyone = tuple(host.name for host in hosts)
     with contextlib.redirect_stdout(sys.stderr):  # the report alone goes to standard output
         try:
@@ -41,16 +41,10 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     report = _report(watch.said)
     if report.devices:
         return list(judge(report))
-    worst = watch.worst()
-    what = failure_words(worst) if worst else "it ended without a result"
-    return [
-        Finding(
-            BAD,
-            (worst.host,) if worst else everyone,
-            f"the checkup failed: {what}",
-            f"llama405b logs --run {plan.run} shows every rank",
-        )
-    ]
+    where, what = everyone, "it ended without a result"
+    if worst := watch.worst():
+        where, what = (worst.host,), failure_words(worst)
+    return [Finding(BAD, where, f"the checkup failed: {what}", f"llama405b logs --run {plan.run} shows every rank")]
 
 
 def _report(said: Iterable[str]) -> Checkup:
@@ -65,37 +59,37 @@ def _report(said: Iterable[str]) -> Checkup:
 
 def judge(report: Checkup) -> Iterator[Finding]:
     """What the measurements say: who is slower than the median, and the rates as they are."""
-    device_share, link_share = TOLERATED[report.device]
+    yield from _slow_devices(report)
+    yield from _slow_links(report)
     flops = [entry.tflops for entry in report.devices]
-    middle = statistics.median(flops)
+    said = f"measured: {min(flops):.3g} to {max(flops):.3g} TFLOP/s"
+    if rates := [link.gb_per_s for link in report.links]:
+        said += f", links {min(rates):.2f} to {max(rates):.2f} GB/s"
+    said += f", all-gather {report.all_gather_gb_per_s:.2f} GB/s, all-reduce {report.all_reduce_gb_per_s:.2f} GB/s"
+    hosts = tuple(dict.fromkeys(entry.host for entry in report.devices))
+    yield Finding(NOTE, hosts, f"{said} (bus bandwidth)", "compare with what was promised")
+
+
+def _slow_devices(report: Checkup) -> Iterator[Finding]:
+    middle = statistics.median(entry.tflops for entry in report.devices)
+    tolerated, _ = TOLERATED[report.device]
     for entry in report.devices:
-        if entry.tflops < (1 - device_share) * middle:
+        if entry.tflops < (1 - tolerated) * middle:
             what = f"rank {entry.rank} ({report.device} {entry.local_rank}): {entry.tflops:.3g} TFLOP/s"
             what += f" where the median is {middle:.3g}"
-            yield Finding(
-                WARN,
-                (entry.host,),
-                what,
-                "look at its clocks, power and temperature; every rank waits for the slowest",
-            )
-    rates = [link.gb_per_s for link in report.links]
-    if rates:
-        usual = statistics.median(rates)
-        slow = [link for link in report.links if link.gb_per_s < (1 - link_share) * usual]
-        counts: dict[str, int] = {}
-        for link in slow:
-            for end in (link.a, link.b):
-                counts[end] = counts.get(end, 0) + 1
-        for link in slow:
-            odd = max((link.a, link.b), key=lambda end: counts[end])
-            what = f"{link.a} - {link.b}: {link.gb_per_s:.2f} GB/s each way where the median is {usual:.2f}"
-            yield Finding(WARN, (odd,), what, "look at its cable, port and NCCL_IB_HCA")
-    hosts = tuple(dict.fromkeys(entry.host for entry in report.devices))
-    links = f", links {min(rates):.2f} to {max(rates):.2f} GB/s" if rates else ""
-    rest = f"all-gather {report.all_gather_gb_per_s:.2f} GB/s, all-reduce {report.all_reduce_gb_per_s:.2f} GB/s (bus bandwidth)"
-    yield Finding(
-        NOTE,
-        hosts,
-        f"measured: {min(flops):.3g} to {max(flops):.3g} TFLOP/s{links}, {rest}",
-        "compare with what was promised",
-    )
+            remedy = "look at its clocks, power and temperature; every rank waits for the slowest"
+            yield Finding(WARN, (entry.host,), what, remedy)
+
+
+def _slow_links(report: Checkup) -> Iterator[Finding]:
+    """Each slow link is its end's that has most of them."""
+    if not report.links:
+        return
+    usual = statistics.median(link.gb_per_s for link in report.links)
+    _, tolerated = TOLERATED[report.device]
+    slow = [link for link in report.links if link.gb_per_s < (1 - tolerated) * usual]
+    counts = collections.Counter(end for link in slow for end in (link.a, link.b))
+    for link in slow:
+        odd = max((link.a, link.b), key=lambda end: counts[end])
+        what = f"{link.a} - {link.b}: {link.gb_per_s:.2f} GB/s each way where the median is {usual:.2f}"
+        yield Finding(WARN, (odd,), what, "look at its cable, port and NCCL_IB_HCA")

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from llama405b_tools.machine.addresses import Address
-from llama405b_tools.machine.fabric import Rdma
-from llama405b_tools.machine.gpus import Gpu, SmiAnswer
-from llama405b_tools.machine.gpus import read as read_gpus
+from llama405b_tools.machine.fabric import Rdma, RdmaPort
+from llama405b_tools.machine.gpus import Gpu, SmiAnswer, read_smi
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Filesystem:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Device:
+class BareDisk:
     """A disk without a filesystem."""
 
     device: str
@@ -86,7 +85,7 @@ class Disks:
     """Where weights and checkpoints could go."""
 
     filesystems: tuple[Filesystem, ...]
-    unmounted_nvme: tuple[Device, ...]
+    unmounted_nvme: tuple[BareDisk, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +98,11 @@ class Weights:
     bytes: int = 0
     faults: tuple[str, ...] = ()
     unhashed: int = 0  # of whose content no SHA-256 is known
+
+
+NOBODY = Identity("", "", "", "", {})
+NOWHERE = Environment("", workdir_exists=False, packages=None, code="", writable=False)
+NO_NETWORK, NO_DISKS = Network((), ""), Disks((), ())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,23 +128,33 @@ class HostFacts:
     @property
     def packages(self) -> Mapping[str, str]:
         """Name -> version or "missing"; empty where its Python cannot tell."""
-        return (self.environment.packages if self.environment else None) or {}
+        return (self.environment or NOWHERE).packages or {}
 
     @property
     def devices(self) -> Sequence[Gpu]:
         """Its GPUs, as far as nvidia-smi tells of them."""
-        return read_gpus(self.gpus.smi, self.gpus.fields)[0] if self.gpus else ()
+        smi = self.gpus or SmiAnswer()
+        return read_smi(smi.smi, smi.fields)[0]
+
+    @property
+    def rdma_ports(self) -> Sequence[RdmaPort]:
+        """The ports of its RDMA devices, as far as they are known."""
+        return (self.rdma or Rdma()).ports
 
     @property
     def addresses(self) -> Sequence[Address]:
         """Its own IPv4 addresses, as far as they are known."""
-        return self.network.addresses if self.network else ()
+        return (self.network or NO_NETWORK).addresses
+
+    @property
+    def filesystems(self) -> Sequence[Filesystem]:
+        """Those that are mounted, and those below the directories that were asked for."""
+        return (self.disks or NO_DISKS).filesystems
 
     @property
     def working_disk(self) -> Filesystem | None:
         """The filesystem of its working directory."""
-        filesystems = self.disks.filesystems if self.disks else ()
-        return next((entry for entry in filesystems if entry.path), None)
+        return next((entry for entry in self.filesystems if entry.path), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,45 +2,30 @@
 
 from collections.abc import Sequence
 
-from llama405b_tools.doctor.rules import findings
+from llama405b.contract.phrases import given
+from llama405b_tools.doctor.facts import HostFacts
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
 from llama405b_tools.doctor.visit import Visit
-from llama405b_tools.machine import fabric
-from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import DASH
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.tables import table
 
+HEADINGS = ("host", "fit", "address", "ssh", "clock", "GPUs", "RDMA", "RAM", "workdir free", "write", "python", "torch")
 
-def report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *, deep: bool) -> None:
+
+def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *, deep: bool) -> None:
     """Print problems first, then all hosts side by side."""
     for finding in found:
         where = "all hosts" if len(finding.hosts) == len(names) > 1 else fold_names(finding.hosts)
-        print(clean(f"{finding.level.upper() if finding.level == BAD else finding.level}  {where}: {finding.what}"))
+        print(clean(f"{finding.level.replace(BAD, BAD.upper())}  {where}: {finding.what}"))
         print(clean(f"     → {finding.remedy}"))
     if found:
         print()
-    headings = (
-        "host",
-        "fit",
-        "address",
-        "ssh",
-        "clock",
-        "GPUs",
-        "RDMA",
-        "RAM",
-        "workdir free",
-        "write",
-        "python",
-        "torch",
-    )
-    print(table(headings, [_row(name, visit, found) for name in names]), flush=True)
+    print(table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
     bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
-    verdict = f"fit, with {warnings} warnings" if warnings else "fit"
-    if bad:
-        verdict = f"not fit: {bad} problems"
+    verdict = given("not fit: {} problems", bad) or given("fit, with {} warnings", warnings) or "fit"
     never = "" if deep else "; links and GPUs were not loaded: --deep does that"
     print(f"\n{len(names)} hosts: {verdict}{never}")
 
@@ -51,22 +36,31 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
     levels = {finding.level for finding in found if name in finding.hosts}
     fit = next((word for level, word in ((BAD, "NO"), (WARN, "warn")) if level in levels), "yes")
     facts = visit.facts[name]
-    rates = [port.gbit for port in fabric.read(facts.rdma or Rdma()) if port.up]
-    work, memory = facts.working_disk, facts.memory
     return (
         name,
         fit,
-        findings.training_address(name, visit.peers) or DASH,
+        visit.peers.training_address(name) or DASH,
         f"{visit.latency_ms[name]:.0f} ms",
         f"{visit.skew_s[name]:+.1f} s",
         _counted([gpu.name.removeprefix("NVIDIA ") for gpu in facts.devices]),
-        _counted([f"x {rate:g} Gb/s" for rate in rates]),
-        f"{memory.total / GIB:.0f} GiB" if memory else DASH,
-        f"{work.free / 1e9:,.0f} GB" if work else DASH,
-        f"{work.write_per_s / 1e9:.1f} GB/s" if work and work.write_per_s else DASH,
+        _counted([f"x {port.gbit:g} Gb/s" for port in facts.rdma_ports if port.up]),
+        *_room(facts),
         facts.packages.get("python", DASH),
         facts.packages.get("torch", DASH),
     )
+
+
+def _room(facts: HostFacts) -> tuple[str, str, str]:
+    """RAM, and of the working directory's disk its room and rate."""
+    memory, work = facts.memory, facts.working_disk
+    ram = free = rate = DASH
+    if memory:
+        ram = f"{memory.total / GIB:.0f} GiB"
+    if work:
+        free = f"{work.free / 1e9:,.0f} GB"
+    if work and work.write_per_s:
+        rate = f"{work.write_per_s / 1e9:.1f} GB/s"
+    return ram, free, rate
 
 
 def _counted(names: Sequence[str]) -> str:

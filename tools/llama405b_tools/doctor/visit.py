@@ -15,6 +15,7 @@ from llama405b_tools.doctor.rules.of_host import BAD, Needs
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import carried
 
@@ -38,93 +39,103 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     """What a run takes on the fullest host: its state alone, without activations."""
     if asked is None:
         return Needs()
+    slots = [host.slots or 8 for host in hosts]
+    each = _parameters(asked, preset) * BYTES_PER_PARAMETER[asked.parallel.numerics] // sum(slots)
+    path = asked.model.path if asked.model.path != config.DEMO_MODEL else ""
+    needs = Needs(weights=path, cuda=asked.parallel.device != "cpu")
+    if needs.cuda and not asked.parallel.cpu_offload:
+        return dataclasses.replace(needs, gpu_bytes=each)
+    return dataclasses.replace(needs, ram_bytes=each * max(slots))
+
+
+def _parameters(asked: Config, preset: str) -> int:
+    """Of the model that is asked for; 0: not known."""
     known = json.loads((config.PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))
     directory = Path(asked.model.path)
     if (directory / "config.json").is_file():
-        parameters = weights.read_llama(directory).parameters
-    elif preset in known:
-        parameters = weights.parse_llama(known[preset], preset).parameters
-    else:
-        parameters = 0
-    slots = [host.slots or 8 for host in hosts]
-    each = parameters * BYTES_PER_PARAMETER[asked.parallel.numerics] // sum(slots)
-    offload = asked.parallel.cpu_offload or asked.parallel.device == "cpu"
-    path = "" if asked.model.path == config.DEMO_MODEL else asked.model.path
-    return Needs(each * max(slots) if offload else 0, 0 if offload else each, path, asked.parallel.device != "cpu")
+        return weights.read_llama(directory).parameters
+    if preset in known:
+        return weights.parse_llama(known[preset], preset).parameters
+    return 0
+
+
+class _Questions:
+    """What is asked of each host: two questions in one dialogue, the second made of all answers to the first."""
+
+    def __init__(self, fleet: Fleet, port: int, needs: Needs) -> None:
+        self.fleet = fleet
+        local = [name for name, host in fleet.hosts.items() if host.loopback]  # one machine: they share its ports
+        self.ports = dict.fromkeys(fleet.hosts, port) | {name: port + i for i, name in enumerate(local)}
+        self.needs = dict.fromkeys(fleet.hosts, Needs()) | {next(iter(fleet.hosts)): needs}
+        self.tokens = {name: f"llama405b {name} {secrets.token_hex(8)}" for name in fleet.hosts}
+        self.dialogues: dict[str, Dialogue] = {}
+        self.latency_ms: dict[str, float] = {}
+
+    def facts(self, name: str) -> HostFacts:
+        """What the host is."""
+        connection, needs, workdir = self.fleet.connection(name), self.needs[name], self.fleet.workdir(name)
+        began = time.monotonic()
+        alive = connection.run("command -v python3 || echo none", "", FACTS_TIMEOUT_S)
+        self.latency_ms[name] = round((time.monotonic() - began) * 1000, 1)
+        if "none" in alive.out:
+            raise HostError("there is no python3; type there: apt-get install python3")
+        timeout_s, spare_s = FACTS_TIMEOUT_S, 5
+        if needs.hash_weights:
+            timeout_s, spare_s = HASH_TIMEOUT_S, 10
+        request = {
+            "port": self.ports[name],
+            "token": self.tokens[name],
+            "workdir": workdir,
+            "python": self.fleet.python(name),
+            "paths": [workdir, *self.fleet.hosts[name].places.values()],
+            "rates": True,
+            "weights": needs.weights,
+            "hash": needs.hash_weights,
+            "within_s": timeout_s - spare_s,
+        }
+        stdin = carried.standard_input("hostprobe", request)
+        self.dialogues[name] = Dialogue(connection.stream(carried.command("hostprobe"), stdin))
+        return self.dialogues[name].answer(HostFacts, timeout_s)
+
+    def peers(self, name: str, candidates: Mapping[str, list[str]], ports: Mapping[str, tuple[int, ...]]) -> PeersReply:
+        """How it reaches the others."""
+        peers = [
+            {"name": other, "addresses": candidates[other], "ports": ports[other], "token": self.tokens[other]}
+            for other in candidates
+            if other != name
+        ]
+        self.dialogues[name].say(json.dumps({"peers": peers}) + "\n")
+        return self.dialogues[name].answer(PeersReply, PEERS_TIMEOUT_S)
+
+    def end(self) -> None:
+        """Let all end, then wait for each."""
+        for dialogue in self.dialogues.values():
+            dialogue.end_input()
+        for dialogue in self.dialogues.values():
+            dialogue.close()
 
 
 def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
     """Ask every host for its facts, then for its way to every other."""
-    dialogues: dict[str, Dialogue] = {}
-    tokens = {name: f"llama405b {name} {secrets.token_hex(8)}" for name in fleet.hosts}
-    latency_ms: dict[str, float] = {}
-
-    def first(name: str) -> HostFacts:
-        connection = fleet.connection(name)
-        began = time.monotonic()
-        alive = connection.run("command -v python3 || echo none", "", FACTS_TIMEOUT_S)
-        latency_ms[name] = round((time.monotonic() - began) * 1000, 1)
-        if "none" in alive.out:
-            raise HostError("there is no python3; type there: apt-get install python3")
-        stdin = carried.standard_input("hostprobe", _request(fleet, name, port, tokens[name], needs))
-        dialogues[name] = Dialogue(connection.stream(carried.command("hostprobe"), stdin))
-        return dialogues[name].answer(
-            HostFacts, HASH_TIMEOUT_S if needs.hash_weights and name == head else FACTS_TIMEOUT_S
-        )
-
-    head = next(iter(fleet.hosts))
-    outcomes = fleet.each(first)
+    questions = _Questions(fleet, port, needs)
+    outcomes = fleet.each(questions.facts)
     facts = {name: found for name, found in outcomes.items() if isinstance(found, HostFacts)}
-    lost = {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
-    skew_s = {name: round(found.now - dialogues[name].heard_at, 2) for name, found in facts.items()}
-    candidates = {name: addresses_of(fleet.hosts[name], found) for name, found in facts.items()}
+    skew_s = {name: round(found.now - questions.dialogues[name].heard_at, 2) for name, found in facts.items()}
+    candidates = {name: _addresses_of(fleet.hosts[name], found) for name, found in facts.items()}
     ports = {name: found.ports for name, found in facts.items()}
-
-    def second(name: str) -> PeersReply:
-        peers = [
-            {"name": other, "addresses": candidates[other], "ports": ports[other], "token": tokens[other]}
-            for other in facts
-            if other != name
-        ]
-        dialogues[name].say(json.dumps({"peers": peers}) + "\n")
-        return dialogues[name].answer(PeersReply, PEERS_TIMEOUT_S)
-
-    reached = fleet.each(second, facts)
-    for dialogue in dialogues.values():
-        dialogue.end_input()
-    for dialogue in dialogues.values():
-        dialogue.close()
+    reached = fleet.each(lambda name: questions.peers(name, candidates, ports), facts)
+    questions.end()
     reach = {name: found.peers for name, found in reached.items() if isinstance(found, PeersReply)}
-    chosen = {name: fleet.hosts[name].address for name in facts}
-    mute = {name: str(found) for name, found in reached.items() if isinstance(found, HostError)}
-    return Visit(facts, lost, skew_s, latency_ms, Peers(reach, candidates, ports, chosen), mute)
+    peers = Peers(reach, candidates, ports, {name: fleet.hosts[name].address for name in facts})
+    return Visit(facts, unanswered(outcomes), skew_s, questions.latency_ms, peers, unanswered(reached))
 
 
-def addresses_of(host: Host, found: HostFacts) -> list[str]:
+def _addresses_of(host: Host, found: HostFacts) -> list[str]:
     """Addresses at which the others may reach a host: what the hosts file says, then its own."""
     own = [entry.address for entry in found.addresses]
     if host.loopback:
         own = ["127.0.0.1"]
-    return list(dict.fromkeys([*([host.address] if host.address else []), *own]))
-
-
-def _request(
-    fleet: Fleet, name: str, port: int, token: str, needs: Needs
-) -> dict[str, str | int | bool | float | list[str]]:
-    head = next(iter(fleet.hosts))
-    local = [other for other, host in fleet.hosts.items() if host.loopback]
-    own_port = port + local.index(name) if name in local else port  # hosts that are one machine share its ports
-    return {
-        "port": own_port,
-        "token": token,
-        "workdir": fleet.workdir(name),
-        "python": fleet.python(name),
-        "paths": [fleet.workdir(name), *fleet.hosts[name].places.values()],
-        "rates": True,
-        "weights": needs.weights if name == head else "",
-        "hash": needs.hash_weights,
-        "within_s": HASH_TIMEOUT_S - 10 if needs.hash_weights and name == head else FACTS_TIMEOUT_S - 5,
-    }
+    return list(dict.fromkeys(filter(None, [host.address, *own])))
 
 
 def port_findings(facts: Mapping[str, HostFacts], port: int) -> list[Finding]:

@@ -7,6 +7,7 @@ import time
 from typing import TypeVar
 
 from llama405b.contract import reader
+from llama405b.contract.phrases import given
 from llama405b_tools.hosts.transport import HostError, Stream
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class Dialogue:
         except queue.Empty:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         if found is None:
-            said = f" ({self.last_words})" if self.last_words else ""
+            said = given(" ({})", self.last_words)
             raise HostError(f"the connection broke, or the program there failed, before it answered{said}")
         text, self.heard_at = found
         try:

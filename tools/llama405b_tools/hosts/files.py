@@ -7,8 +7,9 @@ from pathlib import Path
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
+from llama405b.contract.phrases import reason_of
 from llama405b.contract.trust import refuse_others_writing
-from llama405b_tools.hosts.inventory import Host, parse
+from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.typed import front_door
 
 
@@ -22,10 +23,10 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         refuse_others_writing(path)
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
-        raise UserError(f"{path}: cannot be read ({reason}); name a hosts file, with one host per line") from None
+        why = reason_of(error)
+        raise UserError(f"{path}: cannot be read ({why}); name a hosts file, with one host per line") from None
     uses = read_uses(path)
-    return tuple(_as_set_up(host, uses.get(host.name)) for host in parse(text, str(path)))
+    return tuple(uses.get(host.name, NOT_SET_UP).on(host) for host in parse_hosts(text, str(path)))
 
 
 def setup_path(hosts_file: Path) -> Path:
@@ -40,6 +41,14 @@ class Use:
     python: str
     workdir: str
     prefix: str  # a shell line before everything
+
+    def on(self, host: Host) -> Host:
+        """The host with this, where its line says nothing else."""
+        python, workdir = host.python or self.python, host.workdir or self.workdir
+        return dataclasses.replace(host, python=python, workdir=workdir, prefix=self.prefix)
+
+
+NOT_SET_UP = Use("", "", "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,10 +80,3 @@ def write_uses(hosts_file: Path, uses: Mapping[str, Use]) -> None:
     """
     everything = read_uses(hosts_file) | dict(uses)
     write_json(setup_path(hosts_file), {name: dataclasses.asdict(use) for name, use in everything.items()})
-
-
-def _as_set_up(host: Host, use: Use | None) -> Host:
-    if not use:
-        return host
-    python, workdir = host.python or use.python, host.workdir or use.workdir
-    return dataclasses.replace(host, python=python, workdir=workdir, prefix=use.prefix)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from llama405b.contract import reader
+from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Result, Stream
 from llama405b_tools.text.shell import shell_path
@@ -88,11 +89,11 @@ class Fleet:
         except HostError:
             self.forget(name)
             raise
-        last = result.out.splitlines()[-1:] if result.code == 0 else []
-        if not last or not last[0].startswith("{"):
+        last = last_of(result.out.splitlines())
+        if result.code or not last.startswith("{"):
             raise HostError(_explain(result, self.python(name), self.workdir(name)))
         try:
-            return reader.loads(reply, last[0], "its answer")
+            return reader.loads(reply, last, "its answer")
         except reader.MalformedError as error:
             raise HostError(f"{error}; are both ends of one version?") from None
 
@@ -111,16 +112,7 @@ class Fleet:
             HostError: It cannot be made.
         """
         if name not in self.connections:
-            host = self.hosts[name]
-            if is_local(host):
-                self.connections[name] = Local()
-            else:
-                from llama405b_tools.hosts.ssh import SameMachine, Ssh  # paramiko takes a while to import
-
-                try:
-                    self.connections[name] = Ssh(host)
-                except SameMachine:
-                    self.connections[name] = Local()
+            self.connections[name] = _connect(self.hosts[name])
         return self.connections[name]
 
     def forget(self, name: str, *, unless_open: bool = False) -> None:
@@ -134,10 +126,6 @@ class Fleet:
         """The shell line for an action on a host."""
         return agent_command(self.python(name), self.workdir(name), action, self.hosts[name].prefix)
 
-    def is_local(self, name: str) -> bool:
-        """Whether a host is this machine."""
-        return isinstance(self.connection(name), Local)
-
     def python(self, name: str) -> str:
         """The interpreter on a host."""
         return self.hosts[name].python or sys.executable
@@ -147,30 +135,39 @@ class Fleet:
         return self.hosts[name].workdir or os.getcwd()  # noqa: PTH109
 
 
+def _connect(host: Host) -> Connection:
+    if is_local(host):
+        return Local()
+    from llama405b_tools.hosts.ssh import SameMachine, Ssh  # paramiko takes a while to import
+
+    try:
+        return Ssh(host)
+    except SameMachine:
+        return Local()
+
+
 def _explain(result: Result, python: str, workdir: str) -> str:
     """Say in one clause why the agent did not run."""
     err = result.err.strip()
-    last = err.splitlines()[-1] if err else f"exit code {result.code}"
     if "No module named" in err:
         return f"{python} has no llama405b in {workdir}; put the project there, or pip install it (set workdir= or python=)"
     if "cd:" in err or "can't cd" in err:
         return f"there is no directory {workdir}; make it, or set workdir= in the hosts file"
     if result.code in (126, 127):
         return f"{python} cannot be run; set python= in the hosts file"
-    return f"the agent failed ({last})"
+    return f"the agent failed ({last_of(err.splitlines(), f'exit code {result.code}')})"
 
 
 def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
     """The shell line that runs one action of the agent on a host; what to do goes in by standard input."""
-    before = f"{prefix} && " if prefix else ""
     start = f"PYTHONPATH=tools exec {shell_path(python)} -m llama405b_tools.remote.agent {shlex.quote(action)}"
-    return f"{before}cd {shell_path(workdir)} && {start}"
+    return f"{given('{} && ', prefix)}cd {shell_path(workdir)} && {start}"
 
 
 def ssh_address(host: Host) -> str:
     """Where SSH finds a host."""
     if host.loopback or is_local(host):
         return host.name
-    from llama405b_tools.hosts.ssh import read_config
+    from llama405b_tools.hosts.ssh import read_ssh_config
 
-    return str(read_config().lookup(host.name).get("hostname", host.name))
+    return str(read_ssh_config().lookup(host.name).get("hostname", host.name))

@@ -6,7 +6,7 @@ One host a line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [pytho
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
 
@@ -15,6 +15,12 @@ TARGET = re.compile(
 )
 RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 KEYS = ("slots", "address", "workdir", "python", "cache", "scratch")
+FULL_PATH = (re.compile(r"~?/.*"), "is relative; write a full path")
+ADDRESS_WORDS = "is not a valid address; write an IP address or a host name"
+ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS)
+# what a value has to be, and what is said of any other
+FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
+MAX_SLOTS = 1024
 MAX_HOSTS = 4096
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
@@ -46,7 +52,7 @@ class Host:
         return LOOPBACK.fullmatch(self.address or self.name) is not None
 
 
-def parse(text: str, source: str) -> tuple[Host, ...]:
+def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
     """Parse a hosts file.
 
     Raises:
@@ -74,38 +80,15 @@ def parse(text: str, source: str) -> tuple[Host, ...]:
 def _parse_line(words: Sequence[str], where: str) -> list[Host]:
     match = TARGET.fullmatch(words[0])
     if not match:
-        raise UserError(
-            f"{where}: {words[0]!r} is not a valid host; write [user@]host[:port], with letters, digits, '.' and '-'"
-        )
+        form = "[user@]host[:port], with letters, digits, '.' and '-'"
+        raise UserError(f"{where}: {words[0]!r} is not a valid host; write {form}")
     port = int(match["port"] or 0)
     if match["port"] and not 0 < port < 65536:
         raise UserError(f"{where}: port {port} is out of range; take 1 to 65535")
     options = _parse_options(words[1:], where)
-    slots = options.get("slots", "0")
-    if not re.fullmatch("[0-9]{1,4}", slots) or ("slots" in options and not 0 < int(slots) <= 1024):
-        raise UserError(f"{where}: slots={slots} is not a valid number of ranks; write slots=8")
-    if "address" in options and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+", options["address"]):
-        raise UserError(
-            f"{where}: address={options['address']} is not a valid address; write an IP address or a host name"
-        )
-    for key in ("workdir", "cache", "scratch"):
-        if key in options and not options[key].startswith(("/", "~/")):
-            raise UserError(f"{where}: {key}={options[key]} is relative; write a full path")
-    return [
-        Host(
-            name,
-            where,
-            match["user"] or "",
-            port,
-            int(slots),
-            options.get("address", ""),
-            options.get("workdir", ""),
-            options.get("python", ""),
-            options.get("cache", ""),
-            options.get("scratch", ""),
-        )
-        for name in _expand(match["name"], where)
-    ]
+    slots = int(options.pop("slots", 0))
+    names = _expand(match["name"], where)
+    return [Host(name, where, match["user"] or "", port, slots, **options) for name in names]
 
 
 def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:
@@ -117,7 +100,17 @@ def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:
         if key in options:
             raise UserError(f"{where}: {key}= is given twice; delete one")
         options[key] = value
+    _check_options(options, where)
     return options
+
+
+def _check_options(options: Mapping[str, str], where: str) -> None:
+    slots = options.get("slots", "1")
+    if not re.fullmatch("[0-9]{1,4}", slots) or not 0 < int(slots) <= MAX_SLOTS:
+        raise UserError(f"{where}: slots={slots} is not a valid number of ranks; write slots=8")
+    for key, (form, fault) in FORMS.items():
+        if key in options and not form.fullmatch(options[key]):
+            raise UserError(f"{where}: {key}={options[key]} {fault}")
 
 
 def _expand(name: str, where: str) -> list[str]:
@@ -136,7 +129,6 @@ def _check_loopback(hosts: Sequence[Host]) -> None:
     """One loopback host among others that are not would be looked for by each of them on itself."""
     local = [host for host in hosts if host.loopback]
     if local and len(local) < len(hosts):
-        raise UserError(
-            f"{local[0].where}: {local[0].name!r} is at {local[0].address or local[0].name}, where the other hosts "
-            "cannot reach it; give it address= on the training network"
-        )
+        first = local[0]
+        what = f"{first.name!r} is at {first.address or first.name}, where the other hosts cannot reach it"
+        raise UserError(f"{first.where}: {what}; give it address= on the training network")

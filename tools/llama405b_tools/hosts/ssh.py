@@ -13,11 +13,13 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import paramiko
 
+from llama405b.contract.phrases import reason_of
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, Link, Result, Stream
+from llama405b_tools.hosts.transport import HostError, Result, Stream, Tunnel
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # what went wrong is said in our own words
 logging.getLogger("paramiko").propagate = False
@@ -25,9 +27,9 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_LINE = 1 << 24  # a host that never ends its line
 MAX_JUMPS = 8
 DEAD_AFTER_S = 30  # without an answer to what was sent, keepalives included
-WAKE_S = (
-    2.0  # a connection's thread looks this often for what it has to do unasked; paramiko's own 0.1 s costs, times 256
-)
+WAKE_S = 2.0  # how often a connection's thread looks for what it has to do unasked: paramiko's 0.1 s costs, times 256
+BROKEN = (paramiko.SSHException, OSError, EOFError)
+Socket: TypeAlias = socket.socket | paramiko.Channel
 HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?::(?P<port>\d{1,5}))?/?")
 
 
@@ -38,16 +40,16 @@ class SameMachine(HostError):  # noqa: N818 - no error, but a finding
 class Ssh:
     """One kept connection to a host."""
 
-    def __init__(self, host: Host, config: paramiko.SSHConfig | None = None) -> None:
+    def __init__(self, host: Host) -> None:
         """Connect, through every ProxyJump on the way.
 
         Raises:
             HostError: Name, route, host key or login are not as they should be; says which, and what to do.
             SameMachine: The host is this machine, and its line asks for no other port.
         """
-        self.clients: list[paramiko.SSHClient] = []
+        self.config, self.clients = read_ssh_config(), list[paramiko.SSHClient]()
         try:
-            self.client = self._connect(host.name, host.user, host.port, config or read_config(), None, MAX_JUMPS)
+            self.client = self._connect(host.name, host.user, host.port, None, MAX_JUMPS)
         except BaseException:
             self.close()
             raise
@@ -67,28 +69,24 @@ class Ssh:
             code = channel.recv_exit_status()
             if code < 0:
                 raise EOFError("no exit code came")
-            return Result(code, _text(out), _text(err))
+            return Result(code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
         except TimeoutError:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
-        except (paramiko.SSHException, OSError, EOFError) as error:
+        except BROKEN as error:
             raise HostError(f"the connection broke ({error or type(error).__name__})") from None
 
     def stream(self, command: str, stdin: str) -> Stream:
         """See ``transport.Connection``."""
         try:
             return _SshStream(self._open(command, stdin))
-        except (paramiko.SSHException, OSError, EOFError) as error:
+        except BROKEN as error:
             raise HostError(f"the connection broke ({error or type(error).__name__})") from None
 
-    def tunnel(self, port: int) -> Link:
+    def tunnel(self, port: int) -> Tunnel:
         """See ``transport.Connection``."""
-        transport = self.client.get_transport()
         try:
-            assert transport
-            return transport.open_channel(
-                "direct-tcpip", ("127.0.0.1", port), ("127.0.0.1", 0), timeout=CONNECT_TIMEOUT_S
-            )
-        except (paramiko.SSHException, OSError, EOFError) as error:
+            return _through(self.client, "127.0.0.1", port)
+        except BROKEN as error:
             raise HostError(f"its sshd does not forward to port {port} ({error})") from None
 
     def is_open(self) -> bool:
@@ -115,37 +113,45 @@ class Ssh:
         return channel
 
     def _connect(
-        self, name: str, user: str, port: int, config: paramiko.SSHConfig, via: paramiko.SSHClient | None, jumps: int
+        self, name: str, user: str, port: int, via: paramiko.SSHClient | None, jumps: int
     ) -> paramiko.SSHClient:
         """Connect to one host, its jump hosts first, each through the one before."""
         if jumps == 0:
             raise HostError(f"ProxyJump goes through more than {MAX_JUMPS} hosts; mend the loop in ~/.ssh/config")
-        options: paramiko.SSHConfigDict = config.lookup(name)
+        options = self.config.lookup(name)
         if options.get("proxycommand", "none") != "none":
             raise HostError("~/.ssh/config sets ProxyCommand for it, which is not supported; write it as ProxyJump")
-        hostname, port = options.get("hostname", name), port or int(options.get("port", 22))
-        hops = options.get("proxyjump", "none")
-        for hop in hops.split(",") if hops.lower() != "none" and via is None else []:
-            parsed = HOP.fullmatch(hop.strip())
-            if parsed is None:
-                raise HostError(
-                    f"ProxyJump {hop.strip()!r} in ~/.ssh/config is not understood; write [user@]host[:port]"
-                )
-            via = self._connect(parsed["host"], parsed["user"] or "", int(parsed["port"] or 0), config, via, jumps - 1)
-        user = user or options.get("user") or getpass.getuser()
-        sock = _socket(hostname, port, via)
-        direct = jumps == MAX_JUMPS and port == 22 and user == getpass.getuser()
-        if direct and isinstance(sock, socket.socket) and sock.getsockname()[0] == sock.getpeername()[0]:
+        if via is None:
+            for hop, hop_user, hop_port in _hops(options.get("proxyjump", "none")):
+                via = self._connect(hop, hop_user, hop_port, via, jumps - 1)
+        user, port = user or options.get("user") or getpass.getuser(), port or int(options.get("port", 22))
+        sock = _socket(options["hostname"], port, via)
+        if jumps == MAX_JUMPS and _leads_here(sock, user):
             sock.close()
             raise SameMachine("is this machine")
         client = paramiko.SSHClient()
         self.clients.append(client)
-        load_known_hosts(client, options, hostname, port)
-        client.set_missing_host_key_policy(paramiko.RejectPolicy())
-        return _login(client, name, hostname, port, user, options, sock)
+        _login(client, name, port, user, options, sock)
+        return client
 
 
-def read_config() -> paramiko.SSHConfig:
+def _hops(text: str) -> Iterator[tuple[str, str, int]]:
+    """Host, user and port (0: not said) of each host of a ProxyJump, in order."""
+    for hop in text.split(",") if text.lower() != "none" else ():
+        parsed = HOP.fullmatch(hop.strip())
+        if parsed is None:
+            raise HostError(f"ProxyJump {hop.strip()!r} in ~/.ssh/config is not understood; write [user@]host[:port]")
+        yield parsed["host"], parsed["user"] or "", int(parsed["port"] or 0)
+
+
+def _leads_here(sock: Socket, user: str) -> bool:
+    """Whether a connection is to this machine's own sshd, for this user."""
+    if not isinstance(sock, socket.socket):
+        return False
+    return sock.getpeername()[:2] == (sock.getsockname()[0], 22) and user == getpass.getuser()
+
+
+def read_ssh_config() -> paramiko.SSHConfig:
     """Read ~/.ssh/config.
 
     Raises:
@@ -174,21 +180,27 @@ def load_known_hosts(client: paramiko.SSHClient, options: paramiko.SSHConfigDict
 
     Only lines that name the host are parsed as keys: a file of thousands would cost more than the connection.
     """
+    name = hostname if port == 22 else f"[{hostname}]:{port}"
+    names = [known for known in (name, options.get("hostkeyalias")) if known]
+    for line in _known_lines(options):
+        entries = line.split()[0].split(",")
+        with contextlib.suppress(Exception):
+            if any(_names(entry, known) for entry in entries for known in names):
+                key = paramiko.hostkeys.HostKeyEntry.from_line(line).key  # type: ignore[union-attr]
+                client.get_host_keys().add(name, key.get_name(), key)
+
+
+def _known_lines(options: paramiko.SSHConfigDict) -> Iterator[str]:
+    """Lines of known_hosts that have a key, and not one that is revoked."""
     files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
     files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split()
     paths = [path for name in files if (path := Path(name).expanduser()).is_file()]
     lines = [line for path in paths for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     revoked = {word for line in lines if line.startswith("@revoked") for word in line.split()[3:4]}
-    name = hostname if port == 22 else f"[{hostname}]:{port}"
-    names = [known for known in (name, options.get("hostkeyalias")) if known]
     for line in lines:
         words = line.split()
-        if len(words) < 3 or words[0].startswith(("#", "@")) or revoked & set(words):
-            continue
-        with contextlib.suppress(Exception):
-            if any(_names(entry, known) for entry in words[0].split(",") for known in names):
-                key = paramiko.hostkeys.HostKeyEntry.from_line(line).key  # type: ignore[union-attr]
-                client.get_host_keys().add(name, key.get_name(), key)
+        if len(words) >= 3 and not words[0].startswith(("#", "@")) and revoked.isdisjoint(words):
+            yield line
 
 
 def _names(entry: str, host: str) -> bool:
@@ -197,15 +209,12 @@ def _names(entry: str, host: str) -> bool:
 
 
 def _login(
-    client: paramiko.SSHClient,
-    name: str,
-    hostname: str,
-    port: int,
-    user: str | None,
-    options: paramiko.SSHConfigDict,
-    sock: "socket.socket | paramiko.Channel",
-) -> paramiko.SSHClient:
-    keys = [str(Path(key).expanduser()) for key in options.get("identityfile", []) if Path(key).expanduser().is_file()]
+    client: paramiko.SSHClient, name: str, port: int, user: str, options: paramiko.SSHConfigDict, sock: Socket
+) -> None:
+    hostname = options["hostname"]
+    load_known_hosts(client, options, hostname, port)
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    paths = [Path(key).expanduser() for key in options.get("identityfile", [])]
     only_these = options.get("identitiesonly", "no") == "yes"
     try:
         client.connect(
@@ -213,23 +222,22 @@ def _login(
             port=port,
             username=user,
             sock=sock,
-            key_filename=keys or None,  # type: ignore[arg-type]
+            key_filename=[str(path) for path in paths if path.is_file()] or None,  # type: ignore[arg-type]
             allow_agent=not only_these,
             look_for_keys=not only_these,
             timeout=CONNECT_TIMEOUT_S,
             banner_timeout=CONNECT_TIMEOUT_S,
             auth_timeout=CONNECT_TIMEOUT_S,
         )
-    except (paramiko.SSHException, OSError, EOFError) as error:
+    except BROKEN as error:
         raise _refusal(error, name, hostname, user) from None
     transport = client.get_transport()
     assert transport
     transport.set_keepalive(DEAD_AFTER_S // 3)
     transport.sock.settimeout(WAKE_S)
-    return client
 
 
-def _refusal(error: Exception, name: str, hostname: str, user: str | None) -> HostError:
+def _refusal(error: Exception, name: str, hostname: str, user: str) -> HostError:
     """Why a login failed, in our own words."""
     if isinstance(error, paramiko.BadHostKeyException):
         return HostError(
@@ -240,8 +248,7 @@ def _refusal(error: Exception, name: str, hostname: str, user: str | None) -> Ho
     if isinstance(error, paramiko.PasswordRequiredException):
         return HostError("its private key needs a passphrase; run `ssh-add` first", kind="AUTH")
     if isinstance(error, paramiko.AuthenticationException):
-        who = user or os.environ.get("USER", "this user")
-        return HostError(f"login as {who} was refused; install your public key there", kind="AUTH")
+        return HostError(f"login as {user} was refused; install your public key there", kind="AUTH")
     if "known_hosts" in str(error):
         return HostError(f"its host key is not in known_hosts; run `ssh {name}` once, and compare it", kind="AUTH")
     if "banner" in str(error) or "No existing session" in str(error):  # it connects, and says nothing
@@ -251,30 +258,32 @@ def _refusal(error: Exception, name: str, hostname: str, user: str | None) -> Ho
     return HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {name}`", kind)
 
 
-def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> socket.socket | paramiko.Channel:
+def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Socket:
     """A TCP connection, or a channel through a jump host."""
     try:
         if via is not None:
-            transport = via.get_transport()
-            assert transport
-            return transport.open_channel("direct-tcpip", (hostname, port), ("127.0.0.1", 0), timeout=CONNECT_TIMEOUT_S)
+            return _through(via, hostname, port)
         sock = socket.create_connection((hostname, port), timeout=CONNECT_TIMEOUT_S)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host without power is noticed, not waited for
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # 44 ms a command without it, 2 ms with it
+        return sock
     except socket.gaierror:
         raise HostError(f"the name {hostname!r} does not resolve; correct it, or add it to ~/.ssh/config") from None
     except TimeoutError:
-        raise HostError(
-            f"no answer from {hostname}:{port} within {CONNECT_TIMEOUT_S:.0f} s; is it up?", kind="TIMEOUT"
-        ) from None
+        words = f"no answer from {hostname}:{port} within {CONNECT_TIMEOUT_S:.0f} s; is it up?"
+        raise HostError(words, kind="TIMEOUT") from None
     except (OSError, paramiko.SSHException, UnicodeError) as error:
         kind = "REFUSED" if isinstance(error, ConnectionRefusedError) else "DOWN"
-        raise HostError(
-            f"cannot connect to {hostname}:{port} ({getattr(error, 'strerror', None) or error})", kind
-        ) from None
-    return sock
+        raise HostError(f"cannot connect to {hostname}:{port} ({reason_of(error)})", kind) from None
+
+
+def _through(client: paramiko.SSHClient, hostname: str, port: int) -> paramiko.Channel:
+    """A channel from the host at the other end to an address."""
+    transport = client.get_transport()
+    assert transport
+    return transport.open_channel("direct-tcpip", (hostname, port), ("127.0.0.1", 0), timeout=CONNECT_TIMEOUT_S)
 
 
 class _SshStream:
@@ -282,10 +291,10 @@ class _SshStream:
         self.channel = channel
 
     def __iter__(self) -> Iterator[str]:
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        with contextlib.suppress(*BROKEN):
             file = self.channel.makefile("r")
             while line := file.readline(MAX_LINE):
-                yield _text(line)
+                yield line
 
     def send(self, text: str) -> None:
         try:
@@ -294,13 +303,9 @@ class _SshStream:
             raise HostError(f"the connection broke ({error or type(error).__name__})") from None
 
     def end_input(self) -> None:
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        with contextlib.suppress(*BROKEN):
             self.channel.shutdown_write()
 
     def close(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             self.channel.close()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

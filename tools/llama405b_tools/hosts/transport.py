@@ -15,18 +15,7 @@ from typing import Protocol
 from llama405b.contract.errors import RunError
 
 # All that a run may inherit from whoever launches it; everything else, secrets above all, is given on purpose.
-INHERITED = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "SHELL",
-    "LANG",
-    "LC_ALL",
-    "TMPDIR",
-    "XDG_RUNTIME_DIR",
-    "LD_LIBRARY_PATH",
-)
+ENV = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
 
 
 class HostError(RunError):
@@ -69,7 +58,7 @@ class Stream(Protocol):
         """Close the command's standard input, which ends it; safe from another thread."""
 
 
-class Link(Protocol):
+class Tunnel(Protocol):
     """Bytes both ways: a socket, or a channel through SSH."""
 
     def sendall(self, data: bytes, /) -> object:
@@ -99,7 +88,7 @@ class Connection(Protocol):
             HostError: It cannot be run.
         """
 
-    def tunnel(self, port: int) -> Link:
+    def tunnel(self, port: int) -> Tunnel:
         """A connection to a port of the machine's own loopback.
 
         Raises:
@@ -133,7 +122,7 @@ class Local:
         """See ``Connection``."""
         return _LocalStream(_start(command, stderr=subprocess.DEVNULL), stdin)  # a full pipe would stop it
 
-    def tunnel(self, port: int) -> Link:
+    def tunnel(self, port: int) -> Tunnel:
         """See ``Connection``."""
         try:
             return socket.create_connection(("127.0.0.1", port), 10)
@@ -150,25 +139,22 @@ class Local:
 
 class _LocalStream:
     def __init__(self, child: "subprocess.Popen[str]", stdin: str) -> None:
-        self.child = child
         assert child.stdin
+        assert child.stdout
+        self.child, self.stdin, self.stdout = child, child.stdin, child.stdout
         try:
-            child.stdin.write(stdin)
-            child.stdin.flush()
+            self._write(stdin)
         except OSError:
             child.wait()
             raise HostError("the command ended before it heard what to do") from None
 
     def __iter__(self) -> Iterator[str]:
-        assert self.child.stdout
-        yield from self.child.stdout
+        yield from self.stdout
         self.child.wait()
 
     def send(self, text: str) -> None:
-        assert self.child.stdin
         try:
-            self.child.stdin.write(text)
-            self.child.stdin.flush()
+            self._write(text)
         except (OSError, ValueError):
             raise HostError("the command ended before it was answered") from None
 
@@ -176,19 +162,21 @@ class _LocalStream:
         self.close()
 
     def close(self) -> None:
-        assert self.child.stdin
         with contextlib.suppress(OSError):
-            self.child.stdin.close()
+            self.stdin.close()
+
+    def _write(self, text: str) -> None:
+        self.stdin.write(text)
+        self.stdin.flush()
 
 
 def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str]":
-    env = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    env = {name: os.environ[name] for name in ENV if name in os.environ}
     return subprocess.Popen(
         ["/bin/sh", "-c", command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        text=True,
         encoding="utf-8",
         errors="replace",
         env=env,

@@ -1,5 +1,6 @@
 """Parts of the commands that are printed for a person to type."""
 
+import contextlib
 import shlex
 import shutil
 import sys
@@ -11,10 +12,11 @@ def front_door() -> str:
     if shutil.which("llama405b"):
         return "llama405b"
     beside = Path(sys.executable).parent / "llama405b"
-    here = Path.cwd()
     if not beside.exists():
         return f"{sys.executable} -m llama405b_tools.cli"
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+    with contextlib.suppress(ValueError):  # it is not below here
+        beside = beside.relative_to(Path.cwd())
+    return str(beside)
 
 
 def hosts_argument(hosts_file: Path) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.remote.messages.runs import HostRun
 from llama405b_tools.remote.messages.stream import StreamRequest
@@ -22,17 +23,14 @@ def find(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, li
 
     ``attempt``: 0 is the newest that failed, where the guard may have brought the run back since.
     """
-    failures, which = failures_of(seen), 0
     known = {host: found for host, found in seen.items() if isinstance(found, HostRun)}
-    past = sorted({end.attempt for found in known.values() for end in found.ends}, reverse=True)
+    failures, which = failures_of(seen), 0
     if attempt or not failures:
-        for which in [attempt] if attempt else past:
-            if failures := _failures_in(known, which):
-                break
+        failures, which = _in_the_past(known, attempt)
     if not failures:
-        return False, [f"run {run}: no failure on {len(seen)} hosts{f' in attempt {attempt}' if attempt else ''}"]
+        return False, [f"run {run}: no failure on {len(seen)} hosts{given(' in attempt {}', attempt)}"]
     worst = judge.first_failure(failures)
-    lines = [f"run {run}{f', attempt {which}' if which else ''}: {worst.host}: {failure_words(worst)}"]
+    lines = [f"run {run}{given(', attempt {}', which)}: {worst.host}: {failure_words(worst)}"]
     if worst.host in known:
         lines += _words_of(fleet, run, worst, known[worst.host], which)
     if others := sorted({failure.host for failure in failures} - {worst.host}):
@@ -47,6 +45,15 @@ def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: i
     texts = _stderr(fleet, run, worst.host, local_rank, attempt)
     tracebacks = [text for text in texts if "Traceback" in text]
     return [line for text in tracebacks[-1:] or texts[-LAST:] for line in clean(text).split("\n")]
+
+
+def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
+    """The failures of an attempt (0: of the newest that has any), and which it is."""
+    past = {end.attempt for found in known.values() for end in found.ends}
+    for which in sorted(past, reverse=True):
+        if attempt in (0, which) and (failures := _failures_in(known, which)):
+            return failures, which
+    return [], attempt
 
 
 def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:

@@ -91,9 +91,9 @@ class Reader:
 def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_rank: int) -> Entry:
     """A block of a file of a host, in this machine's time; rank and stream are in the file's path."""
     parts = file.split("/")
-    is_rank = len(parts) >= 3 and parts[-2].isdigit()
-    rank, name = (first_rank + int(parts[-2]), parts[-1][3:6]) if is_rank else (-1, "")
-    return Entry(moment - skew, host, file, text, rank=rank, stream=name)
+    if len(parts) < 3 or not parts[-2].isdigit():
+        return Entry(moment - skew, host, file, text)
+    return Entry(moment - skew, host, file, text, rank=first_rank + int(parts[-2]), stream=parts[-1][3:6])
 
 
 def _arrived(streams: Streams) -> Iterator[Arrival]:

@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.durations import seconds
-from llama405b_tools.text.fold import Fold, text_of, where_of
+from llama405b_tools.text.fold import Fold, OneByOne, text_of, where_of
 from llama405b_tools.text.merge import Entry
 
 HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
@@ -24,26 +24,25 @@ HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 class Show:
     """Filters, folds, formats and prints entries."""
 
-    def __init__(self, args: argparse.Namespace, out: TextIO | None = None) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         """Check the options.
 
         Raises:
             UserError: One will not do.
         """
-        self.args, self.out = args, out or sys.stdout
+        self.args, self.out = args, sys.stdout
         self.include, self.exclude = _regexes(args.include, "--include"), _regexes(args.exclude, "--exclude")
         self.highlight = _regexes(args.highlight, "--highlight")
         self.ranks = _ranks(args.rank)
-        self.since_s = seconds(args.since, "--since") if args.since else 0.0
-        if not (args.attempt == "all" or args.attempt.isdecimal()):
-            raise UserError(f"--attempt: {args.attempt!r} is not a valid attempt; write a number, or all")
-        self.attempt = -1 if args.attempt == "all" else int(args.attempt)
+        self.since_s = seconds(args.since or "0", "--since")
+        self.attempt = _attempt(args.attempt)
         if args.tail is not None and args.tail < 0:
             raise UserError(f"--tail: {args.tail} lines; it takes 0 or more")
         if args.follow and args.first_error:
             raise UserError("--first-error cannot be used with -f; the failure is there, or it is not")
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
-        self.fold = Fold() if args.fold else None
+        self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
+        self.fold = Fold() if args.fold else OneByOne()
         self.saved: set[Path] = set()
         self.hosts: dict[str, int] = {}
         self.counted: dict[str, int] = {}
@@ -70,21 +69,23 @@ class Show:
                 continue
             if self.args.save:
                 self._save(entry)
-            if self.include and not any(regex.search(entry.text) for regex in self.include):
-                continue
-            if any(regex.search(entry.text) for regex in self.exclude):
-                continue
-            for group in self.fold.push(entry) if self.fold else ([entry],):
-                self._show(group)
-        for group in self.fold.older_than(time.time() - self.fold.window_s) if self.fold and self.args.follow else ():
-            self._show(group)
+            if self._is_wanted(entry.text):
+                for group in self.fold.push(entry):
+                    self.show(group)
+        if self.args.follow:
+            for group in self.fold.older_than(time.time() - self.fold.window_s):
+                self.show(group)
         self.out.flush()
+
+    def _is_wanted(self, text: str) -> bool:
+        included = not self.include or any(regex.search(text) for regex in self.include)
+        return included and not any(regex.search(text) for regex in self.exclude)
 
     def dropped(self, counts: Mapping[str, int]) -> None:
         """Say what this terminal was too slow for."""
         for host, count in counts.items():
-            if count > self.counted.get(host, 0):
-                more = count - self.counted.get(host, 0)
+            more = count - self.counted.get(host, 0)
+            if more > 0:
                 self.note(f"{host}: {more} entries not shown: this terminal is too slow for them")
                 self.counted[host] = count
 
@@ -94,46 +95,44 @@ class Show:
 
     def close(self) -> None:
         """Show what is left."""
-        for group in self.fold.flush() if self.fold else ():
-            self._show(group)
+        for group in self.fold.flush():
+            self.show(group)
         with contextlib.suppress(BrokenPipeError):
             self.out.flush()
 
-    def _show(self, group: Sequence[Entry]) -> None:
-        entry = group[0]
-        if self.args.output == "raw":
-            self.out.write(f"{clean(entry.text) if self.out.isatty() else redact(entry.text)}\n")
-        elif self.args.output == "json":
-            record = {"time": round(entry.time, 3), "host": entry.host, "rank": entry.rank, "stream": entry.stream}
-            if len(group) > 1:
-                record |= {"hosts": sorted({e.host for e in group}), "ranks": sorted({e.rank for e in group})}
-            self.out.write(json.dumps(record | {"text": clean(self._text(group))}, ensure_ascii=False) + "\n")
-        else:
-            where = where_of(group)
-            clock = time.strftime("%H:%M:%S", time.localtime(entry.time))
-            prefix = f"{clock} {where} {entry.stream:3}"
-            if self.color:
-                color = HOST_COLORS[self.hosts.setdefault(entry.host, len(self.hosts)) % len(HOST_COLORS)]
-                prefix = f"\x1b[{color}m{prefix}\x1b[0m"
-            for line in clean(self._text(group)).split("\n"):
-                self.out.write(f"{prefix} │ {self._lit(line)}\n")
+    def _raw(self, group: Sequence[Entry]) -> None:
+        text = group[0].text
+        self.out.write(f"{clean(text) if self.out.isatty() else redact(text)}\n")
 
-    def _text(self, group: Sequence[Entry]) -> str:
-        return text_of(group) if len(group) > 1 else group[0].text
+    def _json(self, group: Sequence[Entry]) -> None:
+        entry = group[0]
+        record = {"time": round(entry.time, 3), "host": entry.host, "rank": entry.rank, "stream": entry.stream}
+        if len(group) > 1:
+            record |= {"hosts": sorted({e.host for e in group}), "ranks": sorted({e.rank for e in group})}
+        self.out.write(json.dumps(record | {"text": clean(text_of(group))}, ensure_ascii=False) + "\n")
+
+    def _lines(self, group: Sequence[Entry]) -> None:
+        entry = group[0]
+        clock = time.strftime("%H:%M:%S", time.localtime(entry.time))
+        prefix = f"{clock} {where_of(group)} {entry.stream:3}"
+        if self.color:
+            color = HOST_COLORS[self.hosts.setdefault(entry.host, len(self.hosts)) % len(HOST_COLORS)]
+            prefix = f"\x1b[{color}m{prefix}\x1b[0m"
+        for line in clean(text_of(group)).split("\n"):
+            self.out.write(f"{prefix} │ {self._lit(line)}\n")
 
     def _lit(self, line: str) -> str:
         for regex in self.highlight if self.color else ():
-            line = regex.sub(lambda match: f"\x1b[1;7m{match[0]}\x1b[0m" if match[0] else "", line)
+            line = regex.sub(lambda match: given("\x1b[1;7m{}\x1b[0m", match[0]), line)
         return line
 
     def _save(self, entry: Entry) -> None:
         name = f"rank-{entry.rank}.{entry.stream}.log" if entry.rank >= 0 else "torchrun.log"
         path = self.args.save / entry.host / name
+        mode = "a" if path in self.saved else "w"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open(
-                "a" if path in self.saved else "w", encoding="utf-8"
-            ) as file:  # one at a time: they are many
+            with path.open(mode, encoding="utf-8") as file:  # one at a time: they are many
                 file.write(redact(entry.text) + "\n")
         except OSError as error:
             raise UserError(f"--save: {path} cannot be written ({error.strerror}); name another directory") from None
@@ -158,3 +157,11 @@ def _ranks(text: str) -> set[int]:
             raise UserError(f"--rank: {text!r} are no ranks; write 3 or 0-7,12")
         ranks |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return ranks
+
+
+def _attempt(text: str) -> int:
+    if text == "all":
+        return -1
+    if not text.isdecimal():
+        raise UserError(f"--attempt: {text!r} is not a valid attempt; write a number, or all")
+    return int(text)

@@ -8,6 +8,8 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
+from llama405b.contract.phrases import given
+
 NCCL_DEBUG_LINES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "NET/Socket"
 
@@ -24,6 +26,32 @@ class RdmaPort:
     gids: tuple[tuple[int, str, str, str], ...]  # index, type, GID, network device
     netdevs: tuple[str, ...]
 
+    @property
+    def up(self) -> bool:
+        """Whether it is active."""
+        return "ACTIVE" in self.state.upper()
+
+    @property
+    def gbit(self) -> float:
+        """Its rate in Gbit/s; 0 where it is not known."""
+        rate = re.match(r"([\d.]+)", self.rate)
+        return float(rate[1]) if rate else 0.0
+
+    @property
+    def roce(self) -> bool:
+        """Whether it is Ethernet."""
+        return self.link_layer == "Ethernet"
+
+    @property
+    def efa(self) -> bool:
+        """Whether it is one of AWS's."""
+        return self.device.startswith(("efa", "rdmap"))
+
+    @property
+    def gid_index(self) -> int | None:
+        """Of RoCE v2 with an IPv4 address."""
+        return next((index for index, kind, gid, _ in self.gids if kind == "RoCE v2" and ":ffff:" in gid), None)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rdma:
@@ -33,41 +61,7 @@ class Rdma:
     peermem: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Port:
-    """One port of an RDMA device."""
-
-    device: str
-    port: int
-    up: bool
-    gbit: float
-    roce: bool
-    efa: bool
-    gid_index: int | None  # of RoCE v2 with an IPv4 address
-    netdevs: tuple[str, ...]
-
-
-def read(rdma: Rdma) -> list[Port]:
-    """The ports, as far as they matter to NCCL."""
-    return [_port(record) for record in rdma.ports]
-
-
-def _port(record: RdmaPort) -> Port:
-    rate = re.match(r"([\d.]+)", record.rate)
-    v2 = [index for index, kind, gid, _ in record.gids if kind == "RoCE v2" and ":ffff:" in gid]
-    return Port(
-        device=record.device,
-        port=record.port,
-        up="ACTIVE" in record.state.upper(),
-        gbit=float(rate[1]) if rate else 0.0,
-        roce=record.link_layer == "Ethernet",
-        efa=record.device.startswith(("efa", "rdmap")),
-        gid_index=v2[0] if v2 else None,
-        netdevs=record.netdevs,
-    )
-
-
-def chosen(ports: Sequence[Port]) -> list[Port]:
+def training_ports(ports: Sequence[RdmaPort]) -> list[RdmaPort]:
     """The ports to train over: those that are up, of the fastest rate; InfiniBand before RoCE."""
     up = [port for port in ports if port.up and not port.efa]
     kind = [port for port in up if not port.roce] or up
@@ -75,27 +69,27 @@ def chosen(ports: Sequence[Port]) -> list[Port]:
     return [port for port in kind if port.gbit == fastest]
 
 
-def nccl_env(ports: Sequence[Port], interface: str) -> dict[str, tuple[str, str]]:
+def nccl_env(ports: Sequence[RdmaPort], interface: str) -> dict[str, tuple[str, str]]:
     """NCCL's settings for one host, each with its reason; ``interface``: on the route to the head."""
     env = {"NCCL_SOCKET_IFNAME": (interface, "on the route to the first host")}
     if any(port.efa for port in ports):
         env["FI_PROVIDER"] = ("efa", "the host has EFA devices; NCCL needs the aws-ofi-nccl plugin for them")
-    use = chosen(ports)
+    use = training_ports(ports)
     if use:
-        names = ",".join(f"{port.device}:{port.port}" for port in use)
-        kind = "RoCE" if use[0].roce else "InfiniBand"
-        left = sorted({port.device for port in ports if port.up and port not in use})
-        why = f"{len(use)} {kind} ports of {use[0].gbit:g} Gb/s are up" + (
-            f"; slower: {', '.join(left)}" if left else ""
-        )
-        env["NCCL_IB_HCA"] = (f"={names}", why)
-        indices = {port.gid_index for port in use}
-        if use[0].roce and len(indices) == 1 and None not in indices:
-            env["NCCL_IB_GID_INDEX"] = (str(indices.pop()), "RoCE v2 with an IPv4 address, the same on all ports")
+        env["NCCL_IB_HCA"] = ("=" + ",".join(f"{port.device}:{port.port}" for port in use), _why(use, ports))
+    indices = {port.gid_index for port in use if port.roce}
+    if len(indices) == 1 and None not in indices:
+        env["NCCL_IB_GID_INDEX"] = (str(indices.pop()), "RoCE v2 with an IPv4 address, the same on all ports")
     return env
 
 
-def has_rdma(ports: Sequence[Port]) -> bool:
+def _why(use: Sequence[RdmaPort], ports: Sequence[RdmaPort]) -> str:
+    kind = "RoCE" if use[0].roce else "InfiniBand"
+    slower = sorted({port.device for port in ports if port.up and port not in use})
+    return f"{len(use)} {kind} ports of {use[0].gbit:g} Gb/s are up{given('; slower: {}', ', '.join(slower))}"
+
+
+def has_rdma(ports: Sequence[RdmaPort]) -> bool:
     """Whether a fall-back to TCP sockets would lose something."""
     return any(port.up for port in ports)
 

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from llama405b.contract.phrases import given
 
 UNKNOWN = re.compile(
     r"\[?(N/A|Not Supported|Unknown Error|Insufficient Permissions|GPU requires reset)\]?|ERR!|", re.IGNORECASE
@@ -11,6 +13,7 @@ UNKNOWN = re.compile(
 BROKEN = re.compile(r"ERR!|Unknown Error|requires reset")
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
 PENDING = ("retired_pages.pending", "remapped_rows.pending")
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as newer and older drivers call it
 SLOWED = {  # bits of clocks_event_reasons.active (nvml.h), and whether they say that something is wrong
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -34,21 +37,16 @@ XIDS = {  # from NVIDIA's list of Xid errors: what is wrong, for those that end 
 }
 FATAL_XIDS = (48, 64, 74, 79, 95, 119, 120)
 
-BF16_TFLOPS = (  # dense, from NVIDIA's data sheets; the first name that is part of the GPU's counts
-    ("GB200", 2500),
-    ("B200", 2250),
-    ("H200 NVL", 835),
-    ("H100 NVL", 835),
-    ("H100 PCIe", 756),
-    ("GH200", 989),
-    ("H200", 989),
-    ("H100", 989),
-    ("H800", 989),
-    ("H20", 148),
-    ("A100", 312),
-    ("A800", 312),
-    ("L40S", 362),
-)
+BF16_TFLOPS = {  # dense, from NVIDIA's data sheets; the first name that is part of the GPU's counts
+    2500: ("GB200",),
+    2250: ("B200",),
+    835: ("H200 NVL", "H100 NVL"),
+    756: ("H100 PCIe",),
+    989: ("GH200", "H200", "H100", "H800"),
+    148: ("H20",),
+    312: ("A100", "A800"),
+    362: ("L40S",),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +73,16 @@ class Gpu:
     clock_mhz: int | None = None  # of the SMs
     fault: str = ""  # it answers, but not as a GPU that works
 
+    @property
+    def is_capped(self) -> bool:
+        """Whether it may take clearly less power than it could."""
+        return (self.power_limit_w or math.inf) < 0.95 * (self.power_max_w or 0.0)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it has fewer PCIe lanes than it could."""
+        return (self.pcie_width or math.inf) < (self.pcie_width_max or 0)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmiAnswer:
@@ -89,7 +97,7 @@ class SmiAnswer:
     fabric_manager: str = ""  # as systemctl says: active, inactive, failed
 
 
-def read(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
+def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
     """The GPUs of nvidia-smi's answer, and what is wrong with it as a whole ('' where nothing is)."""
     if text is None:
         return [], ""
@@ -112,11 +120,9 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
     values = dict(zip(fields, told, strict=True))
     if not INDEX.fullmatch(values.get("index", "")):
         return None
-    broken = [name for name, value in values.items() if BROKEN.search(value)] if BROKEN.search(line) else ()
-    pending = [known for name in PENDING if (known := _known(values.get(name, "")))]
-    names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as newer and older drivers call it
-    said = next((values[name] for name in names if name in values), "")
-    reasons = int(said, 16) if MASK.fullmatch(said) else 0
+    broken: list[str] = []
+    if BROKEN.search(line):
+        broken = [name for name, value in values.items() if BROKEN.search(value)]
     return Gpu(
         index=int(values["index"]),
         name=values.get("name", ""),
@@ -124,45 +130,50 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
         used_mib=_int(values.get("memory.used")),
         driver=values.get("driver_version", ""),
         ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total")),
-        pages_pending=any(value.lower() not in ("no", "0") for value in pending) if pending else None,
+        pages_pending=_pages_pending(values),
         power_limit_w=_float(values.get("power.limit")),
         power_max_w=_float(values.get("power.max_limit")),
         pcie_width=_int(values.get("pcie.link.width.current")),
         pcie_width_max=_int(values.get("pcie.link.width.max")),
         temperature_c=_int(values.get("temperature.gpu")),
-        slowed=tuple(name for bit, name in SLOWED.items() if reasons & bit),
+        slowed=_slowed(values),
         uuid=_known(values.get("uuid", "")),
         bus=_known(values.get("pci.bus_id", "")),
         utilization=_int(values.get("utilization.gpu")),
         power_w=_float(values.get("power.draw")),
         clock_mhz=_int(values.get("clocks.sm")),
-        fault=f"{', '.join(broken)} cannot be read" if broken else "",
+        fault=given("{} cannot be read", ", ".join(broken)),
     )
+
+
+def _pages_pending(values: Mapping[str, str]) -> bool | None:
+    pending = [known for name in PENDING if (known := _known(values.get(name, "")))]
+    return any(value.lower() not in ("no", "0") for value in pending) if pending else None
+
+
+def _slowed(values: Mapping[str, str]) -> tuple[str, ...]:
+    said = next((values[name] for name in REASONS if name in values), "")
+    if not MASK.fullmatch(said):
+        return ()
+    mask = int(said, 16)
+    return tuple(name for bit, name in SLOWED.items() if mask & bit)
 
 
 def bf16_flops(name: str) -> float | None:
     """Most dense BF16 operations a second of a GPU; None where its data sheet is not among ours."""
-    return next((1e12 * tera for known, tera in BF16_TFLOPS if known in name), None)
+    return next((1e12 * tera for tera, names in BF16_TFLOPS.items() if any(known in name for known in names)), None)
 
 
 def xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:
     """Xid errors of the kernel's log: PCI address, number, meaning."""
-    found = []
-    for line in lines:
-        if match := XID.search(line):
-            number = int(match[2])
-            found.append((match[1], number, XIDS.get(number, "see NVIDIA's list of Xid errors")))
-    return found
+    matches = [match for line in lines if (match := XID.search(line))]
+    return [(match[1], int(match[2]), XIDS.get(int(match[2]), "see NVIDIA's list of Xid errors")) for match in matches]
 
 
 def foreign(apps: str | None) -> list[tuple[int, str]]:
     """Processes that hold GPU memory: pid and name."""
-    found = []
-    for line in (apps or "").splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) >= 3 and re.fullmatch(r"\d{1,9}", parts[0], re.ASCII):
-            found.append((int(parts[0]), parts[-1]))
-    return found
+    rows = [[part.strip() for part in line.split(",")] for line in (apps or "").splitlines()]
+    return [(int(row[0]), row[-1]) for row in rows if len(row) >= 3 and re.fullmatch(r"\d{1,9}", row[0], re.ASCII)]
 
 
 def nvlinks_down(text: str | None) -> list[str]:

@@ -1,16 +1,20 @@
 """In which facts machines differ. Pure."""
 
+import collections
 from collections.abc import Mapping
 
 
 def disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Which hosts differ from the majority: one clause for each differing fact."""
-    clauses = []
-    for key in next(iter(facts.values()), {}):
-        values = {host: found.get(key, "missing") for host, found in facts.items()}
-        if len(set(values.values())) > 1:
-            counts = list(values.values())
-            majority = max(counts, key=counts.count)
-            odd = ", ".join(f"{host} has {value}" for host, value in values.items() if value != majority)
-            clauses.append(f"{key} is {majority} on most hosts, but {odd}")
-    return clauses
+    names = next(iter(facts.values()), {})
+    found = [disagreement(name, {host: each.get(name, "missing") for host, each in facts.items()}) for name in names]
+    return [clause for clause, odd in found if odd]
+
+
+def disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """A clause on who differs from the majority in one fact, and those hosts: () where all agree."""
+    counts = collections.Counter(values.values())
+    majority = max(counts, key=lambda value: counts[value], default="")
+    odd = {host: value for host, value in values.items() if value != majority}
+    said = ", ".join(f"{host} has {value}" for host, value in odd.items())
+    return f"{name} is {majority} on most hosts, but {said}", tuple(odd)

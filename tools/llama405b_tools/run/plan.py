@@ -110,7 +110,7 @@ def used_parts(terms: Terms, parts: Sequence[HostPart]) -> Sequence[HostPart]:
 
 def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
     """What NCCL is told of a host's RDMA devices, each with its reason; {} where it has no GPU, or none of those."""
-    ports = fabric.read(part.rdma)
+    ports = part.rdma.ports
     if not part.gpus or not fabric.has_rdma(ports):
         return {}
     return fabric.nccl_env(ports, part.interface)

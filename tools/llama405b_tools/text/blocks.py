@@ -6,6 +6,7 @@ arrive; a line without a time follows its predecessor.
 
 import dataclasses
 import datetime
+import io
 import re
 from collections.abc import Iterator
 
@@ -37,22 +38,17 @@ class Blocks:
 
     def feed(self, begin: int, data: bytes) -> Iterator[Block]:
         """Take what follows (or, where ``begin`` says so, what stands elsewhere), and yield what is complete."""
-        if not self.lines:
-            self.begin = begin
-        elif begin != self.begin + sum(map(len, self.lines)):
+        if begin != self.begin + sum(map(len, self.lines)):
             yield from self.flush()
             self.begin = begin
         for line in split_lines(data):
-            bare = PREFIX.sub(b"", line, count=1)
+            indented = bool(INDENTED.match(PREFIX.sub(b"", line, count=1)))
             starts = bool(IN_TRACEBACK.search(line))
-            goes_on = self.lines and (bool(INDENTED.match(bare)) or (self.open and not starts))
+            goes_on = self.lines and (indented or (self.open and not starts))
             if not goes_on or len(self.lines) >= MAX_BLOCK_LINES:
                 yield from self.flush()
             self.lines.append(line)
-            if starts:
-                self.open = True
-            elif self.open and not INDENTED.match(bare):  # "ValueError: …" ends it
-                self.open = False
+            self.open = starts or (self.open and indented)  # "ValueError: …" ends it
 
     def flush(self) -> Iterator[Block]:
         """Yield what was kept back."""
@@ -65,8 +61,7 @@ class Blocks:
 
 def split_lines(data: bytes) -> list[bytes]:
     """Lines with their ends; a carriage return ends none: a progress bar writes many."""
-    lines = data.split(b"\n")
-    return [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    return io.BytesIO(data).readlines()
 
 
 def time_of(text: str, arrived: float, utc_offset_s: float) -> float:
@@ -74,28 +69,24 @@ def time_of(text: str, arrived: float, utc_offset_s: float) -> float:
 
     ``arrived``: when it was seen; ``utc_offset_s``: of the host's local time, which a time without a zone is in.
     """
-    said = _said(text, arrived, utc_offset_s)
-    return said if said is not None and abs(said - arrived) < CREDIBLE_S and said <= arrived + 1 else arrived
+    said = _said(text, arrived, datetime.timezone(datetime.timedelta(seconds=utc_offset_s)))
+    if said is None or abs(said - arrived) >= CREDIBLE_S or said > arrived + 1:
+        return arrived
+    return said
 
 
-def _said(text: str, arrived: float, utc_offset_s: float) -> float | None:
-    zone = datetime.timezone(datetime.timedelta(seconds=utc_offset_s))
+def _said(text: str, arrived: float, zone: datetime.tzinfo | None) -> float | None:
     try:
         if match := ISO.match(text):
-            parts = [int(part) for part in match.groups()[:6]]
-            micro = int((match[7] or "0").ljust(6, "0"))
-            if match[8]:
-                suffix = match[8].replace("Z", "+00:00")
-                return (
-                    datetime.datetime.fromisoformat(f"{match[0].strip('[').replace(',', '.')[:19]}{suffix}").timestamp()
-                    + micro / 1e6
-                )
-            return datetime.datetime(*parts, micro, tzinfo=zone).timestamp()  # type: ignore[misc,arg-type]
-        if match := GLOG.match(text):
-            month, day, hour, minute, second = (int(part) for part in match.groups()[:5])
-            year = datetime.datetime.fromtimestamp(arrived, zone).year
-            micro = int(match[6].ljust(6, "0"))
-            return datetime.datetime(year, month, day, hour, minute, second, micro, tzinfo=zone).timestamp()
+            *parts, fraction, own_zone = match.groups()
+            if own_zone:
+                zone = datetime.datetime.fromisoformat(f"2000-01-01T00:00{own_zone}").tzinfo
+        elif match := GLOG.match(text):
+            *parts, fraction = match.groups()
+            parts = [datetime.datetime.fromtimestamp(arrived, zone).year, *parts]
+        else:
+            return None
+        micro = int((fraction or "0").ljust(6, "0"))
+        return datetime.datetime(*map(int, parts), micro, tzinfo=zone).timestamp()  # type: ignore[misc,arg-type]
     except ValueError:
         return None
-    return None

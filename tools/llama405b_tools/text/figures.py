@@ -61,9 +61,9 @@ def amount(value: float | None) -> str:
     """``8.7k``."""
     if value is None:
         return DASH
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, scale, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.1f}{unit}"
+            return f"{value / scale:.1f}{unit}"
     return f"{value:.0f}"
 
 

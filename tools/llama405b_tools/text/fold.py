@@ -5,6 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from llama405b.contract.phrases import given
 from llama405b_tools.text.merge import Entry
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)?(?!\w*\d)")
@@ -23,9 +24,8 @@ class _Kind:
 
     groups: collections.deque[list[Entry]] = dataclasses.field(default_factory=collections.deque)
     n_out: int = 0  # groups of this kind that are complete
-    next_of: dict[tuple[str, int], int] = dataclasses.field(
-        default_factory=dict
-    )  # host and rank -> group, counted from the first
+    # host and rank -> group, counted from the first
+    next_of: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
 
 class Fold:
@@ -68,8 +68,18 @@ class Fold:
         yield from self.older_than(float("inf"))
 
 
+class OneByOne(Fold):
+    """Folds nothing."""
+
+    def push(self, entry: Entry) -> Iterator[Sequence[Entry]]:
+        """Yield the entry."""
+        yield [entry]
+
+
 def text_of(group: Sequence[Entry]) -> str:
     """The common text of a group, its numbers as ``least–most`` where they differ."""
+    if len(group) == 1:
+        return group[0].text
     columns = list(zip(*(NUMBER.findall(entry.text) for entry in group), strict=True))
     pieces = NUMBER.split(group[0].text)
     out = [pieces[0]]
@@ -87,7 +97,7 @@ def where_of(group: Sequence[Entry]) -> str:
     """``gpu-[01-08] r0-63``: the hosts and ranks of a group, folded."""
     ranks = sorted({entry.rank for entry in group if entry.rank >= 0})
     hosts = fold_names(sorted({entry.host for entry in group}))
-    return f"{hosts} {f'r{fold_numbers(ranks)}' if ranks else 'torchrun'}"
+    return f"{hosts} {given('r{}', fold_numbers(ranks)) or 'torchrun'}"
 
 
 def fold_numbers(numbers: Sequence[int]) -> str:
@@ -111,13 +121,15 @@ def fold_names(names: Iterable[str]) -> str:
         else:
             folded.append(name)
     for (before, after), digits in families.items():
-        widths = {len(number) for number in digits}
-        padded = any(number.startswith("0") and len(number) > 1 for number in digits)
-        if len(digits) == 1 or (padded and len(widths) > 1):
-            folded += [f"{before}{number}{after}" for number in digits]
-            continue
-        width = widths.pop() if padded else 0
-        spans = fold_numbers(sorted(map(int, digits))).split(",")
-        inner = ",".join("-".join(part.zfill(width) for part in span.split("-")) for span in spans)
-        folded.append(f"{before}[{inner}]{after}")
+        folded += _fold_digits(before, digits, after)
     return ",".join(folded)
+
+
+def _fold_digits(before: str, digits: Sequence[str], after: str) -> list[str]:
+    widths = {len(number) for number in digits}
+    padded = any(number.startswith("0") and len(number) > 1 for number in digits)
+    if len(digits) == 1 or (padded and len(widths) > 1):
+        return [f"{before}{number}{after}" for number in digits]
+    spans = fold_numbers(sorted(map(int, digits)))
+    inner = re.sub(r"\d+", lambda number: number[0].zfill(min(widths)), spans)
+    return [f"{before}[{inner}]{after}"]

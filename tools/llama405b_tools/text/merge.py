@@ -3,11 +3,10 @@
 A source is a file on a host, or a host at the operator's machine. Each keeps its own order.
 """
 
+import collections
 import dataclasses
 import heapq
 from collections.abc import Iterator, Sequence
-
-TRIM = 1000  # entries that are out before their memory is given back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class Merge:
 
     def __init__(self, most: int = 0) -> None:
         """``most``: entries kept of one source; older ones are then dropped, and counted (0: none)."""
-        self.waiting: dict[str, list[Entry]] = {}
-        self.taken: dict[str, int] = {}  # of ``waiting``: how many are out already
+        self.waiting: dict[str, collections.deque[Entry]] = {}
         self.last: dict[str, float] = {}
         self.open: set[str] = set()
         self.most = most
@@ -42,8 +40,7 @@ class Merge:
     def begin(self, source: str) -> None:
         """A source may have something to say: what the others say later waits for it."""
         self.open.add(source)
-        self.waiting.setdefault(source, [])
-        self.taken.setdefault(source, 0)
+        self.waiting.setdefault(source, collections.deque(maxlen=self.most or None))
 
     def end(self, source: str) -> None:
         """A source has nothing more to say for now: the others do not wait for it."""
@@ -52,34 +49,30 @@ class Merge:
     def push(self, source: str, entries: Sequence[Entry]) -> None:
         """Take what a source says; its times never go back."""
         self.begin(source)
+        over = self.size(source) + len(entries) - self.most
+        if self.most and over > 0:
+            self.dropped[source] = self.dropped.get(source, 0) + over
         for entry in entries:
             last = max(entry.time, self.last.get(source, entry.time))
             self.last[source] = last
             self.waiting[source].append(entry if entry.time == last else entry.at(last))
-        if self.most and (over := self.size(source) - self.most) > 0:
-            self.taken[source] += over
-            self.dropped[source] = self.dropped.get(source, 0) + over
 
     def size(self, source: str) -> int:
         """How many entries of a source wait."""
-        return len(self.waiting.get(source, ())) - self.taken.get(source, 0)
+        return len(self.waiting.get(source, ()))
 
     def pop(self, until: float = float("-inf")) -> Iterator[Entry]:
         """Hand out, in order, all that nothing older can follow any more; up to ``until`` even without that certainty."""
-        heap = [(self.waiting[source][self.taken[source]].time, source) for source in self.waiting if self.size(source)]
+        heap = [(entries[0].time, source) for source, entries in self.waiting.items() if entries]
         heapq.heapify(heap)
-        lacking = {source for source in self.open if not self.size(source)}
+        lacking = {source for source in self.open if not self.waiting[source]}
         while heap and not (lacking and heap[0][0] > until):
             source = heap[0][1]
-            entry = self.waiting[source][self.taken[source]]
-            self.taken[source] += 1
-            if self.taken[source] > TRIM:
-                del self.waiting[source][: self.taken[source]]
-                self.taken[source] = 0
-            if self.size(source):
-                heapq.heapreplace(heap, (self.waiting[source][self.taken[source]].time, source))
+            entries = self.waiting[source]
+            entry = entries.popleft()
+            if entries:
+                heapq.heapreplace(heap, (entries[0].time, source))
             else:
                 heapq.heappop(heap)
-                self.waiting[source], self.taken[source] = [], 0
                 lacking |= {source} & self.open
             yield entry

@@ -15,7 +15,7 @@ from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
 from llama405b.contract.schema import Config
 from llama405b_tools.doctor.deep import check
-from llama405b_tools.doctor.report import report
+from llama405b_tools.doctor.report import print_report
 from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.of_host import BAD, WARN
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         record = dataclasses.asdict(visit) | {"findings": [dataclasses.asdict(f) for f in found], "exit_code": code}
         print(json.dumps(record))
     else:
-        report(visit, found, [host.name for host in hosts], deep=args.deep)
+        print_report(visit, found, [host.name for host in hosts], deep=args.deep)
     return code
 
 

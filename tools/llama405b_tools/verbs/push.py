@@ -11,7 +11,7 @@ from pathlib import Path
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import sourcetree
-from llama405b_tools.deliver.push import _check_there, _same_place, _source, push_code, push_files
+from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, same_place
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.verbs.arguments import add_hosts
@@ -25,14 +25,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; code: workdir=]")
     args = parser.parse_args(argv)
     hosts = read_hosts(args.hosts)
-    source = _source(args.path, hosts)
+    origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
         raise UserError(f"--to: {args.to!r} is relative; write a full path")
     with Fleet(hosts) as fleet:
-        names = sourcetree.tree_files(Path(source.path)) if not source.host and Path(source.path).is_dir() else None
+        names = sourcetree.tree_files(Path(origin.path)) if not origin.host and Path(origin.path).is_dir() else None
         if names is not None:
-            return push_code(fleet, Path(source.path), names, args.to)
-        if source.host:
-            _check_there(fleet, source)
-        targets = {name: args.to or _same_place(source, fleet, name) for name in fleet.hosts if name != source.host}
-        return push_files(fleet, source, targets)
+            return push_code(fleet, Path(origin.path), names, args.to)
+        if origin.host:
+            check_there(fleet, origin)
+        targets = {name: args.to or same_place(origin, fleet, name) for name in fleet.hosts if name != origin.host}
+        return push_files(fleet, origin, targets)

@@ -14,7 +14,6 @@ from llama405b_tools.deliver.plan import Wishes
 from llama405b_tools.deliver.setup import Work, make_wheelhouse, project_root
 from llama405b_tools.hosts.files import read_hosts, write_uses
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import add_hosts
@@ -54,16 +53,7 @@ def main(argv: Sequence[str]) -> int:
     here = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"
     wheels = make_wheelhouse(root) if args.offline else None
     with Fleet(hosts) as fleet:
-        work = Work(fleet, root, lines, wishes, here)
-        faults = unanswered(fleet.each(work.bring_code))
-        if wheels:
-            work.bring_wheels(wheels, [name for name in fleet.hosts if name not in faults])
-        outcomes = fleet.each(work.install, [name for name in fleet.hosts if name not in faults])
-        faults |= unanswered(outcomes)
-        if args.build:
-            broken = work.build(args.build, [name for name in fleet.hosts if name not in faults])
-            faults |= {name: str(fault) for name, fault in broken.items()}
-    made = {name: found for name, found in replies(outcomes).items() if name not in faults}
+        made, faults = Work(fleet, root, lines, wishes, here).everywhere(wheels, args.build)
     write_uses(args.hosts, {name: found.use for name, found in made.items()})
     now = {name: found.said for name, found in made.items()} | {name: f"FAILED: {why}" for name, why in faults.items()}
     print(table(("host", "now"), [(host.name, now[host.name]) for host in hosts]), flush=True)

@@ -25,7 +25,7 @@ from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.inventory import Host, parse
+from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
@@ -113,7 +113,7 @@ def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
         return read_hosts(Path("hosts"))
     if len(words) == 1 and (Path(words[0]).exists() or "/" in words[0]):
         return read_hosts(Path(words[0]))
-    return parse("\n".join(words), "HOSTS")
+    return parse_hosts("\n".join(words), "HOSTS")
 
 
 def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_after_s: float) -> int:

@@ -93,7 +93,7 @@ class HostView:
         if smi.hung_s > SMI_HUNG_S:
             self.gpus = [_unknown(gpu) for gpu in self.gpus]
         elif smi.text is not None or not smi.hung_s:
-            self.gpus, fault = gpus.read(smi.text, smi.fields)
+            self.gpus, fault = gpus.read_smi(smi.text, smi.fields)
             self.apps = list(_apps(smi.apps or ""))
             self.smi_fault = clean(fault)[:200]
 
