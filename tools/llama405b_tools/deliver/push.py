@@ -104,7 +104,7 @@ def _pass_down(
             chain = Chain(fleet, origin, files, left, progress)
             found = chain.run()
             faults = {name: why for name, why in faults.items() if name in dead} | found
-            same |= chain.same
+            same = {name: first for name, first in same.items() if name not in left} | chain.same
             dead |= chain.dead
             left = {name: to for name, to in left.items() if name in found.keys() - dead}
             if not left:

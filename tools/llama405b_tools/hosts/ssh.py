@@ -73,14 +73,14 @@ class Ssh:
         except TimeoutError:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         except BROKEN as error:
-            raise HostError(f"the connection broke ({error or type(error).__name__})") from None
+            raise HostError(f"the connection broke ({str(error) or type(error).__name__})") from None
 
     def stream(self, command: str, stdin: str) -> Stream:
         """See ``transport.Connection``."""
         try:
             return _SshStream(self._open(command, stdin))
         except BROKEN as error:
-            raise HostError(f"the connection broke ({error or type(error).__name__})") from None
+            raise HostError(f"the connection broke ({str(error) or type(error).__name__})") from None
 
     def tunnel(self, port: int) -> Tunnel:
         """See ``transport.Connection``."""
@@ -255,7 +255,7 @@ def _refusal(error: Exception, name: str, hostname: str, user: str) -> HostError
         words = f"its sshd takes the connection, but says nothing within {CONNECT_TIMEOUT_S:.0f} s"
         return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
     kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
-    return HostError(f"SSH failed ({error or type(error).__name__}); try `ssh -v {name}`", kind)
+    return HostError(f"SSH failed ({str(error) or type(error).__name__}); try `ssh -v {name}`", kind)
 
 
 def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Socket:
@@ -292,15 +292,15 @@ class _SshStream:
 
     def __iter__(self) -> Iterator[str]:
         with contextlib.suppress(*BROKEN):
-            file = self.channel.makefile("r")
+            file = self.channel.makefile("rb")
             while line := file.readline(MAX_LINE):
-                yield line
+                yield line.decode("utf-8", "replace")
 
     def send(self, text: str) -> None:
         try:
             self.channel.sendall(text.encode())
         except (OSError, EOFError, paramiko.SSHException) as error:
-            raise HostError(f"the connection broke ({error or type(error).__name__})") from None
+            raise HostError(f"the connection broke ({str(error) or type(error).__name__})") from None
 
     def end_input(self) -> None:
         with contextlib.suppress(*BROKEN):
