@@ -80,9 +80,18 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
     gone = [name for name in before.splitlines() if name.startswith("./") and name not in wanted and "/../" not in name]
     if gone:
         _checked(connection.run(f"cd {directory} && xargs -0 rm -f --", "\0".join(gone), TIMEOUT_S))
-    unpack = f"cd {directory} && base64 -d | tar -xzf - && mv {new} {MANIFEST}"
-    _checked(connection.run(unpack, _archive(root, send), TIMEOUT_S))
+    _checked(connection.run(f"cd {directory} && {_unpack(new)}", _archive(root, send), TIMEOUT_S))
     return len(send), len(gone)
+
+
+def _unpack(manifest: str) -> str:
+    """The shell line that puts an archive's files in their places, each in one move: others may do the same meanwhile."""
+    part = f"{manifest}.d"
+    put = "find . -type d -exec mkdir -p ../{} ';' && find . ! -type d -exec mv -f {} ../{} ';'"
+    return (
+        f"mkdir {part} && {{ (cd {part} && base64 -d | tar -xzf - && {put}); done=$?; rm -rf {part}; [ $done = 0 ]; }} "
+        f"&& sha256sum -c {manifest} >/dev/null && mv {manifest} {MANIFEST}"
+    )
 
 
 def _archive(root: Path, names: Sequence[str]) -> str:
