@@ -8,13 +8,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.records import NodeState, Phase
+from llama405b_tools.remote.messages.runs import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.top.state import verdicts
-from llama405b_tools.top.state.frames import RunFrame, StepMetrics
+from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Odd
-from llama405b_tools.top.state.picture import HostState, RunPhase
-from llama405b_tools.top.state.verdicts import Hang, Note, SilentBeat
+from llama405b_tools.top.state.picture import HostState, RunPhase, known
+from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
 RECENT_STEPS = 20  # of which the median is taken
 LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
@@ -30,7 +31,7 @@ class Moment:
     hosts: Mapping[str, HostView]
     run: str  # that is shown
     metrics: Sequence[StepMetrics]  # of it, oldest first
-    hung: SilentBeat | None  # the heartbeat that was a hang before
+    hung: BeatId | None  # the heartbeat that was a hang before
 
     @functools.cached_property
     def fresh(self) -> Sequence[HostView]:
@@ -43,14 +44,29 @@ class Moment:
         return {host.name: run for host in self.fresh if (run := host.run(self.run))}
 
     @functools.cached_property
+    def ours(self) -> Sequence[HostView]:
+        """The hosts with fresh frames that tell of the run."""
+        return [self.hosts[name] for name in self.heard]
+
+    @functools.cached_property
     def told(self) -> Mapping[str, RunFrame]:
         """What each host that knows the run said of it last."""
         return {name: run for name, host in self.hosts.items() if (run := host.run(self.run))}
 
     @functools.cached_property
-    def nodes(self) -> Sequence[tuple[str, int, int]]:
+    def nodes(self) -> Nodes:
         """The run's hosts: name, first rank, ranks; () where nobody told yet."""
         return nodes_of(self.hosts, self.run)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the run."""
+        return sum(ranks for _, _, ranks in self.nodes)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Other runs that live on these hosts."""
+        return tuple(sorted({name for run in self.heard.values() for name in run.others} - {self.run}))
 
     @functools.cached_property
     def unheard(self) -> Sequence[HostView]:
@@ -60,7 +76,7 @@ class Moment:
     @functools.cached_property
     def odd(self) -> Odd:
         """The GPUs that stood out in the frame before too: frames of a moment are up to an interval apart."""
-        hosts = [self.hosts[name] for name in self.heard] or self.fresh
+        hosts = self.ours or self.fresh
         now = verdicts.odd_gpus({host.name: host.gpus for host in hosts})
         if not now:
             return {}
@@ -85,35 +101,32 @@ class Moment:
     @functools.cached_property
     def failures(self) -> Sequence[Failure]:
         """By the node runners' word; else by that of ranks which failed, and will be ended in a moment."""
-        found = []
-        for name, run in self.heard.items():
-            state = judge.state_of(run.status, alive=run.alive) if run.status else None
-            if state and (failure := judge.failure_of(name, state)):
-                found.append(failure)
-        for name, run in self.heard.items():
-            failed = [beat for beat in run.beats if run.alive and beat.phase is Phase.FAILED]
-            found += [Failure(name, judge.cause_of_rank(beat)) for beat in failed]
+        states = {name: judge.state_of(run.status, alive=run.alive) for name, run in self.heard.items() if run.status}
+        found = [failure for name, state in states.items() if (failure := judge.failure_of(name, state))]
+        for name, beats in self.beats.items():
+            found += [Failure(name, judge.cause_of_rank(beat)) for beat, _ in beats if beat.phase is Phase.FAILED]
         return found
+
+    @functools.cached_property
+    def beats(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:
+        """By host, of the ranks that live, and how old each is by that host's clock, in seconds."""
+        clocks = {name: self.hosts[name].clock(self.now) for name, run in self.heard.items() if run.alive}
+        return {name: [(beat, now - beat.time) for beat in self.heard[name].beats] for name, now in clocks.items()}
 
     @functools.cached_property
     def hang(self) -> Hang | None:
         """The rank that the others wait for, where that is a hang."""
-        beats = {
-            name: [(beat, self.hosts[name].clock(self.now) - beat.time) for beat in run.beats]
-            for name, run in self.heard.items()
-            if run.alive
-        }
         limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self.median("step_s") or 0.0))
-        found = judge.silent_rank(beats, limit_s, math.inf)
+        found = judge.silent_rank(self.beats, limit_s, math.inf)
         if found is None:
             return None
-        log_ages = [
-            run.log_age_s + self.now - heard_at
-            for name, run in self.heard.items()
-            if run.log_age_s is not None and (heard_at := self.hosts[name].heard_at) is not None
-        ]
-        beat = SilentBeat(found.host, found.beat.rank, found.beat.time)
+        beat = (found.host, found.beat.rank, found.beat.time)
         sure = beat == self.hung or found.age_s > LONG_SILENCE * limit_s
+        log_ages = [
+            run.log_age_s + self.now - self.hosts[name].heard_at
+            for name, run in self.heard.items()
+            if run.log_age_s is not None
+        ]
         words = verdicts.hang_words(found.beat, found.age_s, self.hosts[found.host].gpus, log_ages, sure=sure)
         if words is None:
             return None
@@ -127,15 +140,10 @@ class Moment:
     def stall(self) -> str:
         """That no rank has moved for much longer than a step takes: what may become a hang, and may not."""
         step_s = self.median("step_s")
-        beats = [
-            (beat, self.hosts[name].clock(self.now))
-            for name, run in self.heard.items()
-            if run.alive
-            for beat in run.beats
-        ]
+        beats = list(itertools.chain.from_iterable(self.beats.values()))
         if self.hang or self.failures or not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
             return ""
-        age_s = min((host_now - beat.time for beat, host_now in beats), default=0.0)
+        age_s = min((age_s for _, age_s in beats), default=0.0)
         if age_s < max(verdicts.STALL_S, verdicts.STALL_STEPS * step_s):
             return ""
         return f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s"
@@ -151,10 +159,11 @@ class Moment:
             return RunPhase.UNKNOWN, None
         if not any(run.alive for run in self.heard.values()):
             return self._over(), None
-        frames = {name: self.hosts[name].frame for name in self.heard}
-        beats = [(frame.now, beat) for name, frame in frames.items() if frame for beat in self.heard[name].beats]
-        since_s = min((host_now - beat.phase_since for host_now, beat in beats), default=None)
-        return verdicts.phase_of([beat.phase for _, beat in beats]), since_s
+        since_s = min(
+            (self.hosts[name].frame.now - beat.phase_since for name, run in self.heard.items() for beat in run.beats),
+            default=None,
+        )
+        return verdicts.phase_of({beat.phase for run in self.heard.values() for beat in run.beats}), since_s
 
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:
@@ -165,7 +174,7 @@ class Moment:
     def median(self, key: str) -> float | None:
         """Of the last steps."""
         recent = itertools.islice(reversed(self.metrics), RECENT_STEPS)
-        values = [value for metrics in recent if (value := getattr(metrics, key)) is not None]
+        values = known(getattr(metrics, key) for metrics in recent)
         return statistics.median(values) if values else None
 
     def _over(self) -> RunPhase:
@@ -175,10 +184,11 @@ class Moment:
         statuses = [run.status for run in self.heard.values() if run.status]
         if not statuses:
             return RunPhase.STARTING
-        stopped = any(status.state is NodeState.STOPPED for status in statuses)
-        return RunPhase.STOPPED if stopped else RunPhase.DONE
+        if any(status.state is NodeState.STOPPED for status in statuses):
+            return RunPhase.STOPPED
+        return RunPhase.DONE
 
 
-def nodes_of(hosts: Mapping[str, HostView], run: str) -> Sequence[tuple[str, int, int]]:
+def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:
     """See ``Moment.nodes``."""
-    return next((plan.nodes for host in hosts.values() if (plan := host.plans.get(run))), ())
+    return next((plan.nodes or () for host in hosts.values() if (plan := host.plans.get(run))), ())
