@@ -117,9 +117,8 @@ def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Sai
 
 
 def _write_stub(found: Fleet, name: str) -> bool:
-    place = f"{found.workdir(name)}/.bench-python"
+    path = shell_path(f"{found.workdir(name)}/.bench-python")
     script = STUB.format(python=found.python(name), body=BODY)
-    path = shell_path(place)
     line = f"cat >{path}.$$ && chmod +x {path}.$$ && mv {path}.$$ {path}"
     found.connection(name).run(line, script, STATUS_TIMEOUT_S)
     return True
@@ -137,11 +136,8 @@ def least(do: Callable[[], Cost | None], repeat: int) -> Cost:
 
 def now() -> Cost:
     """What this process and its children have cost so far."""
-    cpu = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        used = resource.getrusage(who)
-        cpu += used.ru_utime + used.ru_stime
-    return Cost(time.monotonic(), cpu)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return Cost(time.monotonic(), sum(each.ru_utime + each.ru_stime for each in used))
 
 
 def ssh_argv() -> list[str]:
