@@ -13,7 +13,7 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import Moment, nodes_of
+from llama405b_tools.top.state.moment import NOT_LOADING, LoadBegan, Moment, nodes_of, training
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
     Change,
@@ -24,7 +24,6 @@ from llama405b_tools.top.state.picture import (
     RunPhase,
     Verdict,
 )
-from llama405b_tools.top.state.training import NOT_LOADING, LoadBegan, training
 from llama405b_tools.top.state.verdicts import BeatId, Note
 
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
@@ -64,11 +63,6 @@ class Cluster:
         self.guard = GuardShown.NONE
         self.wanted = ""  # the run that was asked for
         self.found = self._look(0.0)  # at the moment that was advanced to
-
-    @property
-    def metrics(self) -> collections.deque[StepMetrics]:
-        """Of the run that is shown, oldest first."""
-        return self.metrics_of[self.run]
 
     def note(self, text: str, now: float) -> None:
         """Something that happened here, at the operator's."""
@@ -144,7 +138,9 @@ class Cluster:
         )
 
     def _look(self, now: float) -> Moment:
-        return Moment(now, self.interval_s, self.hang_after_s, self.hosts, self.run, self.metrics, self.hung)
+        return Moment(
+            now, self.interval_s, self.hang_after_s, self.hosts, self.run, self.metrics_of[self.run], self.hung
+        )
 
     def first_rank(self, host: str) -> int:
         """Of a host; 0 where it is not known."""

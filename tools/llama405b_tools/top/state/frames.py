@@ -54,11 +54,6 @@ class IbPort:
         """As the kernel and NCCL write it."""
         return f"{self.device}/{self.port}"
 
-    @property
-    def is_active(self) -> bool:
-        """Whether its link is up."""
-        return "ACTIVE" in self.state
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmiFrame:
@@ -103,11 +98,6 @@ class RunFrame:
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only the head's
     max_steps: int | None = None
     checkpoint_step: int | None = None
-
-    @property
-    def is_head(self) -> bool:
-        """Whether the host tells of the steps."""
-        return self.max_steps is not None or bool(self.metrics)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class HostView:
     name: str
     link: HostState = HostState.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
     why: str = ""
-    linked_at: float = math.inf  # when the connection was made, or was not, last
+    linked_at: float = math.inf  # of the last word on its connection
     heard_at: float = 0.0
     frame: Frame = NO_FRAME
     before: Frame = NO_FRAME  # the frame before
@@ -82,7 +82,7 @@ class HostView:
             self.earlier.append((now, frame))
         while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
             self.earlier.popleft()
-        self.active_ports |= {port.name for port in frame.ib if port.is_active}
+        self.active_ports |= {port.name for port in frame.ib if "ACTIVE" in port.state}
 
     def _take_smi(self, smi: SmiFrame) -> None:
         """nvidia-smi's answer; while it takes its time the last one stands, and when it hangs nothing is known."""
@@ -111,11 +111,6 @@ class HostView:
     def is_heard(self) -> bool:
         """Whether a frame ever came."""
         return self.frame is not NO_FRAME
-
-    @property
-    def is_without_gpus(self) -> bool:
-        """Whether no GPU is known, of a machine that was asked."""
-        return not self.gpus and self.frame.pci_gpus is not None
 
     def is_fresh(self, now: float, interval_s: float) -> bool:
         """Whether frames come."""

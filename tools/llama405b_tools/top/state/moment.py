@@ -6,19 +6,22 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from llama405b.contract.records import NodeState, Phase
+from llama405b_tools.machine import gpus
 from llama405b_tools.remote.messages.runs import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Odd
-from llama405b_tools.top.state.picture import HostState, RunPhase, known
+from llama405b_tools.top.state.picture import GuardShown, HostState, RunPhase, Training, known
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
 RECENT_STEPS = 20  # of which the median is taken
 LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
+MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +61,6 @@ class Moment:
         """The run's hosts: name, first rank, ranks; () where nobody told yet."""
         return nodes_of(self.hosts, self.run)
 
-    @property
-    def world(self) -> int:
-        """Ranks of the run."""
-        return sum(ranks for _, _, ranks in self.nodes)
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """Other runs that live on these hosts."""
-        return tuple(sorted({name for run in self.heard.values() for name in run.others} - {self.run}))
-
     @functools.cached_property
     def unheard(self) -> Sequence[HostView]:
         """The run's hosts of which nothing fresh is known."""
@@ -86,9 +79,11 @@ class Moment:
     @functools.cached_property
     def notes(self) -> Mapping[str, Sequence[Note]]:
         """What stands out, by host."""
-        beats = {name: run.beats for name, run in self.heard.items()}
-        slow = verdicts.slow_ranks(beats, self.median("step_s"))
-        return {name: [*host.notes(self.odd), *slow.get(name, ())] for name, host in self.hosts.items()}
+        beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
+        found = {name: host.notes(self.odd) for name, host in self.hosts.items()}
+        for name, note in verdicts.slow_ranks(beats, self.median("step_s")):
+            found[name].append(note)
+        return found
 
     @functools.cached_property
     def states(self) -> Mapping[str, tuple[HostState, str]]:
@@ -192,3 +187,107 @@ class Moment:
 def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:
     """See ``Moment.nodes``."""
     return next((plan.nodes or () for host in hosts.values() if (plan := host.plans.get(run))), ())
+
+
+class LoadBegan(NamedTuple):
+    """When loading was first seen, and how far it was then."""
+
+    time: float
+    done_bytes: float
+
+    def eta_s(self, now: float, done: int, total: int) -> float | None:
+        """Seconds until all ranks have their weights, at the rate so far."""
+        if done <= self.done_bytes:
+            return None
+        return (total - done) * (now - self.time) / (done - self.done_bytes)
+
+
+NOT_LOADING = LoadBegan(0.0, math.inf)
+
+
+def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | None:
+    """The run that is shown; None where no host knows it."""
+    runs = found.told.values()
+    if not runs:
+        return None
+    phase, phase_s = found.phase
+    others = {name for run in found.heard.values() for name in run.others} - {found.run}
+    shown = Training(
+        run=found.run,
+        phase=phase,
+        phase_s=phase_s,
+        world=sum(ranks for _, _, ranks in found.nodes),
+        attempt=max(run.attempt for run in runs),
+        steps=next((run.max_steps for run in runs if run.max_steps is not None or run.metrics), None) or None,
+        checkpoint_step=next(iter(known(run.checkpoint_step for run in runs)), None),
+        network=_network(found),
+        guard=guard,
+        others=tuple(sorted(others)),
+    )
+    if found.metrics:
+        shown = _stepping(shown, found, found.metrics[-1])
+    done, total = found.loaded
+    if phase is not RunPhase.LOADING or not total:
+        return shown
+    return dataclasses.replace(shown, done_bytes=done, total_bytes=total, eta_s=load.eta_s(found.now, done, total))
+
+
+def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
+    """With what its steps tell."""
+    phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
+    lost, lost_rank_hours = max(0, last.step - (shown.checkpoint_step or 0)), None
+    if step_s:
+        lost_rank_hours = lost * step_s * shown.world / 3600
+    if phase in MOVING:
+        tokens_per_s = found.median("tokens_per_s")
+        if shown.steps and step_s:
+            eta_s = (shown.steps - last.step) * step_s
+    if phase is RunPhase.DONE and shown.steps and last.step < shown.steps:
+        phase = RunPhase.STOPPED
+    return dataclasses.replace(
+        shown,
+        phase=phase,
+        step=last.step,
+        loss=last.loss,
+        losses=tuple(metrics.loss for metrics in found.metrics),
+        step_s=step_s,
+        data_s=found.median("data_s"),
+        forward_s=found.median("forward_s"),
+        backward_s=found.median("backward_s"),
+        optimizer_s=found.median("optimizer_s"),
+        tokens_per_s=tokens_per_s,
+        mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
+        eta_s=eta_s,
+        lost_steps=lost,
+        lost_rank_hours=lost_rank_hours,
+    )
+
+
+def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:
+    """Model FLOPs utilization: those of the model over the most that the GPUs could do, all of one kind."""
+    peaks = {gpus.bf16_flops(gpu.name) for host in found.ours for gpu in host.gpus}
+    peak = peaks.pop() if len(peaks) == 1 else None
+    if not (tokens_per_s and flops_per_token and peak and world):
+        return None
+    return 100 * tokens_per_s * flops_per_token / (peak * world)
+
+
+def _network(found: Moment) -> str:
+    """What the training's collectives use: "IB 8x400", "SOCKET"; "" where it is not known."""
+    said = {run.net for run in found.heard.values()} - {""}
+    if "SOCKET" in said:
+        return "SOCKET"
+    told = (plan.nccl for host in found.ours if (plan := host.plans.get(found.run)))
+    named = next(told, {}).get("NCCL_IB_HCA", "")
+    if said or named:
+        return min(said, default="IB") + _ports(found.ours[0], named)
+    if found.ours and all(not host.gpus and host.frame.pci_gpus is not None for host in found.ours):
+        return "gloo"
+    return ""
+
+
+def _ports(host: HostView, named: str) -> str:
+    """How many active ports a host has, and their Gb/s; of those that are named, where any is."""
+    ports = [port for port in host.frame.ib if "ACTIVE" in port.state and port.rate.strip()]
+    rates = [port.rate.split()[0] for port in ports if not named or port.device in named]
+    return f" {len(rates)}x{rates[0]}" if rates else ""

@@ -72,13 +72,9 @@ def incident(n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_
         said = step
         for begin, file, text in ENTRIES:
             if begin <= t < begin + interval_s:
-                host = hosts[_sick(n_hosts)]
+                host = next(sim.name for sim in sims if sim.sick)
                 yield {"t": BEGIN + t + 0.2, "host": host, "entries": [[BEGIN + t, f"{LOGS}/5/{file}", text]]}
         t += interval_s
-
-
-def _sick(n_hosts: int) -> int:
-    return min(2, n_hosts - 1)
 
 
 def _stage(t: float) -> _Stage:
@@ -104,7 +100,7 @@ def _step(t: float) -> int:
 class _Host:
     def __init__(self, i: int, name: str, hosts: Sequence[str]) -> None:
         self.i, self.name, self.hosts = i, name, hosts
-        self.sick = i == _sick(len(hosts))
+        self.sick = i == min(2, len(hosts) - 1)
         self.random = random.Random(i)
         self.ib = self.busy = self.total = 0
         self.sent_plan, self.sent_metrics = 0, FIRST_STEP - 121  # attempt, step

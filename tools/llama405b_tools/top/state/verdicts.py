@@ -4,8 +4,6 @@ A deviation is judged against the median of all GPUs of the run, because a run g
 judged on what is not known.
 """
 
-import collections
-import itertools
 import math
 import statistics
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -71,7 +69,12 @@ class Hang(NamedTuple):
 
 def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:
     """The GPUs that stand out, by host and index, each with its reason."""
-    usual = Usual.of([gpu for each in gpus.values() for gpu in each])
+    everyone = [gpu for each in gpus.values() for gpu in each]
+    usual = Usual(
+        power=_median(map(_share, everyone), -math.inf),
+        clock=_median((gpu.clock_mhz for gpu in everyone), -math.inf),
+        heat=_median((gpu.temperature_c for gpu in everyone), math.inf),
+    )
     found = {}
     for host, each in gpus.items():
         for gpu in each:
@@ -87,15 +90,6 @@ class Usual(NamedTuple):
     power: float  # of the limit
     clock: float  # MHz
     heat: float  # °C
-
-    @classmethod
-    def of(cls, gpus: Sequence[Gpu]) -> "Usual":
-        """Those of these GPUs."""
-        return cls(
-            _median(map(_share, gpus), -math.inf),
-            _median((gpu.clock_mhz for gpu in gpus), -math.inf),
-            _median((gpu.temperature_c for gpu in gpus), math.inf),
-        )
 
 
 def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
@@ -122,22 +116,11 @@ def _below(gpu: Gpu, usual: Usual) -> Iterator[Note]:
         yield Note("clock", f"clock {gpu.clock_mhz} MHz where the median is {usual.clock:.0f}")
 
 
-def slow_ranks(beats: Mapping[str, Sequence[Beat]], step_s: float | None) -> dict[str, list[Note]]:
-    """By host, the ranks that keep the others waiting: stopped, or slow in what each does alone: its batch, its update."""
-    everyone = [(host, beat) for host, each in beats.items() for beat in each]
-    found = collections.defaultdict(list)
-    for host, note in itertools.chain(_stopped(everyone), _slow(everyone, step_s)):
-        found[host].append(note)
-    return found
-
-
-def _stopped(everyone: Sequence[tuple[str, Beat]]) -> Iterator[tuple[str, Note]]:
+def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, Note]]:
+    """The hosts whose ranks keep the others waiting: stopped, or slow in what each does alone: its batch, its update."""
     for host, beat in everyone:
         if beat.state == "T":
             yield host, Note(f"stopped {beat.rank}", f"rank {beat.rank}: {STUCK['T']}")
-
-
-def _slow(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, Note]]:
     if step_s is None:
         return
     for key, what in ALONE.items():
@@ -189,7 +172,7 @@ def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator
         said = [f"{count} {IB_ERRORS[key]}" for key, count in grown.items() if count > 0]
         if said:
             yield Note(f"{port.name} errors", f"{port.name}: {', '.join(said)}")
-        if port.name in active and not port.is_active:
+        if port.name in active and "ACTIVE" not in port.state:
             yield Note(f"{port.name} down", f"{port.name} is down")
 
 
