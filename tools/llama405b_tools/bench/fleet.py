@@ -52,7 +52,7 @@ def _fan_outs(hosts: Sequence[Host]) -> dict[str, Callable[[], None]]:
         env = os.environ | {"PDSH_SSH_ARGS_APPEND": ssh}
         found["pdsh, true"] = lambda: checked(["pdsh", "-R", "ssh", "-f", str(MAX_AT_ONCE), "-w", names, "true"], env)
     if shutil.which("clush"):
-        found["clush, true"] = lambda: checked(["clush", "-f", str(MAX_AT_ONCE), "-o", ssh, "-w", names, "true"], None)
+        found["clush, true"] = lambda: checked(["clush", "-f", str(MAX_AT_ONCE), "-o", ssh, "-w", names, "true"])
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
+from llama405b.contract.phrases import given
 from llama405b_tools.text.clean import printable
 from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, gib, middle, number, share, span, sparkline
 from llama405b_tools.top.draw.headline import headline
@@ -148,12 +149,7 @@ def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: in
 
 
 def _none(ui: Ui) -> str:
-    words = "no host"
-    if ui.odd_only:
-        words += " that stands out"
-    if ui.filter:
-        words += f" matches {ui.filter!r}"
-    return words
+    return f"no host{given(' that stands out', ui.odd_only)}{given(' matches {!r}', ui.filter)}"
 
 
 def selected_row(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
