@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Literal
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
@@ -69,26 +69,6 @@ class Header:
             raise ValueError
 
 
-class EventSource(Protocol):
-    """Something that yields events as they happen."""
-
-    hosts: Sequence[str]
-    interval_s: float
-    badge: str
-
-    def events(self, until: float) -> Iterator[SourceEvent]:
-        """What happened up to a moment of this source's clock."""
-
-    def now(self) -> float:
-        """The moment on this source's clock."""
-
-    def done(self) -> bool:
-        """Whether nothing more will come."""
-
-    def close(self) -> None:
-        """Let go of everything; on the hosts nothing stays."""
-
-
 class Live:
     """A sampler on every host, over a kept connection; one that breaks is made again."""
 
@@ -106,22 +86,22 @@ class Live:
         threading.Thread(target=self._ping, daemon=True).start()
 
     def now(self) -> float:
-        """See ``EventSource``."""
+        """The moment on this source's clock."""
         return time.time()
 
     def done(self) -> bool:
-        """See ``EventSource``."""
+        """Whether nothing more will come."""
         return False
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """See ``EventSource``; waits for the first until then."""
+        """What happened up to a moment of this source's clock; waits for the first until then."""
         with contextlib.suppress(queue.Empty):
             yield self.arrived.get(timeout=max(0.0, until - time.time()))
             while True:
                 yield self.arrived.get_nowait()
 
     def close(self) -> None:
-        """See ``EventSource``: a sampler ends with its standard input."""
+        """Let go of everything: a sampler ends with its standard input, and nothing stays on the hosts."""
         self.closing.set()
         for stream in list(self.open.values()):
             stream.close()
@@ -183,15 +163,15 @@ class Replay:
         self.began = time.monotonic()
 
     def now(self) -> float:
-        """See ``EventSource``: the recording's clock."""
+        """The moment on this source's clock: the recording's."""
         return self.last if self.next is None else self.begin + (time.monotonic() - self.began) * self.speed
 
     def done(self) -> bool:
-        """See ``EventSource``."""
+        """Whether nothing more will come."""
         return self.next is None
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """See ``EventSource``; waits until then."""
+        """What happened up to a moment of this source's clock; waits until then."""
         yield from self._up_to(until)
         time.sleep(max(0.0, (until - self.now()) / self.speed))
 
@@ -207,6 +187,9 @@ class Replay:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+EventSource = Live | Replay
 
 
 def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
