@@ -418,7 +418,7 @@ def test_no_frame_however_broken_ends_it():
             cluster.take("gpu-1", broken(full, path, value), T0)
             first = look(cluster, T0)
             for mode in ("cluster", "host"):
-                lines = panels.screen(first, panels.Ui(mode=mode), [], 120, 40) + panels.report(first, panels.Ui(), 120)
+                lines = panels.screen(first, panels.Ui(mode=mode), [], 120, 40) + panels.listed(first, panels.Ui(), 120)
                 assert not any(CONTROLS.search(line.plain) or "\n" in line.plain for line in lines)
             json.dumps(dataclasses.asdict(first), allow_nan=False)
             cluster.take("gpu-1", after, T0 + 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given
 from llama405b_tools.bench.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
@@ -24,9 +25,7 @@ from llama405b_tools.text.tables import table
 
 def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> int:
     """Measure the fan-out."""
-    rows: list[tuple[str, Cost]] = []
-    for name, do in _fan_outs(hosts).items():
-        rows.append((name, least(do, repeat)))
+    rows = [(name, least(do, repeat)) for name, do in _fan_outs(hosts).items()]
     rows.append(("llama405b status", least(lambda: _status(hosts), repeat)))
     if launches:
         said: Said = {}
@@ -47,14 +46,13 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
 def _fan_outs(hosts: Sequence[Host]) -> dict[str, Callable[[], None]]:
     """``true`` on every host, by everything that is installed."""
     names = ",".join(host.name for host in hosts)
-    config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
-    ssh = f"-F {config}" if config else ""
+    ssh = given("-F {}", os.environ.get("LLAMA405B_SSH_CONFIG"))
     found: dict[str, Callable[[], None]] = {"bare paramiko, true": lambda: _bare(hosts, _true)}
     if shutil.which("pdsh"):
         env = os.environ | {"PDSH_SSH_ARGS_APPEND": ssh}
         found["pdsh, true"] = lambda: checked(["pdsh", "-R", "ssh", "-f", str(MAX_AT_ONCE), "-w", names, "true"], env)
     if shutil.which("clush"):
-        found["clush, true"] = lambda: checked(["clush", "-f", str(MAX_AT_ONCE), "-o", ssh, "-w", names, "true"], None)
+        found["clush, true"] = lambda: checked(["clush", "-f", str(MAX_AT_ONCE), "-o", ssh, "-w", names, "true"])
     return found
 
 
@@ -62,11 +60,8 @@ def _bare(hosts: Sequence[Host], do: Callable[[Host, Ssh], None]) -> None:
     """Connect to every host, and do something there: the least any tool on paramiko can do."""
 
     def one(host: Host) -> None:
-        connection = Ssh(host)
-        try:
+        with contextlib.closing(Ssh(host)) as connection:
             do(host, connection)
-        finally:
-            connection.close()
 
     with concurrent.futures.ThreadPoolExecutor(min(MAX_AT_ONCE, len(hosts))) as pool:
         list(pool.map(one, hosts))
@@ -87,10 +82,10 @@ def _replay(hosts: Sequence[Host], said: Said) -> Cost:
     def one(host: Host, connection: Ssh) -> None:
         for action, request in said[host.name]:
             asks = request
-            if isinstance(request, StartRequest):
-                asks = dataclasses.replace(request, plan=other)
-            elif isinstance(request, ProbeRequest):
+            if isinstance(request, ProbeRequest):
                 asks = dataclasses.replace(request, run=BARE_RUN)
+            elif isinstance(request, StartRequest):
+                asks = dataclasses.replace(request, plan=other)
             dialogue = Dialogue(connection.stream(found.command(host.name, action), reader.dumps(asks) + "\n"))
             if isinstance(request, StartRequest):
                 dialogue.answer(Started, STATUS_TIMEOUT_S)

@@ -17,14 +17,14 @@ def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
     stub_launch(hosts, path, str(lines))
     time.sleep(SETTLE_S)
     total = lines * len(hosts)
-    env = [sys.executable, "-m", "llama405b_tools.cli", "logs", str(path), "--run", RUN]
+    argv = [sys.executable, "-m", "llama405b_tools.cli", "logs", str(path), "--run", RUN]
     rows = [
         ("ssh … tail, a child each", least(lambda: _tails(hosts), repeat)),
-        ("llama405b logs -o raw", least(lambda: checked([*env, "-o", "raw"], None), repeat)),
-        ("llama405b logs", least(lambda: checked(env, None), repeat)),
-        ("llama405b logs --fold", least(lambda: checked([*env, "--fold"], None), repeat)),
+        ("llama405b logs -o raw", least(lambda: checked([*argv, "-o", "raw"]), repeat)),
+        ("llama405b logs", least(lambda: checked(argv), repeat)),
+        ("llama405b logs --fold", least(lambda: checked([*argv, "--fold"]), repeat)),
     ]
-    shown = [(n, f"{c.wall_s:.2f}", f"{total / c.wall_s:,.0f}", f"{c.cpu_s:.2f}") for n, c in rows]
+    shown = [(name, f"{cost.wall_s:.2f}", f"{total / cost.wall_s:,.0f}", f"{cost.cpu_s:.2f}") for name, cost in rows]
     print(table((f"{len(hosts)} hosts, {total:,} lines", "wall s", "lines/s", "CPU s here"), shown), flush=True)
     return 0
 

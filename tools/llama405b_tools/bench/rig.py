@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import resource
@@ -54,7 +55,7 @@ class Cost:
         return Cost(self.wall_s - before.wall_s, self.cpu_s - before.cpu_s)
 
 
-def checked(argv: Sequence[str], env: dict[str, str] | None) -> None:
+def checked(argv: Sequence[str], env: dict[str, str] | None = None) -> None:
     """Run a command.
 
     Raises:
@@ -100,7 +101,7 @@ def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Sai
     request = asked.parse([str(path), "--run", RUN, "--resume", "auto", "--", program], time.time())
     stubbed_hosts = stubbed(hosts)
     with Fleet(hosts) as found:
-        found.each(lambda name: _write_stub(found, name))
+        found.each(functools.partial(_write_stub, found))
     heard: Said = {}
     with Overheard(stubbed_hosts, heard) as found:
         begin = now()
@@ -116,13 +117,11 @@ def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Sai
                 stop_this(plan, found)
 
 
-def _write_stub(found: Fleet, name: str) -> bool:
-    place = f"{found.workdir(name)}/.bench-python"
+def _write_stub(found: Fleet, name: str) -> None:
+    path = shell_path(f"{found.workdir(name)}/.bench-python")
     script = STUB.format(python=found.python(name), body=BODY)
-    path = shell_path(place)
     line = f"cat >{path}.$$ && chmod +x {path}.$$ && mv {path}.$$ {path}"
     found.connection(name).run(line, script, STATUS_TIMEOUT_S)
-    return True
 
 
 def least(do: Callable[[], Cost | None], repeat: int) -> Cost:
@@ -137,11 +136,8 @@ def least(do: Callable[[], Cost | None], repeat: int) -> Cost:
 
 def now() -> Cost:
     """What this process and its children have cost so far."""
-    cpu = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        used = resource.getrusage(who)
-        cpu += used.ru_utime + used.ru_stime
-    return Cost(time.monotonic(), cpu)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return Cost(time.monotonic(), sum(each.ru_utime + each.ru_stime for each in used))
 
 
 def ssh_argv() -> list[str]:

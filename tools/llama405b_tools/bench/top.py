@@ -1,6 +1,7 @@
 """``llama405b bench top``: what cluster-top costs on both sides, beside a fresh ``ssh host nvidia-smi`` per refresh."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given
 from llama405b.contract.records import Heartbeat, Phase
 from llama405b_tools.bench.rig import RUN, least, ssh_argv, stub_run
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
@@ -43,16 +45,8 @@ class Top:
     def __init__(self, hosts_file: Path, *args: str) -> None:
         mine, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-        argv = [
-            sys.executable,
-            "-m",
-            "llama405b_tools.cli",
-            "top",
-            str(hosts_file),
-            "--interval",
-            f"{INTERVAL_S:g}",
-            *args,
-        ]
+        asked = ["top", str(hosts_file), "--interval", f"{INTERVAL_S:g}", *args]
+        argv = [sys.executable, "-m", "llama405b_tools.cli", *asked]
         env = {**os.environ, "TERM": "xterm-256color"}
         self.child = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
         os.close(theirs)
@@ -92,30 +86,22 @@ class Top:
 def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
     """Measure."""
     fresh = least(lambda: _fresh(hosts), repeat)
-    rows: list[tuple[str, float, float | None]] = [
-        ("ssh host nvidia-smi, a child a host", fresh.cpu_s / INTERVAL_S, None)
-    ]
+    rows = [("ssh host nvidia-smi, a child a host", fresh.cpu_s / INTERVAL_S, 0.0)]  # share of a core, MB
     with stub_run(hosts[:RUN_HOSTS], path), Fleet(hosts[:1]) as fleet:
-        shown = Top(path)
-        try:
+        with contextlib.closing(Top(path)) as shown:
             time.sleep(WARM_S + PER_HOST_S * len(hosts))
             rows.append(("cluster-top, its screen", *shown.over(seconds)))
             delays = [_delay(fleet, shown, FIRST_STEP + i) for i in range(CHANGES)]
-        finally:
-            shown.close()
-        printed = Top(path, "--json", "--watch", f"{INTERVAL_S:g}")
-        try:
+        with contextlib.closing(Top(path, "--json", "--watch", f"{INTERVAL_S:g}")) as printed:
             time.sleep(WARM_S + PER_HOST_S * len(hosts))
             rows.append(("cluster-top --json --watch 2", *printed.over(seconds)))
-        finally:
-            printed.close()
         sampler_share, sampler_mb = _sampler(fleet, seconds)
     shown_rows = [
         (
             name,
             f"{100 * share:.1f}",
             f"{1000 * INTERVAL_S * share:.0f}",
-            f"{megabytes:.0f}" if megabytes else "",
+            given("{:.0f}", megabytes),
             f"{rows[0][1] / share:.0f}" if share else "",  # less than a tick
         )
         for name, share, megabytes in rows
@@ -137,9 +123,8 @@ def _fresh(hosts: Sequence[Host]) -> None:
     """One refresh as scripts do it: a child of ssh for every host. Where there is no nvidia-smi, sh says so there."""
 
     def one(host: Host) -> None:
-        done = subprocess.run(
-            [*ssh_argv(), host.name, QUERY], stdin=subprocess.DEVNULL, capture_output=True, check=False
-        )
+        argv = [*ssh_argv(), host.name, QUERY]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         if done.returncode:
             raise UserError(f"bench: ssh {host.name} failed ({done.stderr.decode(errors='replace').strip()[:200]})")
 
@@ -165,15 +150,12 @@ def _delay(fleet: Fleet, shown: Top, step: int) -> float:
 
 def _sampler(fleet: Fleet, seconds: float) -> tuple[float, float]:
     """CPU seconds per second and megabytes of one sampler, as it counts them itself."""
-    live = sources.Live(fleet, RUN, INTERVAL_S)
     found: list[Frame] = []
-    try:
+    with contextlib.closing(sources.Live(fleet, RUN, INTERVAL_S)) as live:
         end = live.now() + seconds
         while live.now() < end:
             arrived = [event.frame for event in live.events(end) if event.frame is not None]
             found += [reader.read(Frame, frame, "frame") for frame in arrived]
-    finally:
-        live.close()
     first, last = found[1], found[-1]
     assert first.own
     assert last.own

@@ -18,7 +18,7 @@ from llama405b_tools.logs import first_error
 from llama405b_tools.run.query import ask
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.session import Session
-from llama405b_tools.top.state.picture import HostRow, Picture
+from llama405b_tools.top.state.picture import HostRow, Picture, Verdict
 
 TICK_S, DRAW_EVERY_S = 0.25, 1.0
 FAR = 1 << 20  # lines: to the very end
@@ -32,10 +32,11 @@ VIEWS = {  # key -> what it shows on the whole screen: mode, and title of a text
     "?": ("text", HELP),
     "h": ("text", HELP),
 }
+NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0, 0)
 MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
 
 
-def run(session: Session) -> int:
+def show(session: Session) -> int:
     """Show it until the person leaves; returns the exit code of what was seen last, or 128 + the signal."""
     for name in ("COLUMNS", "LINES"):  # the terminal itself says how large it is, and tells when that changes
         os.environ.pop(name, None)
@@ -44,9 +45,9 @@ def run(session: Session) -> int:
         code = app.run()
     finally:
         session.close()
-    if code is not None:
-        return code
-    return app.pic.exit_code if app.pic else 0
+    if code is None:
+        return app.pic.exit_code
+    return code
 
 
 class TopApp(App[int]):
@@ -59,7 +60,7 @@ class TopApp(App[int]):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.session, self.ui = session, session.ui
-        self.pic: Picture | None = None
+        self.pic = NOT_DRAWN
         self.drawn_at = 0.0
 
     def compose(self) -> ComposeResult:
@@ -98,12 +99,12 @@ class TopApp(App[int]):
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the new size."""
-        if self.pic:
+        if self.pic is not NOT_DRAWN:
             self.draw(event.size)
 
     def action_leave(self) -> None:
         """Leave."""
-        self.exit(self.pic.exit_code if self.pic else 0)
+        self.exit(self.pic.exit_code)
 
     def on_key(self, event: Key) -> None:
         """Every key. Escape and a key typed at once arrive as one, alt and the key: it is taken as the two it was."""
@@ -132,7 +133,7 @@ class TopApp(App[int]):
 
     def _press(self, key: str) -> None:
         ui = self.ui
-        rows = panels.ordered(self.pic, ui) if self.pic else []
+        rows = panels.ordered(self.pic, ui)
         if key == "escape":
             if ui.mode == "cluster":
                 ui.filter, ui.odd_only = "", False
@@ -160,33 +161,34 @@ class TopApp(App[int]):
         elif title == HELP:
             self._text(HELP, panels.HELP.split("\n"))
         elif mode != "host" or rows:
-            ui.selected = (panels.chosen(rows, ui) or rows[0]).name if rows else ui.selected
+            if row := panels.selected_row(rows, ui):
+                ui.selected = row.name
             ui.mode, ui.back = mode, 0
 
     def _move(self, rows: list[HostRow], by: int) -> None:
         if self.ui.mode in ("logs", "events", "text"):
-            self._scroll(by if self.ui.mode == "text" else -by)
-        elif rows:
-            names = [row.name for row in rows]
-            at = names.index(self.ui.selected) if self.ui.selected in names else 0
-            self.ui.selected = names[min(len(names) - 1, max(0, at + by))]
+            self._scroll(by)
+        elif row := panels.selected_row(rows, self.ui):
+            at = min(len(rows) - 1, max(0, rows.index(row) + by))
+            self.ui.selected = rows[at].name
 
     def _page(self, key: str) -> None:
         if self.ui.mode == "cluster":
-            by = {"pageup": -1, "pagedown": 1}.get(key)
-            pages = panels.n_pages(self.pic, self.ui, self.size.width, self.size.height) if self.pic else 1
-            end = 0 if key == "home" else pages - 1
-            self.ui.page = min(pages - 1, max(0, self.ui.page + by)) if by else end
-            return
-        page = max(1, self.size.height - 6)
-        steps = {"pageup": page, "pagedown": -page, "home": FAR, "end": -FAR}[key]
-        self._scroll(-steps if self.ui.mode == "text" else steps)
+            last = panels.n_pages(self.pic, self.ui, self.size.width, self.size.height) - 1
+            page = {"pageup": self.ui.page - 1, "pagedown": self.ui.page + 1, "home": 0, "end": last}[key]
+            self.ui.page = min(last, max(0, page))
+        else:
+            page = max(1, self.size.height - 6)
+            self._scroll({"pageup": -page, "pagedown": page, "home": -FAR, "end": FAR}[key])
 
-    def _scroll(self, by: int) -> None:
-        most = len(self.session.logs.lines)
-        if self.ui.mode != "logs" and self.pic:
+    def _scroll(self, down: int) -> None:
+        """By lines; in a text from its beginning, in the logs and events from the newest."""
+        most, up = len(self.session.logs.lines), -down
+        if self.ui.mode != "logs":
             most = len(panels.whole_text(self.pic, self.ui, self.size.width))
-        self.ui.back = min(max(0, most - 3), max(0, self.ui.back + by))
+        if self.ui.mode == "text":
+            up = down
+        self.ui.back = min(max(0, most - 3), max(0, self.ui.back + up))
 
     def _text(self, title: str, lines: list[str]) -> None:
         self.ui.mode, self.ui.title, self.ui.lines, self.ui.back = "text", title, lines, 0

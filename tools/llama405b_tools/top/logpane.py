@@ -44,8 +44,8 @@ class LogPane:
 
     def first_error(self) -> int | None:
         """How many lines up from the newest the first error is."""
-        found = next((i for i, line in enumerate(self.lines) if line.is_error), None)
-        return None if found is None else len(self.lines) - found - 1
+        ups = (up for up, line in enumerate(reversed(self.lines)) if line.is_error)
+        return max(ups, default=None)
 
 
 class LogStream:

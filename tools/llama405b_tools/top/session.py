@@ -7,7 +7,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.logpane import LogPane, LogStream
-from llama405b_tools.top.sources import Live, Recorder, Replay, Source, SourceEvent
+from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay, SourceEvent
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, Picture
 
@@ -21,7 +21,7 @@ class Session:
     """A source and what is made of it."""
 
     def __init__(
-        self, source: Source, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
+        self, source: EventSource, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
     ) -> None:
         self.source, self.fleet, self.recorder = source, fleet, recorder
         self.cluster = Cluster(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
@@ -70,8 +70,9 @@ class Session:
             self.cluster.guard = guard_shown(self.cluster.run)
         if self.fleet and logs:
             self._follow_logs(self.fleet)
-        replays = isinstance(self.source, Replay) and not self.source.done()
-        moment = self.moment if replays else self.source.now()
+        moment = self.source.now()
+        if isinstance(self.source, Replay) and not self.source.done():
+            moment = self.moment
         self.cluster.advance(moment)
         return self.cluster.picture()
 
@@ -79,15 +80,18 @@ class Session:
         """Read the logs of every host that tells of the run: of those that are there at first in order of time."""
         of, ranks = self.cluster.log_source()
         if of != self.log_of:
-            self._end_logs()
-            if of and self.log_of and of[0] != self.log_of[0]:  # another run's lines would be taken for its
-                self.logs = LogPane()
-            self.log_of, self.log_since = of, time.monotonic()
+            self._change_logs(of)
         new = {host: rank for host, rank in ranks.items() if host not in self.log_hosts}
         waits = len(ranks) < len(self.source.hosts) and time.monotonic() < self.log_since + LOGS_WAIT_S
         if of and new and not waits and isinstance(self.source, Live):
             self.log_hosts |= set(new)
             self.log_streams.append(LogStream(self.source, fleet, of[0], new))
+
+    def _change_logs(self, of: tuple[str, int] | None) -> None:
+        self._end_logs()
+        if of and self.log_of and of[0] != self.log_of[0]:  # another run's lines would be taken for its
+            self.logs = LogPane()
+        self.log_of, self.log_since = of, time.monotonic()
 
     def _end_logs(self) -> None:
         for stream in self.log_streams:
@@ -102,7 +106,8 @@ class Session:
 
 def guard_shown(run: str) -> GuardShown:
     """What the guard of a run on this machine does."""
-    found = guard_record.of_run(run) if re.fullmatch(r"[\w.-]+", run) else None
-    if found is None:
+    if not re.fullmatch(r"[\w.-]+", run) or not (found := guard_record.of_run(run)):
         return GuardShown.NONE
-    return GuardShown.GONE if found.gone else GuardShown(found.state.state)
+    if found.gone:
+        return GuardShown.GONE
+    return GuardShown(found.state.state)

@@ -8,13 +8,14 @@ import dataclasses
 import gzip
 import itertools
 import json
+import math
 import queue
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Literal
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
@@ -56,25 +57,16 @@ class Header:
     interval_s: float
     badge: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse what no recording begins with.
 
-class Source(Protocol):
-    """Something that yields events as they happen."""
-
-    hosts: Sequence[str]
-    interval_s: float
-    badge: str
-
-    def events(self, until: float) -> Iterator[SourceEvent]:
-        """What happened up to a moment of this source's clock."""
-
-    def now(self) -> float:
-        """The moment on this source's clock."""
-
-    def done(self) -> bool:
-        """Whether nothing more will come."""
-
-    def close(self) -> None:
-        """Let go of everything; on the hosts nothing stays."""
+        Raises:
+            ValueError: It is such.
+        """
+        if not self.hosts or any(CONTROLS.search(word) for word in (*self.hosts, self.badge)):
+            raise ValueError
+        if not MIN_INTERVAL_S <= self.interval_s <= MAX_INTERVAL_S:
+            raise ValueError
 
 
 class Live:
@@ -82,8 +74,8 @@ class Live:
 
     def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
         """``elsewhere``: the hosts' files are on this machine, but the hosts are others."""
-        self.elsewhere = elsewhere
-        self.fleet, self.run, self.interval_s, self.badge = fleet, run, interval_s, ""
+        self.fleet, self.interval_s, self.badge = fleet, interval_s, ""
+        self.asked = {"run": run, "interval_s": interval_s, "elsewhere": elsewhere}
         self.hosts: Sequence[str] = list(fleet.hosts)
         self.arrived: queue.SimpleQueue[SourceEvent] = queue.SimpleQueue()
         self.open: dict[str, Stream] = {}
@@ -94,22 +86,22 @@ class Live:
         threading.Thread(target=self._ping, daemon=True).start()
 
     def now(self) -> float:
-        """See ``Source``."""
+        """The moment on this source's clock."""
         return time.time()
 
     def done(self) -> bool:
-        """See ``Source``."""
+        """Whether nothing more will come."""
         return False
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """See ``Source``; waits for the first until then."""
+        """What happened up to a moment of this source's clock; waits for the first until then."""
         with contextlib.suppress(queue.Empty):
             yield self.arrived.get(timeout=max(0.0, until - time.time()))
             while True:
                 yield self.arrived.get_nowait()
 
     def close(self) -> None:
-        """See ``Source``: a sampler ends with its standard input."""
+        """Let go of everything: a sampler ends with its standard input, and nothing stays on the hosts."""
         self.closing.set()
         for stream in list(self.open.values()):
             stream.close()
@@ -132,8 +124,7 @@ class Live:
 
     def _listen(self, name: str) -> str:
         """Take frames until they end; the last line that was none says why."""
-        asked = {"run": self.run, "interval_s": self.interval_s, "elsewhere": self.elsewhere}
-        request = {"workdir": self.fleet.workdir(name), "host": name} | asked
+        request = {"workdir": self.fleet.workdir(name), "host": name} | self.asked
         stdin = carried.standard_input("sampler", request)
         with self.connecting:  # not all at once: a handshake that waits for its turn too long fails
             connection = self.fleet.connection(name)
@@ -172,30 +163,33 @@ class Replay:
         self.began = time.monotonic()
 
     def now(self) -> float:
-        """See ``Source``: the recording's clock."""
+        """The moment on this source's clock: the recording's."""
         return self.last if self.next is None else self.begin + (time.monotonic() - self.began) * self.speed
 
     def done(self) -> bool:
-        """See ``Source``."""
+        """Whether nothing more will come."""
         return self.next is None
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """See ``Source``; waits until then."""
-        while self.next and self.next.t <= until:
-            event, self.next = self.next, next(self.rest, None)
-            self.last = event.t
-            yield event
+        """What happened up to a moment of this source's clock; waits until then."""
+        yield from self._up_to(until)
         time.sleep(max(0.0, (until - self.now()) / self.speed))
 
     def to_the_end(self) -> Iterator[SourceEvent]:
         """All that is left, at once; the clock stands at the last of it."""
-        while self.next:
+        return self._up_to(math.inf)
+
+    def _up_to(self, until: float) -> Iterator[SourceEvent]:
+        while self.next and self.next.t <= until:
             event, self.next = self.next, next(self.rest, None)
             self.last = event.t
             yield event
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+EventSource = Live | Replay
 
 
 def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
@@ -213,32 +207,18 @@ def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
     try:
         lines = _lines(path)
         header = reader.loads(Header, next(lines, ""), "header")
-        _check(header)
     except (ValueError, gzip.BadGzipFile, zlib.error):
         raise UserError(f"--replay: {path} is not a recording of cluster-top; make one with --record") from None
     except (OSError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is cut short"
+        reason = getattr(error, "strerror", None) or "it is cut short"
         raise UserError(f"--replay: {path} cannot be read ({reason}); name a recording, or demo") from None
     return Replay(header, _parsed(lines, set(header.hosts)), header.badge or "RECORDED", speed)
-
-
-def _check(header: Header) -> None:
-    """Refuse a header that no recording begins with.
-
-    Raises:
-        ValueError: It is one.
-    """
-    words = (*header.hosts, header.badge)
-    if not header.hosts or any(CONTROLS.search(word) for word in words):
-        raise ValueError
-    if not MIN_INTERVAL_S <= header.interval_s <= MAX_INTERVAL_S:
-        raise ValueError
 
 
 def _lines(path: Path) -> Iterator[str]:
     with path.open("rb") as raw:
         zipped = raw.read(2) == GZIP
-    with gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8") as file:
+    with _opened(path, "rt", zipped=zipped) as file:
         while line := file.readline(MAX_LINE):
             yield line
 
@@ -259,23 +239,23 @@ def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
     yield SourceEvent(last, max(hosts), note=words)
 
 
-def _created(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "xt", encoding="utf-8")
-    return path.open("x", encoding="utf-8")
+def _opened(path: Path, mode: Literal["rt", "xt"], *, zipped: bool) -> IO[str]:
+    if zipped:
+        return gzip.open(path, mode, encoding="utf-8")
+    return path.open(mode, encoding="utf-8")
 
 
 class Recorder:
     """Writes what a source yields to a file."""
 
-    def __init__(self, path: Path, source: Source) -> None:
+    def __init__(self, path: Path, source: EventSource) -> None:
         """Begin a recording.
 
         Raises:
             UserError: The file exists or cannot be written.
         """
         try:
-            self.file: IO[str] = _created(path)
+            self.file = _opened(path, "xt", zipped=path.suffix == ".gz")
         except FileExistsError:
             raise UserError(f"--record: {path} exists; take another name") from None
         except OSError as error:

@@ -31,7 +31,7 @@ from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
-from llama405b_tools.top.sources import Live, Recorder, Replay, Source
+from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.state.picture import HostState, Picture
 
 
@@ -116,7 +116,7 @@ def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
     return parse_hosts("\n".join(words), "HOSTS")
 
 
-def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_after_s: float) -> int:
+def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, hang_after_s: float) -> int:
     with contextlib.ExitStack() as leaving:
         leaving.callback(source.close)
         recorder = None
@@ -128,9 +128,9 @@ def _show(args: argparse.Namespace, source: Source, fleet: Fleet | None, hang_af
         at_terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
         if args.json or args.once or args.plain or args.watch or not at_terminal:
             return _print(args, session)
-        from llama405b_tools.top.app import run
+        from llama405b_tools.top.app import show
 
-        return run(session)
+        return show(session)
 
 
 def _print(args: argparse.Namespace, session: Session) -> int:
@@ -190,7 +190,7 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
     console = Console(
         file=text, width=width, color_system=color, force_terminal=tty, highlight=False, legacy_windows=False
     )
-    for line in panels.report(pic, session.ui, width):
+    for line in panels.listed(pic, session.ui, width):
         console.print(line, no_wrap=True, crop=tty, overflow="ellipsis" if tty else "ignore", soft_wrap=not tty)
     _write(text.getvalue() + ("\n" if args.watch else ""))
 

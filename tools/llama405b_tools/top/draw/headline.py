@@ -4,22 +4,25 @@ Where a line is too long, its least important parts are left out.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
 from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
-from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, Training, Verdict
+from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, Training, Verdict, known
 
+Part = tuple[int, Text]  # and how soon it is left out
 VERDICTS = {Verdict.HEALTHY: ("●", "green"), Verdict.DEGRADED: ("▲", "yellow"), Verdict.CONNECTING: ("…", "yellow")}
 PHASE_STYLES = {RunPhase.HUNG: "bold red", RunPhase.FAILED: "bold red", RunPhase.TRAIN: "bold green"}
 
 
 def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
     """What runs where, how it goes, and the verdict, which may take ``max_lines``."""
-    run = pic.training
-    ages = [row.age_s for row in pic.hosts if row.age_s is not None]
-    first = Text()
+    run, ages, first = pic.training, known(row.age_s for row in pic.hosts), Text()
+    parts = [
+        (0, _alarm(f"hosts {pic.fresh}/{len(pic.hosts)}", when=pic.fresh < len(pic.hosts))),
+        (0, _alarm(_gpus(pic), when=pic.gpus_seen < pic.gpus_expected)),
+    ]
     if pic.badge:
         first.append(f" {pic.badge} ", "black on yellow")
         first.append(" ")
@@ -27,30 +30,36 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         first.append(f"{run.run} ", "bold")
         first.append(run.phase, PHASE_STYLES.get(run.phase, "bold"))
         first.append(f" {span(run.phase_s)}")
+        parts += _parts(run, pic, width)
+        second = _progress(run, width)
     else:
         first.append("no run" if pic.fresh else f"run {DASH}", "bold")
-    gpus = f"GPU {DASH}"
-    if pic.gpus_expected:
-        gpus = f"GPU {pic.gpus_seen}/{pic.gpus_expected}"
-    elif any(row.has_gpu is False for row in pic.hosts):
-        gpus = "no GPU"
-    parts = [(0, _alarm(f"hosts {pic.fresh}/{len(pic.hosts)}", when=pic.fresh < len(pic.hosts)))]
-    parts.append((0, _alarm(gpus, when=pic.gpus_seen < pic.gpus_expected)))
-    if run:
-        parts.append((2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")))
-        parts.append((1, Text(_risk(run, pic, short=width < WIDE))))
-        if run.attempt > 1:
-            parts.append((3, Text(f"restarts {run.attempt - 1}", "yellow")))
-        if run.others:
-            parts.append((3, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")))
-        if run.guard:
-            parts.append((2, _alarm(f"guard {run.guard}", when=run.guard is GuardShown.GONE)))
+        second = _no_run(pic)
     parts.append((4, Text(f"sampled {span(max(ages, default=None))}")))
-    lines = [_joined(first, parts, width), _progress(run, width) if run else _no_run(pic)]
     sign, style = VERDICTS.get(pic.verdict, ("✖", "bold red"))
     verdict = f"{sign} {pic.verdict}  {pic.why}".rstrip()
     wrapped = textwrap.wrap(verdict, max(width, 8), subsequent_indent="  ", max_lines=max_lines, placeholder=" …")
-    return [*lines, *(Text(line, style) for line in wrapped)]
+    return [_joined(first, parts, width), second, *(Text(line, style) for line in wrapped)]
+
+
+def _gpus(pic: Picture) -> str:
+    if pic.gpus_expected:
+        return f"GPU {pic.gpus_seen}/{pic.gpus_expected}"
+    if any(row.has_gpu is False for row in pic.hosts):
+        return "no GPU"
+    return f"GPU {DASH}"
+
+
+def _parts(run: Training, pic: Picture, width: int) -> Iterator[Part]:
+    """What is said of the run in the first line, after its phase."""
+    yield 2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")
+    yield 1, Text(_risk(run, pic, short=width < WIDE))
+    if run.attempt > 1:
+        yield 3, Text(f"restarts {run.attempt - 1}", "yellow")
+    if run.others:
+        yield 3, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")
+    if run.guard:
+        yield 2, _alarm(f"guard {run.guard}", when=run.guard is GuardShown.GONE)
 
 
 def _alarm(words: str, *, when: bool) -> Text:
@@ -81,13 +90,12 @@ def _no_run(pic: Picture) -> Text:
 
 def _progress(run: Training, width: int) -> Text:
     if run.phase is RunPhase.LOADING and run.total_bytes:
-        share = 100 * (run.done_bytes or 0) / run.total_bytes
-        return Text(
-            f"loading {(run.done_bytes or 0) / 1e9:,.1f} of {run.total_bytes / 1e9:,.1f} GB  {share:.0f}%  ETA {span(run.eta_s)}"
-        )
+        done_bytes, total = run.done_bytes or 0, run.total_bytes
+        share = f"{done_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB  {100 * done_bytes / total:.0f}%"
+        return Text(f"loading {share}  ETA {span(run.eta_s)}")
     if run.step is None:
         return Text("no step yet", "dim")
-    done = f"{run.step}"
+    done = str(run.step)
     if run.steps:
         done += f"/{run.steps} {100 * run.step / run.steps:.0f}%"
     first = Text(f"step {done}  loss {number(run.loss, '.4f')} {sparkline(run.losses, 16 if width >= WIDE else 8)}")
@@ -103,7 +111,7 @@ def _progress(run: Training, width: int) -> Text:
     return _joined(first, parts, width, "  ")
 
 
-def _joined(first: Text, parts: Sequence[tuple[int, Text]], width: int, between: str = " │ ") -> Text:
+def _joined(first: Text, parts: Sequence[Part], width: int, between: str = " │ ") -> Text:
     """As many parts as fit, those with the highest number left out first."""
     kept = list(parts)
     while kept and first.cell_len + sum(len(between) + part.cell_len for _, part in kept) > width:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from llama405b.contract.phrases import given
 from llama405b_tools.top.state.picture import Change, Level
 
 SIGNS = {Level.BAD: ("✖", "bold red"), Level.WARNING: ("▲", "yellow"), Level.NOTE: ("·", "dim")}
@@ -29,7 +30,7 @@ def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[
         return []
     end = len(logs) - back
     shown = logs[max(0, end - room + 1) : end]
-    lines = [rule(f"LOGS{f'  {back} lines up, End: newest' if back else ''}", width)]
+    lines = [rule(f"LOGS{given('  {} lines up, End: newest', back)}", width)]
     for entry in shown:
         line = Text(_clock(entry.time), "dim")
         line.append(f"{entry.where} ", "cyan")
@@ -42,7 +43,7 @@ def event_line(event: Change) -> Text:
     """One line."""
     sign, style = SIGNS[event.level]
     line = Text(_clock(event.time), "dim")
-    line.append(f"{sign} {event.host}{' ' if event.host else ''}{event.text}", style)
+    line.append(f"{sign} {given('{} ', event.host)}{event.text}", style)
     return line
 
 

@@ -8,17 +8,28 @@ from collections.abc import Callable, Sequence
 
 from rich.text import Text
 
+from llama405b.contract.phrases import given
 from llama405b_tools.text.clean import printable
 from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, gib, middle, number, share, span, sparkline
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
-from llama405b_tools.top.state.picture import LINK_STATES, SEVERITY, HostRow, HostState, Picture
+from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, ProcessRow, RankRow, known
 
-SORTS = ("worst", "name", "power", "step", "temperature")
+SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # what is not known comes last
+    "worst": lambda row: (-row.severity, -len(row.notes)),
+    "name": lambda _: (),
+    "power": lambda row: (row.power_pct is None, row.power_pct or 0.0),
+    "step": lambda row: (row.step is None, row.step or 0, -(row.step_age_s or 0.0)),
+    "temperature": lambda row: (row.temperature_c is None, -(row.temperature_c or 0)),
+}
+SORTS = tuple(SORT_KEYS)
 VERDICT_LINES = 2  # on a screen
 MAX_CELLS = 8  # GPUs shown as numbers; more are bars
-STYLES = {0: "", 1: "yellow", 2: "bold red"}
+STYLES = {0: "", 1: "yellow", 2: "bold red"}  # by severity
+ODD = "bold yellow"
+WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether it has any
 KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
+SHORT_KEYS, BACK_KEYS = "↑↓ ⏎ / s o l e ? q", "Esc back  PgUp PgDn  q quit"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
 
   ↑ ↓ j k      choose a host          PgUp PgDn  a page of hosts (of logs, in the log view)
@@ -61,10 +72,7 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
     top = headline(pic, width, VERDICT_LINES)
     room = height - len(top) - 1
     if ui.mode in ("text", "events"):
-        lines = whole_text(pic, ui, width)
-        end = ui.back + room - 1 if ui.mode == "text" else max(0, len(lines) - ui.back)
-        title = ui.title if ui.mode == "text" else "EVENTS"
-        body = [rule(title, width), *(Text(line) for line in lines[max(0, end - room + 1) : end])]
+        body = _words(pic, ui, width, room)
     elif ui.mode == "logs":
         body = log_pane(logs, room, width, ui.back)
     elif ui.mode == "host":
@@ -82,19 +90,28 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
 
 def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
     """All lines of the mode "text" or "events", as many as they take at this width."""
-    lines = ui.lines if ui.mode == "text" else [event_line(event).plain for event in pic.events]
+    lines = ui.lines
+    if ui.mode != "text":
+        lines = [event_line(event).plain for event in pic.events]
     return [part for line in lines for part in wrapped(line, width)]
 
 
-def report(pic: Picture, ui: Ui, width: int) -> list[Text]:
+def _words(pic: Picture, ui: Ui, width: int, room: int) -> list[Text]:
+    """A text from its beginning, or the events up to the newest."""
+    lines = whole_text(pic, ui, width)
+    title, begin, end = ui.title, ui.back, ui.back + room - 1
+    if ui.mode == "events":
+        end = max(0, len(lines) - ui.back)
+        title, begin = "EVENTS", max(0, end - room + 1)
+    return [rule(title, width), *map(Text, lines[begin:end])]
+
+
+def listed(pic: Picture, ui: Ui, width: int) -> list[Text]:
     """All of it without a screen's limit: every host, what stands out, and the events."""
     rows = ordered(pic, ui)
     if not rows:
         return [*headline(pic, width), Text(_none(ui))]
-    lines = [
-        *headline(pic, width),
-        *(_wide(rows, None) if width >= WIDE else _compact(rows, ui, None, width, len(rows) or 1, len(pic.hosts))),
-    ]
+    lines = [*headline(pic, width), *_grid(pic, ui, rows, None, width, len(rows))]
     for row in rows:
         if row.why:
             lines.append(Text(f"! {row.name}: {row.state} {row.why}"))
@@ -108,32 +125,20 @@ def report(pic: Picture, ui: Ui, width: int) -> list[Text]:
 
 def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
     """The hosts to show, in order."""
-    keys: dict[str, Callable[[HostRow], tuple[float, ...]]] = {
-        "worst": lambda row: (-SEVERITY[row.state], -len(row.notes)),
-        "name": lambda _: (),
-        "power": lambda row: (min((gpu.power_pct for gpu in row.gpus if gpu.power_pct is not None), default=999.0),),
-        "step": lambda row: (row.step if row.step is not None else 1e18, -(row.step_age_s or 0.0)),
-        "temperature": lambda row: (
-            -max((gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None), default=-1),
-        ),
-    }
     words = ui.filter.lower()
     rows = [row for row in pic.hosts if words in f"{row.name} {row.state} {row.why} {' '.join(row.notes)}".lower()]
-    rows = [row for row in rows if not ui.odd_only or row.notes or SEVERITY[row.state]]
-    return sorted(rows, key=keys[ui.sort])
+    if ui.odd_only:
+        rows = [row for row in rows if row.notes or row.severity]
+    return sorted(rows, key=SORT_KEYS[ui.sort])
 
 
 def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int) -> list[Text]:
     rows = ordered(pic, ui)
-    selected = chosen(rows, ui)
+    selected = selected_row(rows, ui)
     for_hosts, n_events = _rooms(pic, room)
-    if width >= WIDE and len(rows) <= for_hosts:
-        grid = _wide(rows, selected)
-    else:
-        grid = _compact(rows, ui, selected, width, for_hosts, len(pic.hosts))
+    lines = _grid(pic, ui, rows, selected, width, for_hosts)
     if not rows:
-        grid = [Text(f"{_none(ui)}; Esc shows all", "dim")]
-    lines = list(grid)
+        lines = [Text(f"{_none(ui)}; Esc shows all", "dim")]
     rest = room - len(lines) - 1 - n_events
     if selected and width >= WIDE and selected.gpus and rest - len(selected.gpus) - 1 >= 8:
         lines += _gpu_lines(selected, width)
@@ -144,56 +149,75 @@ def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: in
 
 
 def _none(ui: Ui) -> str:
-    words = "no host"
-    if ui.odd_only:
-        words += " that stands out"
-    if ui.filter:
-        words += f" matches {ui.filter!r}"
-    return words
+    return f"no host{given(' that stands out', ui.odd_only)}{given(' matches {!r}', ui.filter)}"
 
 
-def chosen(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
+def selected_row(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
     """The host that is selected; the first where none is."""
-    return next((row for row in rows if row.name == ui.selected), rows[0] if rows else None)
+    return next((row for row in rows if row.name == ui.selected), next(iter(rows), None))
 
 
 def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
-    n_cells = max((len(row.gpus) for row in rows), default=0)
-    area = max(8, n_cells)
-    told = any(gpu.power_pct is not None for row in rows for gpu in row.gpus)
-    name_width = min(max([4, *(len(row.name) for row in rows)]), 22)
-    numbers, what = "CPU", ""
-    if n_cells:
-        numbers, what = "GPU", "util %"
-    if told:
-        what = "power %"
-    if 0 < n_cells <= MAX_CELLS:
-        numbers, area = "".join(f"{i:>3} " for i in range(n_cells)), max(8, 4 * n_cells)
+    """A line a host."""
+    numbers, area, what = _gpu_columns(rows)
+    name_width = _name_width(rows, 22)
     columns = f"{'MEM%':>4} {'TEMP':>4} {'Gb/s':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
-    head = f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}"
-    lines = [Text(head, "bold")]
+    lines = [Text(f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}", "bold")]
     for row in rows:
-        line = Text("▶ " if row is selected else "  ", "bold cyan")
-        line.append(f"{middle(row.name, name_width):{name_width}} ", "bold" if row is selected else "")
-        line.append(f"{row.state:11}", STYLES[SEVERITY[row.state]])
+        line = _named(row, name_width, is_selected=row is selected)
+        line.append(f"{row.state:11}", STYLES[row.severity])
         before = line.cell_len
         line.append_text(_cells(row, area))
         line.append(" " * (before + area - line.cell_len))
-        memory = [part for gpu in row.gpus if (part := share(gpu.used_mib, gpu.memory_mib)) is not None]
-        heat = [gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None]
-        figures = (
-            (number(max(memory, default=None), ".0f"), 4),
-            (number(max(heat, default=None), "d"), 4),
-            (gbit(first_known(row.ib_bytes_per_s, row.net_bytes_per_s)), 6),
-            (number(row.cpu_pct, ".0f"), 4),
-            (number(share(row.ram_used_bytes, row.ram_bytes), ".0f"), 4),
-            (number(row.step, "d"), 6),
-            (span(row.step_age_s), 5),
-        )
-        line.append(f" {' '.join(f'{text:>{columns}}' for text, columns in figures)}  ")
-        line.append(row.why or next(iter(row.notes), ""), STYLES[SEVERITY[row.state]] or "yellow")
+        line.append(f" {_figures(row)}  ")
+        line.append(row.why or next(iter(row.notes), ""), STYLES[row.severity] or "yellow")
         lines.append(line)
     return lines
+
+
+def _gpu_columns(rows: Sequence[HostRow]) -> tuple[str, int, str]:
+    """Of the wide grid: their heading, their width, what their numbers are."""
+    n_gpus, numbers, what = _most_gpus(rows), "CPU", ""
+    area = max(8, n_gpus)
+    if n_gpus:
+        numbers, what = "GPU", "util %"
+    if any(gpu.power_pct is not None for row in rows for gpu in row.gpus):
+        what = "power %"
+    if 0 < n_gpus <= MAX_CELLS:
+        numbers, area = "".join(f"{i:>3} " for i in range(n_gpus)), max(8, 4 * n_gpus)
+    return numbers, area, what
+
+
+def _most_gpus(rows: Sequence[HostRow]) -> int:
+    return max((len(row.gpus) for row in rows), default=0)
+
+
+def _name_width(rows: Sequence[HostRow], most: int) -> int:
+    return min(max([4, *(len(row.name) for row in rows)]), most)
+
+
+def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
+    """A host's line, as far as its name."""
+    sign, style = "  ", ""
+    if is_selected:
+        sign, style = "▶ ", "bold"
+    line = Text(sign, "bold cyan")
+    line.append(f"{middle(row.name, name_width):{name_width}} ", style)
+    return line
+
+
+def _figures(row: HostRow) -> str:
+    memory = known(share(gpu.used_mib, gpu.memory_mib) for gpu in row.gpus)
+    figures = (
+        (number(max(memory, default=None), ".0f"), 4),
+        (number(row.temperature_c, "d"), 4),
+        (gbit(first_known(row.ib_bytes_per_s, row.net_bytes_per_s)), 6),
+        (number(row.cpu_pct, ".0f"), 4),
+        (number(share(row.ram_used_bytes, row.ram_bytes), ".0f"), 4),
+        (number(row.step, "d"), 6),
+        (span(row.step_age_s), 5),
+    )
+    return " ".join(f"{text:>{columns}}" for text, columns in figures)
 
 
 def _cells(row: HostRow, area: int) -> Text:
@@ -202,36 +226,32 @@ def _cells(row: HostRow, area: int) -> Text:
         return Text(DASH, "dim")
     style = "dim" if row.state is HostState.STALE else ""
     if not row.gpus:
-        return Text(f"{_without(row):7} {sparkline(row.history, max(0, area - 8), 100.0)}", style)
+        return Text(f"{WITHOUT_GPUS[row.has_gpu]:7} {sparkline(row.history, max(0, area - 8), 100.0)}", style)
     if 4 * len(row.gpus) > area:
         return _bars(row)
     line = Text()
     for gpu in row.gpus:
-        value = f"  {DASH}"
+        value, sign, look = f"  {DASH}", " ", style
         if gpu.power_pct is not None:
             value = f"{gpu.power_pct:3.0f}"
         elif gpu.utilization is not None:
             value = f"{gpu.utilization:2d}u"
-        line.append(f"{value}{'!' if gpu.odd else ' '}", "bold yellow" if gpu.odd else style)
+        if gpu.odd:
+            sign, look = "!", ODD
+        line.append(value + sign, look)
     return line
-
-
-def _without(row: HostRow) -> str:
-    """In place of its GPUs."""
-    return {False: "no GPU", True: "unknown", None: "— GPU"}[row.has_gpu]
 
 
 def _bars(row: HostRow) -> Text:
     line = Text()
     for gpu in row.gpus:
-        line.append(bar(first_known(gpu.power_pct, gpu.utilization)), "bold yellow" if gpu.odd else "")
+        line.append(bar(first_known(gpu.power_pct, gpu.utilization)), ODD if gpu.odd else "")
     return line
 
 
 def _columns(rows: Sequence[HostRow], width: int) -> tuple[int, int, int, int]:
     """Of the compact grid: GPUs shown, width of a name, width of a host, hosts beside each other."""
-    n_gpus = max((len(row.gpus) for row in rows), default=0)
-    name_width = min(max([4, *(len(row.name) for row in rows)]), 16)
+    n_gpus, name_width = _most_gpus(rows), _name_width(rows, 16)
     cell = 2 + name_width + 1 + max(n_gpus, 7) + 1 + 18
     return n_gpus, name_width, cell, max(1, (width + 2) // (cell + 2))
 
@@ -251,10 +271,10 @@ def _rooms(pic: Picture, room: int) -> tuple[int, int]:
     return max(4, room - 1 - n_events - 4 - 1), n_events
 
 
-def _compact(
-    rows: Sequence[HostRow], ui: Ui, selected: HostRow | None, width: int, room: int, n_hosts: int
-) -> list[Text]:
-    """Several hosts a line, in columns; a page of them."""
+def _grid(pic: Picture, ui: Ui, rows: Sequence[HostRow], selected: HostRow | None, width: int, room: int) -> list[Text]:
+    """The hosts: a line each where there is room, else several a line, in columns; a page of them."""
+    if width >= WIDE and len(rows) <= room:
+        return _wide(rows, selected)
     n_gpus, name_width, cell, columns = _columns(rows, width)
     per_page = columns * room
     pages = max(1, -(-len(rows) // per_page))
@@ -265,36 +285,36 @@ def _compact(
     for i, row in enumerate(shown):
         line = lines[i % height]
         line.append(" " * ((i // height) * (cell + 2) - line.cell_len))
-        line.append_text(_short(row, row is selected, name_width, max(n_gpus, 7)))
-    hidden = f"page {page + 1} of {pages}, PgDn: more" if pages > 1 else ""
-    order = "worst first" if ui.sort == "worst" else f"by {ui.sort}"
-    title = f"HOSTS {len(rows)} of {n_hosts}, {order}  {hidden}"
-    return [rule(title.strip(), width), *lines]
+        line.append_text(_short(row, name_width, max(n_gpus, 7), is_selected=row is selected))
+    order = {"worst": "worst first"}.get(ui.sort, f"by {ui.sort}")
+    title = f"HOSTS {len(rows)} of {len(pic.hosts)}, {order}"
+    if pages > 1:
+        title += f"  page {page + 1} of {pages}, PgDn: more"
+    return [rule(title, width), *lines]
 
 
-def _short(row: HostRow, is_selected: bool, name_width: int, n_gpus: int) -> Text:
+def _short(row: HostRow, name_width: int, n_gpus: int, *, is_selected: bool) -> Text:
     """``gpu-03 ▇▇▇▂▇▇▇▇ min 12% 84C ! 1204``."""
-    line = Text("▶ " if is_selected else "  ", "bold cyan")
-    line.append(f"{middle(row.name, name_width):{name_width}} ", "bold" if is_selected else "")
+    line, style = _named(row, name_width, is_selected=is_selected), STYLES[row.severity]
     if row.state is HostState.STALE:
-        line.append(f"{row.state} {span(row.age_s)}", STYLES[SEVERITY[row.state]])
+        line.append(f"{row.state} {span(row.age_s)}", style)
         return line
     if row.state not in (HostState.OK, HostState.HUNG, HostState.FAILED):
-        line.append(f"{row.state} ", STYLES[SEVERITY[row.state]])
+        line.append(f"{row.state} ", style)
         return line
     if row.gpus:
         bars = _bars(row)
         line.append_text(bars)
         line.append(" " * (n_gpus - bars.cell_len))
-        least = min((gpu.power_pct for gpu in row.gpus if gpu.power_pct is not None), default=None)
-        heat = max((gpu.temperature_c for gpu in row.gpus if gpu.temperature_c is not None), default=None)
-        line.append(f" {number(least, '3.0f'):>3}% {number(heat, 'd'):>2}C")
+        line.append(f" {number(row.power_pct, '3.0f'):>3}% {number(row.temperature_c, 'd'):>2}C")
     else:
-        line.append(f"{_without(row)[:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
-    sign = "!" if row.notes else " "
+        line.append(f"{WITHOUT_GPUS[row.has_gpu][:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
+    sign = " "
     if row.state is not HostState.OK:
         sign = row.state[0]
-    line.append(f" {sign}", STYLES[SEVERITY[row.state]] or "bold yellow")
+    elif row.notes:
+        sign = "!"
+    line.append(f" {sign}", style or ODD)
     line.append(f" {number(row.step, 'd'):>6}")
     return line
 
@@ -311,14 +331,14 @@ def _gpu_lines(row: HostRow, width: int) -> list[Text]:
         text += f"{number(gpu.used_mib, ',d'):>7}/{number(gpu.memory_mib, ',d')} MiB  "
         line = Text(text)
         if gpu.odd:
-            line.append(f"! {gpu.odd}", "bold yellow")
+            line.append(f"! {gpu.odd}", ODD)
         lines.append(line)
     return lines
 
 
 def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int) -> list[Text]:
     """One host: its GPUs, ranks, processes, network and log lines."""
-    row = chosen(ordered(pic, ui), ui)
+    row = selected_row(ordered(pic, ui), ui)
     if row is None:
         return [Text("no host", "dim")]
     lines = [rule(f"{row.name}  {row.state} {row.why}", width)]
@@ -331,32 +351,34 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
     )
     lines += [Text(f"  ! {note}", "yellow") for note in row.notes]
     lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are not known", "dim")]
-    lines.append(rule("RANKS", width))
-    for rank in row.ranks:
-        load = ""
-        if rank.phase == "load" and rank.total_bytes:
-            load = f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
-        lines.append(
-            Text(
-                f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}  "
-                f"batch {number(rank.data_s, '.2f')} s  update {number(rank.optimizer_s, '.2f')} s{load}"
-            )
-        )
-    lines.append(rule("PROCESSES", width))
-    for process in row.processes:
-        where = f"rank {number(process.rank, 'd'):>4} gpu {number(process.gpu, 'd'):>2}"
-        used = f"{number(process.cpu_pct, '.0f'):>4}% {process.rss_bytes / (1 << 30):6.1f} GiB"
-        lines.append(Text(f"  {process.pid:>8} {process.state} {where} {used}  {process.command}"))
+    lines += [rule("RANKS", width), *map(_rank_line, row.ranks)]
+    lines += [rule("PROCESSES", width), *map(_process_line, row.processes)]
     mine = [line for line in logs if row.name in line.hosts]
     return lines + log_pane(mine, max(3, room - len(lines)), width, 0)
+
+
+def _rank_line(rank: RankRow) -> Text:
+    text = f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}  "
+    text += f"batch {number(rank.data_s, '.2f')} s  update {number(rank.optimizer_s, '.2f')} s"
+    if rank.phase == "load" and rank.total_bytes:
+        text += f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
+    return Text(text)
+
+
+def _process_line(process: ProcessRow) -> Text:
+    where = f"rank {number(process.rank, 'd'):>4} gpu {number(process.gpu, 'd'):>2}"
+    used = f"{number(process.cpu_pct, '.0f'):>4}% {process.rss_bytes / (1 << 30):6.1f} GiB"
+    return Text(f"  {process.pid:>8} {process.state} {where} {used}  {process.command}")
 
 
 def _footer(ui: Ui, width: int) -> Text:
     if ui.typing:
         return Text(f"/{ui.filter}█  Enter keeps it, Esc shows all", "bold")
-    keys = KEYS if width >= len(KEYS) else "↑↓ ⏎ / s o l e ? q"
+    keys = KEYS
     if ui.mode != "cluster":
-        keys = "Esc back  PgUp PgDn  q quit"
+        keys = BACK_KEYS
+    elif width < len(KEYS):
+        keys = SHORT_KEYS
     extra = {
         f"filter {ui.filter!r}": bool(ui.filter), "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0]
     }  # fmt: skip

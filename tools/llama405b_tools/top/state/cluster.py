@@ -4,20 +4,18 @@
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from llama405b.contract import reader
 from llama405b.contract.reader import Json
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
-from llama405b_tools.top.state.frames import Frame, StepMetrics
+from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.machines import distinct
-from llama405b_tools.top.state.moment import Moment, nodes_of
+from llama405b_tools.top.state.moment import NOT_LOADING, LoadBegan, Moment, nodes_of, training
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
-    SEVERITY,
     Change,
     GuardShown,
     HostState,
@@ -26,15 +24,19 @@ from llama405b_tools.top.state.picture import (
     RunPhase,
     Verdict,
 )
-from llama405b_tools.top.state.training import LoadBegan, training
-from llama405b_tools.top.state.verdicts import Note, SilentBeat
+from llama405b_tools.top.state.verdicts import BeatId, Note
 
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
 STAY_S = 60.0  # with a run that died, for its guard to bring it back
 RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # of the run on a host, not of the host
+LEVELS = {
+    **dict.fromkeys(RUN_TROUBLE, Level.BAD),
+    **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), Level.WARNING),
+}  # of the states that are said when a host is judged; a link's trouble is said as it happens
+LINKS = {str(state): state for state in (HostState.OK, *LINK_STATES)}
 
 
-class Standing(NamedTuple):
+class Trouble(NamedTuple):
     """Something that is wrong now, and was said."""
 
     key: str  # without the numbers that change
@@ -53,19 +55,14 @@ class Cluster:
         self.metrics_of: dict[str, collections.deque[StepMetrics]] = collections.defaultdict(
             lambda: collections.deque(maxlen=KEPT_METRICS)
         )
-        self.hung: SilentBeat | None = None  # the heartbeat that is a hang
-        self.load: LoadBegan | None = None
-        self.standing: dict[tuple[str, str], Standing] = {}  # by host and kind
+        self.hung: BeatId | None = None  # the heartbeat that is a hang
+        self.load = NOT_LOADING
+        self.standing: dict[tuple[str, str], Trouble] = {}  # by host and kind
         self.events: collections.deque[Change] = collections.deque(maxlen=KEPT_EVENTS)
         self.alive_at = 0.0  # when the run that is shown was last seen alive
         self.guard = GuardShown.NONE
         self.wanted = ""  # the run that was asked for
         self.found = self._look(0.0)  # at the moment that was advanced to
-
-    @property
-    def metrics(self) -> collections.deque[StepMetrics]:
-        """Of the run that is shown, oldest first."""
-        return self.metrics_of[self.run]
 
     def note(self, text: str, now: float) -> None:
         """Something that happened here, at the operator's."""
@@ -73,12 +70,12 @@ class Cluster:
 
     def link(self, host: str, state: str, why: str, now: float) -> None:
         """A connection was made (OK), or was not: AUTH, REFUSED, TIMEOUT or DOWN, and why."""
-        known = self.hosts[host]
-        found = HostState(state) if state in (HostState.OK, *LINK_STATES) else HostState.DOWN
-        fine = found is HostState.OK
-        self._say(host, "link", Level.BAD, "" if fine else found, f"{found}: {why}", now)
-        known.link, known.why = found, clean(why)
-        known.linked_at = now if fine else None
+        known, found = self.hosts[host], LINKS.get(state, HostState.DOWN)
+        if found is HostState.OK:
+            self._over(host, "link", now)
+        else:
+            self._say(host, "link", Level.BAD, found, f"{found}: {why}", now)
+        known.link, known.why, known.linked_at = found, clean(why), now
 
     def take(self, host: str, arrived: Json, now: float) -> None:
         """A frame arrived, as JSON has it."""
@@ -87,7 +84,7 @@ class Cluster:
         except reader.MalformedError as error:
             self.link(host, HostState.DOWN, f"its sampler sends what cannot be read ({error})", now)
             return
-        self._say(host, "link", Level.NOTE, "", "", now)
+        self._over(host, "link", now)
         for words in self.hosts[host].take(frame, now):
             self._event(now, host, Level.BAD, words)
         if frame.run:
@@ -102,14 +99,15 @@ class Cluster:
         self._choose(now)
         found = self.found = self._look(now)
         self.hung = found.hang.beat if found.hang else None
-        if not found.hang and not found.failures:
-            key = "stall" if found.stall else ""
-            self._say("", "stall", Level.WARNING, key, found.stall, now, of_run=True)
+        if found.stall:
+            self._say("", "stall", Level.WARNING, "stall", found.stall, now, of_run=True)
+        elif not found.hang and not found.failures:
+            self._over("", "stall", now)
         for name, (state, why) in found.states.items():
             self._tell(name, state, why, found.notes[name], now)
         if found.phase[0] is not RunPhase.LOADING:
-            self.load = None
-        elif self.load is None and found.loaded[1]:
+            self.load = NOT_LOADING
+        elif self.load is NOT_LOADING and found.loaded[1]:
             self.load = LoadBegan(now, found.loaded[0])
 
     def picture(self) -> Picture:
@@ -120,27 +118,29 @@ class Cluster:
             for name, host in self.hosts.items()
         ]
         shown = training(found, self.guard, self.load)
-        judged = verdicts.verdict(rows, shown, found.hang, found.failures, found.stall)
-        if self.wanted and not shown and judged.exit_code < 3 and judged.verdict is not Verdict.CONNECTING:
-            judged = verdicts.Judgement(Verdict.DOWN, f"no host knows a run {self.wanted!r}", 3)
+        verdict, why = verdicts.verdict(rows, shown, found.hang, found.failures, found.stall)
+        if self.wanted and not shown and verdict in (Verdict.HEALTHY, Verdict.DEGRADED):
+            verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"
         return Picture(
             time=found.now,
             interval_s=self.interval_s,
             badge=self.badge,
-            verdict=judged.verdict,
-            why=judged.why,
-            exit_code=judged.exit_code,
+            verdict=verdict,
+            why=why,
+            exit_code=verdict.exit_code,
             hosts=tuple(rows),
             training=shown,
             events=tuple(self.events),
             fresh=len(found.fresh),
-            gpus_seen=distinct(found.fresh, lambda host: len(host.gpus)),
-            gpus_expected=distinct(self.hosts.values(), lambda host: host.expected_gpus),
-            workdirs=tuple(sorted({host.frame.cwd for host in found.fresh if host.frame and host.frame.cwd})),
+            gpus_seen=_in_all(found.fresh, lambda host: len(host.gpus)),
+            gpus_expected=_in_all(self.hosts.values(), lambda host: host.expected_gpus),
+            workdirs=tuple(sorted({host.frame.cwd for host in found.fresh} - {""})),
         )
 
     def _look(self, now: float) -> Moment:
-        return Moment(now, self.interval_s, self.hang_after_s, self.hosts, self.run, self.metrics, self.hung)
+        return Moment(
+            now, self.interval_s, self.hang_after_s, self.hosts, self.run, self.metrics_of[self.run], self.hung
+        )
 
     def first_rank(self, host: str) -> int:
         """Of a host; 0 where it is not known."""
@@ -155,48 +155,67 @@ class Cluster:
         return (self.run, attempt), {name: self.first_rank(name) for name in told}
 
     def _choose(self, now: float) -> None:
-        """The run to show: the one before while it lives, and a minute longer, and while no other does; else the newest that lives."""
-        told = [run for host in self.hosts.values() if host.frame and (run := host.frame.run)]
+        """Which run to show."""
+        told = [host.frame.run for host in self.hosts.values() if host.frame.run]
         if not told:
             return
-        ours = [run for run in told if run.name == self.run]
-        lives = any(run.alive for run in ours)
-        if lives:
-            self.alive_at = now
-        waits = 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
-        stays = ours and (lives or waits or not any(run.alive for run in told))
-        best = max(ours if stays else told, key=lambda run: (run.alive, run.created))
+        best = max(self._eligible(told, now), key=lambda run: (run.alive, run.created))
+        if (best.name, best.created) != (self.run, self.created):
+            self._go_over(best, now)
+
+    def _go_over(self, best: RunFrame, now: float) -> None:
+        """To another run, or to another attempt of the same."""
         if self.run and best.name != self.run:
             self._event(now, "", Level.NOTE, f"now run {best.name}, before it {self.run}")
             self.standing = {key: said for key, said in self.standing.items() if not said.of_run}
         if best.name == self.run and best.created > self.created and best.attempt > 1:
             self._event(now, "", Level.NOTE, f"{best.name}: attempt {best.attempt} began")
-        if (best.name, best.created) != (self.run, self.created):
-            self.load = None
-        self.run, self.created = best.name, best.created
+        self.load, self.run, self.created = NOT_LOADING, best.name, best.created
+
+    def _eligible(self, told: Sequence[RunFrame], now: float) -> Sequence[RunFrame]:
+        """The run before while it lives, and a minute longer, and while no other does; else all."""
+        ours = [run for run in told if run.name == self.run]
+        if any(run.alive for run in ours):
+            self.alive_at = now
+            return ours
+        waits = 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
+        if ours and (waits or not any(run.alive for run in told)):
+            return ours
+        return told
 
     def _tell(self, name: str, state: HostState, why: str, notes: Sequence[Note], now: float) -> None:
         """Note what is new about a host."""
-        level = Level.BAD if SEVERITY[state] == 2 else Level.WARNING
-        said = SEVERITY[state] and state not in LINK_STATES  # a link's trouble is said as it happens
-        key = state if said else ""
-        self._say(name, "state", level, key, f"{state}: {why}", now, of_run=state in RUN_TROUBLE)
-        words = "; ".join(note.words for note in notes)
-        self._say(name, "notes", Level.WARNING, "; ".join(note.key for note in notes), words, now)
+        if state in LEVELS:
+            self._say(name, "state", LEVELS[state], state, f"{state}: {why}", now, of_run=state in RUN_TROUBLE)
+        else:
+            self._over(name, "state", now)
+        if notes:
+            words = "; ".join(note.words for note in notes)
+            self._say(name, "notes", Level.WARNING, "; ".join(note.key for note in notes), words, now)
+        else:
+            self._over(name, "notes", now)
 
     def _say(
         self, host: str, kind: str, level: Level, key: str, text: str, now: float, *, of_run: bool = False
     ) -> None:
-        """Something is wrong (``key`` "": not any more): a change where that is new, and not for numbers that change."""
+        """Something is wrong: a change where that is new, and not for numbers that change."""
         before = self.standing.get((host, kind))
-        if not key:
-            if before:
-                del self.standing[host, kind]
-                self._event(now, host, Level.NOTE, f"no longer: {before.text}")
-            return
         if before is None or before.key != key:
             self._event(now, host, level, text)
-        self.standing[host, kind] = Standing(key, text, of_run)
+        self.standing[host, kind] = Trouble(key, text, of_run)
+
+    def _over(self, host: str, kind: str, now: float) -> None:
+        """Nothing is wrong any more."""
+        if before := self.standing.pop((host, kind), None):
+            self._event(now, host, Level.NOTE, f"no longer: {before.text}")
 
     def _event(self, now: float, host: str, level: Level, text: str) -> None:
         self.events.append(Change(now, host, level, clean(text).replace("\n", " ")))
+
+
+def _in_all(hosts: Iterable[HostView], count: Callable[[HostView], int]) -> int:
+    """Summed over machines: two names of the hosts file may be one machine."""
+    machines: dict[str, int] = {}
+    for host in hosts:
+        machines[host.frame.machine] = max(machines.get(host.frame.machine, 0), count(host))
+    return sum(machines.values())

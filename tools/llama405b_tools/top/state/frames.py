@@ -12,6 +12,9 @@ from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import NodeStatus
 from llama405b_tools.remote.messages.runs import Beat
 
+Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, ranks
+Processes = tuple[tuple[int, str, int, int, str, str], ...]  # pid, state, ticks, bytes, rank, command
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cpu:
@@ -30,6 +33,11 @@ class Ram:
     available: int | None
     oom_kills: int | None
 
+    @property
+    def used(self) -> int | None:
+        """Bytes."""
+        return None if self.total is None or self.available is None else self.total - self.available
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IbPort:
@@ -41,9 +49,14 @@ class IbPort:
     rate: str
     counters: Mapping[str, int]
 
+    @property
+    def name(self) -> str:
+        """As the kernel and NCCL write it."""
+        return f"{self.device}/{self.port}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Smi:
+class SmiFrame:
     """nvidia-smi's newest answer, and for how long there has been none to the last question."""
 
     text: str | None
@@ -80,7 +93,7 @@ class RunFrame:
     log_age_s: float | None  # since the last line of any rank here
     net: str  # what NCCL said that it takes: IB, EFA, SOCKET; "": nothing yet
     others: tuple[str, ...] = ()  # other runs that live here
-    nodes: tuple[tuple[str, int, int], ...] | None = None  # name, first rank, ranks; only where the plan is new
+    nodes: Nodes | None = None  # only where the plan is new
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings here
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only the head's
     max_steps: int | None = None
@@ -100,10 +113,11 @@ class Frame:
     net: Mapping[str, tuple[int, int]]  # interface -> bytes received, sent
     ib: tuple[IbPort, ...]
     kernel: tuple[str, ...] | None  # new lines about GPUs and memory; None: they may not be read
-    smi: Smi
+    smi: SmiFrame
     run: RunFrame | None
     cwd: str = ""
     own: tuple[float, int] | None = None  # the sampler's CPU seconds (without nvidia-smi's) and most resident bytes
-    procs: tuple[tuple[int, str, int, int, str, str], ...] | None = (
-        None  # pid, state, ticks, bytes, rank, command; None: as before
-    )
+    procs: Processes | None = None  # None: as before
+
+
+NO_FRAME = Frame(0.0, "", None, Cpu(0, 0, None), Ram(None, None, None), (), {}, (), None, SmiFrame(None, 0.0), None)

@@ -6,10 +6,10 @@ Knows nothing of the other hosts: what deviates from them, and what the run as a
 import collections
 import dataclasses
 import functools
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from llama405b_tools.machine import gpus
 from llama405b_tools.machine.gpus import Gpu
@@ -18,8 +18,8 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import share
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.top.state import verdicts
-from llama405b_tools.top.state.frames import Frame, RunFrame, Smi
-from llama405b_tools.top.state.picture import GpuCell, HostRow, HostState, ProcessRow, RankRow
+from llama405b_tools.top.state.frames import NO_FRAME, Frame, Processes, RunFrame, SmiFrame
+from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, ProcessRow, RankRow, known
 from llama405b_tools.top.state.verdicts import Note
 
 STALE_FRAMES = 3
@@ -30,13 +30,7 @@ _clean_command = functools.lru_cache(4096)(clean)  # the same on all hosts and i
 WHOLE = re.compile(r"\d{1,9}", re.ASCII)
 TICKS = 100  # a second, as Linux counts CPU time for user space
 Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU, why it stands out
-
-
-class RunNodes(NamedTuple):
-    """What a host was told of a run."""
-
-    nodes: Sequence[tuple[str, int, int]]  # name, first rank, ranks
-    nccl: Mapping[str, str]
+NOT_ODD = Note("", "")
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,48 +40,51 @@ class HostView:
     name: str
     link: HostState = HostState.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
     why: str = ""
-    heard_at: float | None = None
-    frame: Frame | None = None
-    before: Frame | None = None  # the frame before
-    linked_at: float | None = None  # since when a connection stands without a frame
+    linked_at: float = math.inf  # of the last word on its connection
+    heard_at: float = 0.0
+    frame: Frame = NO_FRAME
+    before: Frame = NO_FRAME  # the frame before
     earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # of minutes
-    active_ports: set[tuple[str, str]] = dataclasses.field(default_factory=set)  # that ever were
+    active_ports: set[str] = dataclasses.field(default_factory=set)  # that ever were
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
     gpus_before: list[Gpu] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
     apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
     expected_gpus: int = 0  # the most it ever had
     xids: list[str] = dataclasses.field(default_factory=list)
-    procs: Sequence[tuple[int, str, int, int, str, str]] = ()
-    procs_before: tuple[float, Mapping[int, int]] | None = None  # host's clock and ticks by pid
+    procs: Processes = ()
+    procs_at: float = 0.0  # host's clock
     cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
     processes: tuple[ProcessRow, ...] = ()
-    plans: dict[str, RunNodes] = dataclasses.field(default_factory=dict)  # by run
+    plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, what told its nodes
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
     def take(self, frame: Frame, now: float) -> list[str]:
         """A frame arrived; the GPU errors that are new in the kernel's log."""
         self.before, self.frame, self.heard_at = self.frame, frame, now
         self.link, self.why = HostState.OK, ""
-        if not self.earlier or now - self.earlier[-1][0] > COUNTERS_S / 10:
-            self.earlier.append((now, frame))
-        while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
-            self.earlier.popleft()
-        self.active_ports |= {(port.device, port.port) for port in frame.ib if "ACTIVE" in port.state}
+        self._keep(frame, now)
         self._take_smi(frame.smi)
         if (run := frame.run) and run.nodes is not None:
-            self.plans[run.name] = RunNodes(run.nodes, run.nccl)
+            self.plans[run.name] = run
         self.expected_gpus = max(self.expected_gpus, len(self.gpus), frame.pci_gpus or 0)
         new = [f"Xid {number} at {bus}: {words}" for bus, number, words in gpus.xids(frame.kernel or ())]
         self.xids = [*self.xids, *new][-3:]
         if frame.procs is not None:
             self._take_processes(frame.procs, frame.now)
         self.processes = self._processes()
-        if (level := self._level()) is not None:
-            self.history.append(level)
+        self.history.extend(known([self._level()]))
         return new
 
-    def _take_smi(self, smi: Smi) -> None:
+    def _keep(self, frame: Frame, now: float) -> None:
+        """For what is counted over minutes."""
+        if not self.earlier or now - self.earlier[-1][0] > COUNTERS_S / 10:
+            self.earlier.append((now, frame))
+        while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
+            self.earlier.popleft()
+        self.active_ports |= {port.name for port in frame.ib if "ACTIVE" in port.state}
+
+    def _take_smi(self, smi: SmiFrame) -> None:
         """nvidia-smi's answer; while it takes its time the last one stands, and when it hangs nothing is known."""
         self.gpus_before = self.gpus
         if smi.hung_s > SMI_HUNG_S:
@@ -97,72 +94,73 @@ class HostView:
             self.apps = list(_apps(smi.apps or ""))
             self.smi_fault = clean(fault)[:200]
 
-    def _take_processes(self, procs: Sequence[tuple[int, str, int, int, str, str]], host_now: float) -> None:
-        self.procs = procs
-        ticks = {row[0]: row[2] for row in self.procs}
-        if self.procs_before:
-            at, old = self.procs_before
-            seconds = max(0.1, host_now - at)
-            self.cpu_of = {pid: 100 / TICKS * (ticks[pid] - old[pid]) / seconds for pid in ticks if pid in old}
-        self.procs_before = host_now, ticks
+    def _take_processes(self, procs: Processes, host_now: float) -> None:
+        before = {pid: ticks for pid, _, ticks, *_ in self.procs}
+        seconds = max(0.1, host_now - self.procs_at)
+        self.cpu_of = {
+            pid: 100 / TICKS * (ticks - before[pid]) / seconds for pid, _, ticks, *_ in procs if pid in before
+        }
+        self.procs, self.procs_at = procs, host_now
 
     def run(self, name: str) -> RunFrame | None:
         """What it says of a run; None where it does not know it."""
-        run = self.frame.run if self.frame else None
+        run = self.frame.run
         return run if run and run.name == name else None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a frame ever came."""
+        return self.frame is not NO_FRAME
 
     def is_fresh(self, now: float, interval_s: float) -> bool:
         """Whether frames come."""
-        return self.heard_at is not None and now - self.heard_at <= STALE_FRAMES * interval_s
+        return self.is_heard and now - self.heard_at <= STALE_FRAMES * interval_s
 
     def clock(self, now: float) -> float:
         """The host's own clock at a moment of the operator's."""
-        return self.frame.now + now - self.heard_at if self.frame and self.heard_at is not None else now
+        return self.frame.now + now - self.heard_at
 
     def state(self, trouble: tuple[HostState, str] | None, now: float, interval_s: float) -> tuple[HostState, str]:
         """Its state and why; ``trouble``: that of the run here, which counts where the host itself is heard."""
-        if self.link not in (HostState.OK, HostState.CONNECTING):
+        if self.link in LINK_STATES:
             return self.link, self.why
-        if self.frame is None or self.heard_at is None:
-            waits_s = 0.0 if self.linked_at is None else now - self.linked_at
-            if waits_s > max(FIRST_FRAME_S, STALE_FRAMES * interval_s):
-                return HostState.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
-            return HostState.CONNECTING, "no frame yet"
         if not self.is_fresh(now, interval_s):
+            return self._silence(now, interval_s)
+        return trouble or self._smi_trouble() or (HostState.OK, "")
+
+    def _silence(self, now: float, interval_s: float) -> tuple[HostState, str]:
+        if self.is_heard:
             return HostState.STALE, f"no frame for {now - self.heard_at:.0f} s"
-        if trouble:
-            return trouble
-        smi = self.frame.smi
+        waits_s = now - self.linked_at
+        if waits_s > max(FIRST_FRAME_S, STALE_FRAMES * interval_s):
+            return HostState.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
+        return HostState.CONNECTING, "no frame yet"
+
+    def _smi_trouble(self) -> tuple[HostState, str] | None:
+        smi, n_devices = self.frame.smi, self.frame.pci_gpus
         if smi.hung_s > SMI_HUNG_S:
             return HostState.SMI_HUNG, f"nvidia-smi does not answer for {smi.hung_s:.0f} s; a GPU or the driver hangs"
-        if not self.gpus and (self.smi_fault or (self.frame.pci_gpus and not smi.hung_s)):
-            return HostState.NO_DRIVER, self.smi_fault or f"{self.frame.pci_gpus} NVIDIA devices, but no nvidia-smi"
-        return HostState.OK, ""
+        if not self.gpus and (self.smi_fault or (n_devices and not smi.hung_s)):
+            return HostState.NO_DRIVER, self.smi_fault or f"{n_devices} NVIDIA devices, but no nvidia-smi"
+        return None
 
     def row(self, run_name: str, state: HostState, why: str, odd: Odd, notes: Sequence[Note], now: float) -> HostRow:
         """Its row of the picture; ``notes``: what stands out here, worst first."""
-        age_s, frame = None if self.heard_at is None else now - self.heard_at, self.frame
-        if frame is None:
-            return HostRow(self.name, state, why, age_s)
-        run = self.run(run_name)
+        frame, run = self.frame, self.run(run_name)
         ranks = tuple(_rank(beat, self.clock(now)) for beat in (run.beats if run else ()))
-        memory = frame.memory
-        used = None
-        if memory.total is not None and memory.available is not None:
-            used = memory.total - memory.available
         return HostRow(
             name=self.name,
             state=state,
             why=why,
-            age_s=age_s,
+            age_s=now - self.heard_at if self.is_heard else None,
             gpus=self._cells(ranks, odd),
             has_gpu=None if frame.pci_gpus is None else bool(self.expected_gpus),
             ranks=ranks,
             processes=self.processes,
             cpu_pct=self._cpu_pct(),
             cores=frame.cpu.cores,
-            ram_bytes=memory.total,
-            ram_used_bytes=used,
+            ram_bytes=frame.memory.total,
+            ram_used_bytes=frame.memory.used,
             disk_free_bytes=min((free for _, free, _ in frame.disks), default=None),
             net_bytes_per_s=self._rate(_net),
             ib_bytes_per_s=self._rate(_ib),
@@ -172,7 +170,7 @@ class HostView:
 
     def notes(self, odd: Odd) -> list[Note]:
         """What stands out here, worst first; GPUs of which the same is said together."""
-        if self.frame is None:
+        if not self.is_heard:
             return []
         notes = []
         if self.smi_fault and self.gpus:
@@ -204,7 +202,7 @@ class HostView:
                 used_mib=gpu.used_mib,
                 memory_mib=gpu.memory_mib,
                 rank=rank_of.get(gpu.uuid),
-                odd=note.words if (note := odd.get((self.name, gpu.index))) else "",
+                odd=odd.get((self.name, gpu.index), NOT_ODD).words,
             )
             for gpu in self.gpus
         )
@@ -215,35 +213,31 @@ class HostView:
         rows = []
         for pid, state, _, rss, rank, command in self.procs:
             uuid, mib = on.get(pid, ("", None))
-            cpu = self.cpu_of.get(pid)
-            rows.append(
-                ProcessRow(pid, state, cpu, rss, _whole(rank), index_of.get(uuid), mib, _clean_command(command))
-            )
+            cpu, gpu, words = self.cpu_of.get(pid), index_of.get(uuid), _clean_command(command)
+            rows.append(ProcessRow(pid, state, cpu, rss, _whole(rank), gpu, mib, words))
         return tuple(rows)
 
     def _level(self) -> float | None:
         """Mean power (else utilization) of its GPUs in percent; of its CPU where it has none."""
-        shares = [power for gpu in self.gpus if (power := share(gpu.power_w, gpu.power_limit_w)) is not None]
-        used = [float(gpu.utilization) for gpu in self.gpus if gpu.utilization is not None]
-        found = shares or used
-        if found:
-            return statistics.mean(found)
+        powers = known(share(gpu.power_w, gpu.power_limit_w) for gpu in self.gpus)
+        if found := powers or known(gpu.utilization for gpu in self.gpus):
+            return float(statistics.mean(found))
         return None if self.gpus else self._cpu_pct()
 
     def _cpu_pct(self) -> float | None:
-        if not self.frame or not self.before:
-            return None
         new, old = self.frame.cpu, self.before.cpu
         ticks = new.total - old.total
-        return 100 * (1 - (new.idle - old.idle) / ticks) if ticks > 0 else None
+        if self.before is NO_FRAME or ticks <= 0:
+            return None
+        return 100 * (1 - (new.idle - old.idle) / ticks)
 
     def _rate(self, bytes_of: Callable[[Frame], dict[str, int]]) -> float | None:
         """Bytes a second between the last two frames, where most flowed."""
-        if not self.frame or not self.before:
-            return None
         new, old, seconds = bytes_of(self.frame), bytes_of(self.before), self.frame.now - self.before.now
-        rates = [(new[key] - old[key]) / seconds for key in new if key in old] if seconds > 0 else []
-        return max(rates) if rates and min(rates) >= 0 else None
+        flowed = [new[key] - old[key] for key in new if key in old]
+        if seconds <= 0 or min(flowed, default=-1) < 0:  # counters that began anew tell nothing
+            return None
+        return max(flowed) / seconds
 
 
 def _unknown(gpu: Gpu) -> Gpu:

@@ -6,18 +6,22 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from llama405b.contract.records import NodeState, Phase
+from llama405b_tools.machine import gpus
+from llama405b_tools.remote.messages.runs import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.top.state import verdicts
-from llama405b_tools.top.state.frames import RunFrame, StepMetrics
+from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Odd
-from llama405b_tools.top.state.picture import HostState, RunPhase
-from llama405b_tools.top.state.verdicts import Hang, Note, SilentBeat
+from llama405b_tools.top.state.picture import GuardShown, HostState, RunPhase, Training, known
+from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
 RECENT_STEPS = 20  # of which the median is taken
 LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
+MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Moment:
     hosts: Mapping[str, HostView]
     run: str  # that is shown
     metrics: Sequence[StepMetrics]  # of it, oldest first
-    hung: SilentBeat | None  # the heartbeat that was a hang before
+    hung: BeatId | None  # the heartbeat that was a hang before
 
     @functools.cached_property
     def fresh(self) -> Sequence[HostView]:
@@ -43,12 +47,17 @@ class Moment:
         return {host.name: run for host in self.fresh if (run := host.run(self.run))}
 
     @functools.cached_property
+    def ours(self) -> Sequence[HostView]:
+        """The hosts with fresh frames that tell of the run."""
+        return [self.hosts[name] for name in self.heard]
+
+    @functools.cached_property
     def told(self) -> Mapping[str, RunFrame]:
         """What each host that knows the run said of it last."""
         return {name: run for name, host in self.hosts.items() if (run := host.run(self.run))}
 
     @functools.cached_property
-    def nodes(self) -> Sequence[tuple[str, int, int]]:
+    def nodes(self) -> Nodes:
         """The run's hosts: name, first rank, ranks; () where nobody told yet."""
         return nodes_of(self.hosts, self.run)
 
@@ -60,7 +69,7 @@ class Moment:
     @functools.cached_property
     def odd(self) -> Odd:
         """The GPUs that stood out in the frame before too: frames of a moment are up to an interval apart."""
-        hosts = [self.hosts[name] for name in self.heard] or self.fresh
+        hosts = self.ours or self.fresh
         now = verdicts.odd_gpus({host.name: host.gpus for host in hosts})
         if not now:
             return {}
@@ -70,9 +79,11 @@ class Moment:
     @functools.cached_property
     def notes(self) -> Mapping[str, Sequence[Note]]:
         """What stands out, by host."""
-        beats = {name: run.beats for name, run in self.heard.items()}
-        slow = verdicts.slow_ranks(beats, self.median("step_s"))
-        return {name: [*host.notes(self.odd), *slow.get(name, ())] for name, host in self.hosts.items()}
+        beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
+        found = {name: host.notes(self.odd) for name, host in self.hosts.items()}
+        for name, note in verdicts.slow_ranks(beats, self.median("step_s")):
+            found[name].append(note)
+        return found
 
     @functools.cached_property
     def states(self) -> Mapping[str, tuple[HostState, str]]:
@@ -85,35 +96,32 @@ class Moment:
     @functools.cached_property
     def failures(self) -> Sequence[Failure]:
         """By the node runners' word; else by that of ranks which failed, and will be ended in a moment."""
-        found = []
-        for name, run in self.heard.items():
-            state = judge.state_of(run.status, alive=run.alive) if run.status else None
-            if state and (failure := judge.failure_of(name, state)):
-                found.append(failure)
-        for name, run in self.heard.items():
-            failed = [beat for beat in run.beats if run.alive and beat.phase is Phase.FAILED]
-            found += [Failure(name, judge.cause_of_rank(beat)) for beat in failed]
+        states = {name: judge.state_of(run.status, alive=run.alive) for name, run in self.heard.items() if run.status}
+        found = [failure for name, state in states.items() if (failure := judge.failure_of(name, state))]
+        for name, beats in self.beats.items():
+            found += [Failure(name, judge.cause_of_rank(beat)) for beat, _ in beats if beat.phase is Phase.FAILED]
         return found
+
+    @functools.cached_property
+    def beats(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:
+        """By host, of the ranks that live, and how old each is by that host's clock, in seconds."""
+        clocks = {name: self.hosts[name].clock(self.now) for name, run in self.heard.items() if run.alive}
+        return {name: [(beat, now - beat.time) for beat in self.heard[name].beats] for name, now in clocks.items()}
 
     @functools.cached_property
     def hang(self) -> Hang | None:
         """The rank that the others wait for, where that is a hang."""
-        beats = {
-            name: [(beat, self.hosts[name].clock(self.now) - beat.time) for beat in run.beats]
-            for name, run in self.heard.items()
-            if run.alive
-        }
         limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self.median("step_s") or 0.0))
-        found = judge.silent_rank(beats, limit_s, math.inf)
+        found = judge.silent_rank(self.beats, limit_s, math.inf)
         if found is None:
             return None
-        log_ages = [
-            run.log_age_s + self.now - heard_at
-            for name, run in self.heard.items()
-            if run.log_age_s is not None and (heard_at := self.hosts[name].heard_at) is not None
-        ]
-        beat = SilentBeat(found.host, found.beat.rank, found.beat.time)
+        beat = (found.host, found.beat.rank, found.beat.time)
         sure = beat == self.hung or found.age_s > LONG_SILENCE * limit_s
+        log_ages = [
+            run.log_age_s + self.now - self.hosts[name].heard_at
+            for name, run in self.heard.items()
+            if run.log_age_s is not None
+        ]
         words = verdicts.hang_words(found.beat, found.age_s, self.hosts[found.host].gpus, log_ages, sure=sure)
         if words is None:
             return None
@@ -127,15 +135,10 @@ class Moment:
     def stall(self) -> str:
         """That no rank has moved for much longer than a step takes: what may become a hang, and may not."""
         step_s = self.median("step_s")
-        beats = [
-            (beat, self.hosts[name].clock(self.now))
-            for name, run in self.heard.items()
-            if run.alive
-            for beat in run.beats
-        ]
+        beats = list(itertools.chain.from_iterable(self.beats.values()))
         if self.hang or self.failures or not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
             return ""
-        age_s = min((host_now - beat.time for beat, host_now in beats), default=0.0)
+        age_s = min((age_s for _, age_s in beats), default=0.0)
         if age_s < max(verdicts.STALL_S, verdicts.STALL_STEPS * step_s):
             return ""
         return f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s"
@@ -151,10 +154,11 @@ class Moment:
             return RunPhase.UNKNOWN, None
         if not any(run.alive for run in self.heard.values()):
             return self._over(), None
-        frames = {name: self.hosts[name].frame for name in self.heard}
-        beats = [(frame.now, beat) for name, frame in frames.items() if frame for beat in self.heard[name].beats]
-        since_s = min((host_now - beat.phase_since for host_now, beat in beats), default=None)
-        return verdicts.phase_of([beat.phase for _, beat in beats]), since_s
+        since_s = min(
+            (self.hosts[name].frame.now - beat.phase_since for name, run in self.heard.items() for beat in run.beats),
+            default=None,
+        )
+        return verdicts.phase_of({beat.phase for run in self.heard.values() for beat in run.beats}), since_s
 
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:
@@ -165,7 +169,7 @@ class Moment:
     def median(self, key: str) -> float | None:
         """Of the last steps."""
         recent = itertools.islice(reversed(self.metrics), RECENT_STEPS)
-        values = [value for metrics in recent if (value := getattr(metrics, key)) is not None]
+        values = known(getattr(metrics, key) for metrics in recent)
         return statistics.median(values) if values else None
 
     def _over(self) -> RunPhase:
@@ -175,10 +179,115 @@ class Moment:
         statuses = [run.status for run in self.heard.values() if run.status]
         if not statuses:
             return RunPhase.STARTING
-        stopped = any(status.state is NodeState.STOPPED for status in statuses)
-        return RunPhase.STOPPED if stopped else RunPhase.DONE
+        if any(status.state is NodeState.STOPPED for status in statuses):
+            return RunPhase.STOPPED
+        return RunPhase.DONE
 
 
-def nodes_of(hosts: Mapping[str, HostView], run: str) -> Sequence[tuple[str, int, int]]:
+def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:
     """See ``Moment.nodes``."""
-    return next((plan.nodes for host in hosts.values() if (plan := host.plans.get(run))), ())
+    return next((plan.nodes or () for host in hosts.values() if (plan := host.plans.get(run))), ())
+
+
+class LoadBegan(NamedTuple):
+    """When loading was first seen, and how far it was then."""
+
+    time: float
+    done_bytes: float
+
+    def eta_s(self, now: float, done: int, total: int) -> float | None:
+        """Seconds until all ranks have their weights, at the rate so far."""
+        if done <= self.done_bytes:
+            return None
+        return (total - done) * (now - self.time) / (done - self.done_bytes)
+
+
+NOT_LOADING = LoadBegan(0.0, math.inf)
+
+
+def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | None:
+    """The run that is shown; None where no host knows it."""
+    runs = found.told.values()
+    if not runs:
+        return None
+    phase, phase_s = found.phase
+    others = {name for run in found.heard.values() for name in run.others} - {found.run}
+    shown = Training(
+        run=found.run,
+        phase=phase,
+        phase_s=phase_s,
+        world=sum(ranks for _, _, ranks in found.nodes),
+        attempt=max(run.attempt for run in runs),
+        steps=next((run.max_steps for run in runs if run.max_steps is not None or run.metrics), None) or None,
+        checkpoint_step=next(iter(known(run.checkpoint_step for run in runs)), None),
+        network=_network(found),
+        guard=guard,
+        others=tuple(sorted(others)),
+    )
+    if found.metrics:
+        shown = _stepping(shown, found, found.metrics[-1])
+    done, total = found.loaded
+    if phase is not RunPhase.LOADING or not total:
+        return shown
+    return dataclasses.replace(shown, done_bytes=done, total_bytes=total, eta_s=load.eta_s(found.now, done, total))
+
+
+def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
+    """With what its steps tell."""
+    phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
+    lost, lost_rank_hours = max(0, last.step - (shown.checkpoint_step or 0)), None
+    if step_s:
+        lost_rank_hours = lost * step_s * shown.world / 3600
+    if phase in MOVING:
+        tokens_per_s = found.median("tokens_per_s")
+        if shown.steps and step_s:
+            eta_s = (shown.steps - last.step) * step_s
+    if phase is RunPhase.DONE and shown.steps and last.step < shown.steps:
+        phase = RunPhase.STOPPED
+    return dataclasses.replace(
+        shown,
+        phase=phase,
+        step=last.step,
+        loss=last.loss,
+        losses=tuple(metrics.loss for metrics in found.metrics),
+        step_s=step_s,
+        data_s=found.median("data_s"),
+        forward_s=found.median("forward_s"),
+        backward_s=found.median("backward_s"),
+        optimizer_s=found.median("optimizer_s"),
+        tokens_per_s=tokens_per_s,
+        mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
+        eta_s=eta_s,
+        lost_steps=lost,
+        lost_rank_hours=lost_rank_hours,
+    )
+
+
+def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:
+    """Model FLOPs utilization: those of the model over the most that the GPUs could do, all of one kind."""
+    peaks = {gpus.bf16_flops(gpu.name) for host in found.ours for gpu in host.gpus}
+    peak = peaks.pop() if len(peaks) == 1 else None
+    if not (tokens_per_s and flops_per_token and peak and world):
+        return None
+    return 100 * tokens_per_s * flops_per_token / (peak * world)
+
+
+def _network(found: Moment) -> str:
+    """What the training's collectives use: "IB 8x400", "SOCKET"; "" where it is not known."""
+    said = {run.net for run in found.heard.values()} - {""}
+    if "SOCKET" in said:
+        return "SOCKET"
+    told = (plan.nccl for host in found.ours if (plan := host.plans.get(found.run)))
+    named = next(told, {}).get("NCCL_IB_HCA", "")
+    if said or named:
+        return min(said, default="IB") + _ports(found.ours[0], named)
+    if found.ours and all(not host.gpus and host.frame.pci_gpus is not None for host in found.ours):
+        return "gloo"
+    return ""
+
+
+def _ports(host: HostView, named: str) -> str:
+    """How many active ports a host has, and their Gb/s; of those that are named, where any is."""
+    ports = [port for port in host.frame.ib if "ACTIVE" in port.state and port.rate.strip()]
+    rates = [port.rate.split()[0] for port in ports if not named or port.device in named]
+    return f" {len(rates)}x{rates[0]}" if rates else ""

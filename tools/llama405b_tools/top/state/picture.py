@@ -5,8 +5,17 @@
 
 import dataclasses
 import enum
+from collections.abc import Iterable
+from typing import TypeVar
 
 from llama405b_tools.text.figures import share
+
+T = TypeVar("T")
+
+
+def known(values: Iterable[T | None]) -> list[T]:
+    """Without those that are not known."""
+    return [value for value in values if value is not None]
 
 
 class HostState(enum.StrEnum):
@@ -25,12 +34,7 @@ class HostState(enum.StrEnum):
     CONNECTING = "CONNECTING"
 
 
-LINK_STATES = (
-    HostState.AUTH,
-    HostState.REFUSED,
-    HostState.TIMEOUT,
-    HostState.DOWN,
-)  # of the connection, not of the host
+LINK_STATES = (HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN)  # of its connection
 SEVERITY = {
     **dict.fromkeys((HostState.HUNG, HostState.FAILED, *LINK_STATES), 2),
     **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), 1),
@@ -65,6 +69,11 @@ class Verdict(enum.StrEnum):
     HUNG = "HUNG"
     FAILED = "FAILED"
     DOWN = "DOWN"
+
+    @property
+    def exit_code(self) -> int:
+        """What says it to a script."""
+        return {Verdict.HEALTHY: 0, Verdict.DEGRADED: 1, Verdict.CONNECTING: 1}.get(self, 3)
 
 
 class GuardShown(enum.StrEnum):
@@ -154,6 +163,21 @@ class HostRow:
     history: tuple[float, ...] = ()  # mean power or utilization in percent, oldest first; of CPU where there is no GPU
 
     @property
+    def severity(self) -> int:
+        """0 good, 1 not as it should be, 2 of no use to the run."""
+        return SEVERITY[self.state]
+
+    @property
+    def power_pct(self) -> float | None:
+        """Of the GPU that draws least, in percent of its limit."""
+        return min(known(gpu.power_pct for gpu in self.gpus), default=None)
+
+    @property
+    def temperature_c(self) -> int | None:
+        """Of its hottest GPU."""
+        return max(known(gpu.temperature_c for gpu in self.gpus), default=None)
+
+    @property
     def step(self) -> int | None:
         """Of its slowest rank."""
         return min((rank.step for rank in self.ranks), default=None)
@@ -193,6 +217,11 @@ class Training:
     network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "": not known
     guard: GuardShown = GuardShown.NONE
     others: tuple[str, ...] = ()  # other runs that live on these hosts
+
+    @property
+    def is_unguarded(self) -> bool:
+        """Whether its guard died while it needs it."""
+        return self.guard is GuardShown.GONE and self.phase not in (RunPhase.DONE, RunPhase.STOPPED)
 
 
 class Level(enum.StrEnum):

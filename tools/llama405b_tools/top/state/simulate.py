@@ -7,6 +7,7 @@ the run from its checkpoint. nvidia-smi's fields are in its own form.
 import math
 import random
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from llama405b.contract.reader import Json
 
@@ -19,19 +20,36 @@ GPUS, STEP_S, STEPS, SAVE_EVERY = 8, 6.0, 5000, 10
 TOKENS_PER_GPU_S = 141  # what FSDP alone reaches with Llama 405B on H100s
 FLOPS_PER_TOKEN = 2_473_221_685_248  # of Llama 3.1 405B at 4,096 tokens
 BEGIN = 1_795_000_000.0  # seconds since the epoch
-LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = (
-    24.0,
-    60.0,
-    110.0,
-    150.0,
-    250.0,
-    262.0,
-    282.0,
-)  # seconds from the beginning
+LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = 24.0, 60.0, 110.0, 150.0, 250.0, 262.0, 282.0  # seconds from there
 WARNED = HUNG + 40  # by NCCL's watchdog
 FIRST_STEP = 1180
 LENGTH_S = 340.0
+LOGS = "r-1-0_x/attempt_0"
+ENTRIES = (  # of the sick host: when, file, text
+    (LOADED - 2, "stdout.log", "attention: flash-attn 2; activation checkpointing: True; cpu offload: False"),
+    (WARNED, "stderr.log", "[rank21]: Watchdog: collective _ALLGATHER_BASE has run for 40 s, timeout is 600 s"),
+)
 Event = dict[str, Json]
+
+
+class _Stage(NamedTuple):
+    """What all hosts do for a while."""
+
+    phase: str
+    power: float  # of a GPU's limit
+    clock_mhz: int
+    utilization: int
+    process: str  # state of a rank's
+    busy: float  # of the CPU
+    flow: float  # bytes a second through a port, each way
+
+
+LOADS = _Stage("load", 0.17, 345, 0, "S", 0.3, 6e9)
+TRAINS = _Stage("train", 0.96, 1980, 100, "R", 0.09, 24e9)
+HANGS = _Stage("train", 0.19, 345, 100, "S", 0.03, 0.0)
+GONE = _Stage("train", 0.17, 345, 0, "S", 0.03, 0.0)
+# each until a moment
+STAGES = ((LOADED, LOADS), (HUNG, TRAINS), (ENDED, HANGS), (AGAIN, GONE), (RELOADED, LOADS), (math.inf, TRAINS))
 
 
 def names(n_hosts: int) -> list[str]:
@@ -43,76 +61,56 @@ def incident(n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_
     """Events in order of time: ``{"t", "host", "frame"}`` and ``{"t", "host", "entries"}``."""
     hosts = names(n_hosts)
     sims = [_Host(i, host, hosts) for i, host in enumerate(hosts)]
-    t, said = 0.0, 0
+    t, said = 0.0, FIRST_STEP
     while t < seconds:
         step = _step(t)
         for sim in sims:
             moment = BEGIN + t + 0.1 * sim.i / n_hosts
             yield {"t": moment, "host": sim.name, "frame": sim.frame(t, interval_s)}
-            if step > said and _phase(t) == "train":
+            if step > said:
                 yield {"t": moment, "host": sim.name, "entries": sim.log_lines(step, t)}
         said = step
-        for begin, lines in ENTRIES:
+        for begin, file, text in ENTRIES:
             if begin <= t < begin + interval_s:
-                host = hosts[_sick(n_hosts)]
-                yield {
-                    "t": BEGIN + t + 0.2,
-                    "host": host,
-                    "entries": [[BEGIN + t, f"r-1-0_x/attempt_0/5/{file}", text] for file, text in lines],
-                }
+                host = next(sim.name for sim in sims if sim.sick)
+                yield {"t": BEGIN + t + 0.2, "host": host, "entries": [[BEGIN + t, f"{LOGS}/5/{file}", text]]}
         t += interval_s
 
 
-ENTRIES: Sequence[tuple[float, Sequence[tuple[str, str]]]] = (
-    (LOADED - 2, [("stdout.log", "attention: flash-attn 2; activation checkpointing: True; cpu offload: False")]),
-    (
-        WARNED,
-        [("stderr.log", "[rank21]: Watchdog: collective _ALLGATHER_BASE has run for 40 s, timeout is 600 s")],
-    ),
-)
+def _stage(t: float) -> _Stage:
+    return next(stage for end, stage in STAGES if t < end)
 
 
-def _sick(n_hosts: int) -> int:
-    return min(2, n_hosts - 1)
-
-
-def _phase(t: float) -> str:
-    if t < LOADED or AGAIN <= t < RELOADED:
-        return "load"
-    return "train"
+def _loaded(t: float) -> float:
+    """How much of its weights each rank has."""
+    for begin, end in ((0.0, LOADED), (AGAIN, RELOADED)):
+        if begin <= t < end:
+            return (t - begin) / (end - begin)
+    return 1.0
 
 
 def _step(t: float) -> int:
     """The last step that was done."""
-    if t < LOADED:
-        return FIRST_STEP
     if t < AGAIN:
-        return FIRST_STEP + int((min(t, HUNG) - LOADED) / STEP_S)
-    saved = (FIRST_STEP + int((HUNG - LOADED) / STEP_S)) // SAVE_EVERY * SAVE_EVERY
+        return FIRST_STEP + max(0, int((min(t, HUNG) - LOADED) / STEP_S))
+    saved = _step(HUNG) // SAVE_EVERY * SAVE_EVERY
     return saved + max(0, int((t - RELOADED) / STEP_S))
 
 
 class _Host:
     def __init__(self, i: int, name: str, hosts: Sequence[str]) -> None:
         self.i, self.name, self.hosts = i, name, hosts
-        self.sick = i == _sick(len(hosts))
+        self.sick = i == min(2, len(hosts) - 1)
         self.random = random.Random(i)
         self.ib = self.busy = self.total = 0
-        self.sent_plan = self.sent_metrics = 0
+        self.sent_plan, self.sent_metrics = 0, FIRST_STEP - 121  # attempt, step
 
     def frame(self, t: float, interval_s: float) -> dict[str, Json]:
-        phase, hangs, gone = _phase(t), HUNG <= t < ENDED, ENDED <= t < AGAIN
-        works = phase == "train" and not hangs and not gone
-        share = 0.19 if hangs else 0.17
-        if works:
-            share = 0.96
+        stage = _stage(t)
         self.total += int(100 * interval_s * 224)
-        busy, flow = (0.3, 6e9) if phase == "load" else (0.03, 0.0)
-        if works:
-            busy, flow = 0.09, 24e9
-        self.busy += int(100 * interval_s * 224 * busy)
-        self.ib += int(interval_s * flow)
-        run = self._run(t, phase, gone)
+        self.busy += int(100 * interval_s * 224 * stage.busy)
+        self.ib += int(interval_s * stage.flow)
+        run = self._run(t, stage)
         return {
             "machine": self.name,
             "pci_gpus": GPUS,
@@ -124,7 +122,7 @@ class _Host:
             "kernel": [],
             "run": run,
             "smi": {
-                "text": "".join(self._gpu(gpu, t, share) for gpu in range(GPUS)),
+                "text": "".join(self._gpu(gpu, t, stage) for gpu in range(GPUS)),
                 "fields": list(FIELDS),
                 "apps": "".join(f"{self._pid(gpu)}, GPU-{self.i:02d}{gpu}, 70112\n" for gpu in range(GPUS)),
                 "hung_s": 0.0,
@@ -132,18 +130,12 @@ class _Host:
                 "took_s": 0.4,
             },
             "now": BEGIN + t,
-            "procs": [
-                [
-                    self._pid(gpu),
-                    "R" if works else "S",
-                    int(t * 100),
-                    9 << 30,
-                    str(self.i * GPUS + gpu),
-                    "python -m llama405b.train",
-                ]
-                for gpu in range(GPUS)
-            ],
+            "procs": [self._process(gpu, t, stage) for gpu in range(GPUS)],
         }
+
+    def _process(self, gpu: int, t: float, stage: _Stage) -> list[Json]:
+        rank, command = str(self.i * GPUS + gpu), "python -m llama405b.train"
+        return [self._pid(gpu), stage.process, int(t * 100), 9 << 30, rank, command]
 
     def _port(self, port: int) -> dict[str, Json]:
         counters = {"port_rcv_data": self.ib // 4, "port_xmit_data": self.ib // 4, "symbol_error": 0}
@@ -153,38 +145,40 @@ class _Host:
     def _pid(self, gpu: int) -> int:
         return 41_000 + 100 * gpu
 
-    def _gpu(self, gpu: int, t: float, share: float) -> str:
-        hot = self.sick and gpu == 3 and HOT <= t < COOLED
-        power = 700 * (0.55 if hot and share > 0.5 else share) + self.random.uniform(-8, 8)
-        heat = 34 + 35 * share + self.random.uniform(-2, 2) + (19 if hot else 0)
-        clock = 1980 if share > 0.5 else 345
-        if hot:
-            clock = 1185
-        used, util = 70_112, 100 if share > 0.18 else 0
+    def _gpu(self, gpu: int, t: float, stage: _Stage) -> str:
+        power, clock, heat, slowed = stage.power, stage.clock_mhz, 34 + 35 * stage.power, 0
+        if self.sick and gpu == 3 and HOT <= t < COOLED:
+            power, clock, heat, slowed = 0.55, 1185, heat + 19, 0x40
+        power_w = 700 * power + self.random.uniform(-8, 8)
+        heat += self.random.uniform(-2, 2)
         values = [
-            gpu, f"GPU-{self.i:02d}{gpu}", "NVIDIA H100 80GB HBM3", f"00000000:{0x1B + gpu:02X}:00.0", util, used, 81_559,
-            f"{heat:.0f}", f"{power:.2f}", "700.00", clock, 0, "570.124.06",
-            "0x0000000000000040" if hot else "0x0000000000000000",
+            gpu, f"GPU-{self.i:02d}{gpu}", "NVIDIA H100 80GB HBM3", f"00000000:{0x1B + gpu:02X}:00.0", stage.utilization,
+            70_112, 81_559, f"{heat:.0f}", f"{power_w:.2f}", "700.00", clock, 0, "570.124.06", f"0x{slowed:016x}",
         ]  # fmt: skip
         return ", ".join(str(value) for value in values) + "\n"
 
-    def _run(self, t: float, phase: str, gone: bool) -> dict[str, Json]:
-        step, attempt = _step(t), 1 if t < AGAIN else 2
+    def _run(self, t: float, stage: _Stage) -> dict[str, Json]:
+        step, attempt, created = _step(t), 1, BEGIN - 60
+        if t >= AGAIN:
+            attempt, created = 2, BEGIN + AGAIN - 4
+        status: dict[str, Json] = {
+            "host": self.name,
+            "state": "running",
+            "attempt": attempt,
+            "pid": 40_000,
+            "pid_start": 1,
+            "cause": None,
+        }
+        if stage is GONE:
+            status |= {"state": "stopped", "cause": {"kind": "stopped", "by": "the guard"}}
         run: dict[str, Json] = {
             "name": "llama-405b",
-            "created": BEGIN - 60 if attempt == 1 else BEGIN + AGAIN - 4,
+            "created": created,
             "attempt": attempt,
-            "alive": not gone,
-            "status": {
-                "host": self.name,
-                "state": "stopped" if gone else "running",
-                "attempt": attempt,
-                "pid": 40_000,
-                "pid_start": 1,
-                "cause": {"kind": "stopped", "by": "the guard"} if gone else None,
-            },
+            "alive": stage is not GONE,
+            "status": status,
             "stopped_by": "",
-            "beats": [] if gone else self._beats(t, phase),
+            "beats": self._beats(t, stage),
             "log_age_s": self._log_age_s(t),
             "net": "IB",
         }
@@ -193,16 +187,9 @@ class _Host:
             run["nodes"] = [[name, i * GPUS, GPUS] for i, name in enumerate(self.hosts)]
             run["nccl"] = {"NCCL_IB_HCA": ",".join(f"mlx5_{port}" for port in range(8))}
         if self.i == 0:
-            first = self.sent_metrics + 1 if self.sent_metrics else FIRST_STEP - 120
-            if step < self.sent_metrics:
-                first = step + 1
-            run["metrics"] = (
-                [self._metrics(each) for each in range(first, step + 1)]
-                if phase == "train" or not self.sent_metrics
-                else []
-            )
-            self.sent_metrics = step if run["metrics"] or not self.sent_metrics else self.sent_metrics
-            run["checkpoint_step"] = (FIRST_STEP if t < LOADED else step) // SAVE_EVERY * SAVE_EVERY
+            run["metrics"] = [self._metrics(each) for each in range(self.sent_metrics + 1, step + 1)]
+            self.sent_metrics = max(self.sent_metrics, step)
+            run["checkpoint_step"] = step // SAVE_EVERY * SAVE_EVERY
             run["max_steps"] = STEPS
         return run
 
@@ -210,26 +197,29 @@ class _Host:
         """Since its last line: of a step, or of the watchdog of the rank that hangs."""
         if not HUNG <= t < AGAIN:
             return 0.5
-        last_step = LOADED + (_step(t) - FIRST_STEP) * STEP_S
-        return round(t - (WARNED if self.sick and t >= WARNED else last_step), 1)
+        last = LOADED + (_step(t) - FIRST_STEP) * STEP_S
+        if self.sick and t >= WARNED:
+            last = WARNED
+        return round(t - last, 1)
 
-    def _beats(self, t: float, phase: str) -> list[dict[str, Json]]:
+    def _beats(self, t: float, stage: _Stage) -> list[dict[str, Json]]:
+        if stage is GONE:
+            return []
         step, total = _step(t), 812_000_000_000 // (GPUS * len(self.hosts))
         since = max(moment for moment in (0.0, LOADED, AGAIN, RELOADED) if moment <= t)
-        moved = min(t, HUNG) if t < AGAIN else t
-        behind = self.sick and HUNG <= t < AGAIN
-        takes = LOADED if t < LOADED else RELOADED - AGAIN
-        share = min(1.0, (t - since) / takes) if phase == "load" else 1.0
+        hangs, moved, done = stage is HANGS, t, int(total * _loaded(t))
+        if hangs:
+            moved = HUNG
         return [
             {
                 "rank": self.i * GPUS + gpu,
                 "host": self.name,
                 "pid": self._pid(gpu),
                 "time": BEGIN + moved - (0.4 if gpu else 0.2),
-                "step": step - (1 if behind and gpu == 5 else 0),
-                "phase": phase,
+                "step": step - int(hangs and self.sick and gpu == 5),
+                "phase": stage.phase,
                 "phase_since": BEGIN + since,
-                "done_bytes": int(total * share),
+                "done_bytes": done,
                 "total_bytes": total,
                 "state": "S",
                 "data_s": 0.03,
@@ -259,7 +249,7 @@ class _Host:
         loss = self._metrics(step)["loss"]
         rate = TOKENS_PER_GPU_S * GPUS * len(self.hosts)
         text = f"step {step}/{STEPS}  loss {loss:.4f}  grad 0.412  lr 1.20e-05  {rate:,.0f} tokens/s  {STEP_S:.2f} s"
-        lines: list[list[Json]] = [[BEGIN + t, "r-1-0_x/attempt_0/0/stdout.log", text]]
+        lines = [text]
         if step % SAVE_EVERY == 0:
-            lines.append([BEGIN + t, "r-1-0_x/attempt_0/0/stdout.log", f"saved /shared/llama-405b/step-{step:08d}"])
-        return lines
+            lines.append(f"saved /shared/llama-405b/step-{step:08d}")
+        return [[BEGIN + t, f"{LOGS}/0/stdout.log", line] for line in lines]
