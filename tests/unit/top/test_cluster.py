@@ -3,14 +3,17 @@
 import copy
 import dataclasses
 import json
+import queue
 import re
 
 import pytest
+from fakes import FakeFleet
 
 from conftest import ROOT
 from llama405b_tools.remote import sampler
 from llama405b_tools.text.clean import CONTROLS
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.sources import Live
 from llama405b_tools.top.state import picture, simulate
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, HostState
@@ -550,3 +553,52 @@ def test_the_rank_that_keeps_the_others_waiting_is_named():
 
     _, pic = play(seconds=50, change=unknown)
     assert (pic.verdict, row(pic, "gpu-1").ranks[0].data_s) == ("HEALTHY", None)
+
+
+def test_hosts_are_told_with_which_run_to_stay_until_it_is_over():
+    frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
+    run = frame["run"] | {"name": "A", "created": 10.0, "nodes": [["a", 0, 8]], "others": ["B"]}
+
+    def stay(seconds, **now):
+        cluster.take("a", frame | {"run": run | now}, T0 + seconds)
+        cluster.advance(T0 + seconds)
+        return cluster.run, cluster.stay
+
+    for end in (NODE, None):  # it failed, or its host lost it: its guard may bring it back
+        cluster = Cluster(["a"], 2.0)
+        stay(0)
+        assert stay(2) == ("A", "A")
+        assert stay(40, alive=False, status=end) == ("A", "A")
+        assert stay(80, alive=False, status=end) == ("A", "")
+        assert stay(82, name="B", created=20.0, alive=True, others=[]) == ("B", "")
+        assert stay(84, name="B", created=20.0, alive=True, others=[]) == ("B", "B")
+    cluster = Cluster(["a"], 2.0)
+    stay(0)
+    ended = {"alive": False, "status": NODE | {"state": "exited", "exit_code": 0, "cause": None}}
+    assert stay(2, **ended, others=[]) == ("A", "A")  # nothing else lives
+    assert stay(4, **ended) == ("A", "")
+    assert stay(6) == ("A", "A")  # it was launched again
+
+
+def test_what_is_stayed_with_is_said_to_every_sampler_at_once():
+    said = queue.Queue()
+
+    class Stream:
+        def __iter__(self):
+            yield from ()
+
+        def send(self, text):
+            said.put(text)
+
+        def close(self):
+            pass
+
+    with FakeFleet(("a",)) as fleet:
+        live = Live(fleet, None, 2.0)
+        live.open["a"] = Stream()
+        live.stay("A")
+        assert said.get(timeout=10) == '{"stay": "A"}\n'
+        live.stay("A")
+        live.stay("")
+        assert said.get(timeout=10) == '{"stay": ""}\n'
+        live.close()

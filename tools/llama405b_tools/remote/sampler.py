@@ -30,7 +30,6 @@ FIELDS = (
 SMI_WAIT_S = 1.0  # of a frame for nvidia-smi
 SLOW_EVERY_S = 10.0  # processes, and what else costs more
 DEAF_S = 60.0
-STAY_S = 60.0  # with a run that died, for its guard to bring it back
 FIRST_METRICS_BYTES = 256 << 10
 NCCL_SEARCH_BYTES = 1 << 20
 NETWORKS = (
@@ -162,8 +161,17 @@ class Run:
         self.plan_mark, self.sent_mark = None, None
         self.metrics_at = None  # inode and offset
         self.logs, self.net = [], ""
-        self.alive_at = None  # when the run was last seen alive
+        self.stay, self.said = (
+            request.get("stay"),
+            b"",
+        )  # the name of a run, and what was said of it after its last line
         self.others = []  # names of the other runs that live here
+
+    def hear(self, data):
+        """Take what the operator says: lines of JSON that name the run to stay with; an empty one says that it is there."""
+        *lines, self.said = (self.said + data).split(b"\n")
+        for line in filter(None, lines):
+            self.stay = json.loads(line.decode())["stay"]
 
     def frame(self, slow):
         """Everything that changed, and the ranks as they are."""
@@ -207,20 +215,20 @@ class Run:
         return read_object("%s/status/%s%s" % (self.path, self.request["host"], suffix)) or {}
 
     def _find(self):
-        """The named run; else the one before while it lives or may come back, else the newest that lives, else the newest."""
+        """The run to stay with, where this host has it; else the newest that lives, else the newest."""
         plans = self._plans()
         if not plans:
             self.plan = None
             return
         best = max(plans, key=lambda entry: entry[:2])
         for entry in plans:
-            if entry[2] == self.path and self._stays(entry[0]):
+            if os.path.basename(entry[2]) == self.stay:
                 best = entry
         self.others = sorted(os.path.basename(entry[2]) for entry in plans if entry[0] and entry is not best)
         _, _, path, mark, plan, node = best
         if mark != self.plan_mark:
             if path != self.path:
-                self.metrics_at = self.alive_at = None
+                self.metrics_at = None
             self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
             self.logs, self.net = [], ""
             self._look_at_logs()
@@ -242,15 +250,6 @@ class Run:
             except (OSError, TypeError, KeyError, ValueError):
                 continue
         return found
-
-    def _stays(self, alive):
-        """Whether to stay with the run that is told of: it lives, or died badly a moment ago."""
-        if alive:
-            self.alive_at = time.monotonic()
-            return True
-        status = self._status(".json")
-        ended_well = status.get("state") == "stopped" or status.get("exit_code") == 0
-        return not ended_well and self.alive_at is not None and time.monotonic() - self.alive_at < STAY_S
 
     def _held(self, path):
         """Whether the node runner (or its guardian) holds the run's lock here."""
@@ -531,8 +530,10 @@ def write_frames(request, smi):
         sys.stdout.flush()
         tick = max(tick + request["interval_s"], time.monotonic())
         while select.select([sys.stdin], [], [], max(0.0, tick - time.monotonic()))[0]:
-            if not os.read(0, 4096):
+            said = os.read(0, 4096)
+            if not said:
                 return
+            run.hear(said)
             heard = time.monotonic()
 
 

@@ -74,6 +74,8 @@ class Session:
         if isinstance(self.source, Replay) and not self.source.done():
             moment = self.moment
         self.cluster.advance(moment)
+        if isinstance(self.source, Live):
+            self.source.stay(self.cluster.stay)
         return self.cluster.picture()
 
     def _follow_logs(self, fleet: Fleet) -> None:

@@ -75,11 +75,11 @@ class Live:
     def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
         """``elsewhere``: the hosts' files are on this machine, but the hosts are others."""
         self.fleet, self.interval_s, self.badge = fleet, interval_s, ""
-        self.asked = {"run": run, "interval_s": interval_s, "elsewhere": elsewhere}
+        self.request = {"run": run, "stay": "", "interval_s": interval_s, "elsewhere": elsewhere}
         self.hosts: Sequence[str] = list(fleet.hosts)
         self.arrived: queue.SimpleQueue[SourceEvent] = queue.SimpleQueue()
         self.open: dict[str, Stream] = {}
-        self.closing = threading.Event()
+        self.closing, self.news = threading.Event(), threading.Event()
         self.connecting = threading.BoundedSemaphore(MAX_AT_ONCE)
         for name in self.hosts:
             threading.Thread(target=self._pump, args=(name,), daemon=True).start()
@@ -100,9 +100,16 @@ class Live:
             while True:
                 yield self.arrived.get_nowait()
 
+    def stay(self, run: str) -> None:
+        """Have every host that knows a run tell of it, whatever else lives there; '': of the newest that lives."""
+        if run != self.request["stay"]:
+            self.request["stay"] = run
+            self.news.set()
+
     def close(self) -> None:
         """Let go of everything: a sampler ends with its standard input, and nothing stays on the hosts."""
         self.closing.set()
+        self.news.set()
         for stream in list(self.open.values()):
             stream.close()
 
@@ -124,7 +131,7 @@ class Live:
 
     def _listen(self, name: str) -> str:
         """Take frames until they end; the last line that was none says why."""
-        request = {"workdir": self.fleet.workdir(name), "host": name} | self.asked
+        request = {"workdir": self.fleet.workdir(name), "host": name} | self.request
         stdin = carried.standard_input("sampler", request)
         with self.connecting:  # not all at once: a handshake that waits for its turn too long fails
             connection = self.fleet.connection(name)
@@ -143,11 +150,14 @@ class Live:
         return last
 
     def _ping(self) -> None:
-        """A sampler that hears nothing for a minute ends: the way may be cut where no machine tells it."""
-        while not self.closing.wait(PING_S):
+        """Say what is new, and that somebody is there: a sampler that hears nothing for a minute ends."""
+        while not self.closing.is_set():
+            self.news.wait(PING_S)
+            self.news.clear()
+            line = json.dumps({"stay": self.request["stay"]})
             for stream in list(self.open.values()):
                 with contextlib.suppress(HostError):
-                    stream.send("\n")
+                    stream.send(f"{line}\n")
 
 
 class Replay:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from llama405b.contract import reader
 from llama405b.contract.reader import Json
+from llama405b_tools.run import judge
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
@@ -60,6 +61,7 @@ class Cluster:
         self.standing: dict[tuple[str, str], Trouble] = {}  # by host and kind
         self.events: collections.deque[Change] = collections.deque(maxlen=KEPT_EVENTS)
         self.alive_at = 0.0  # when the run that is shown was last seen alive
+        self.stay = ""  # the run that hosts are to go on telling of; "" where the newest that lives is to be shown
         self.guard = GuardShown.NONE
         self.wanted = ""  # the run that was asked for
         self.found = self._look(0.0)  # at the moment that was advanced to
@@ -173,14 +175,18 @@ class Cluster:
         self.load, self.run, self.created = NOT_LOADING, best.name, best.created
 
     def _eligible(self, told: Sequence[RunFrame], now: float) -> Sequence[RunFrame]:
-        """The run before while it lives, and a minute longer, and while no other does; else all."""
+        """The run before while it lives or may come back, and while no other lives; else all."""
         ours = [run for run in told if run.name == self.run]
-        if any(run.alive for run in ours):
+        lives = any(run.alive for run in ours)
+        if lives:
             self.alive_at = now
+        failed = any(not judge.state_of(run.status, alive=False).is_good for run in ours)
+        waits = failed and 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
+        others = any(run.others or (run.alive and run.name != self.run) for run in told)
+        if ours and (lives or waits or not others):
+            self.stay = self.run
             return ours
-        waits = 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
-        if ours and (waits or not any(run.alive for run in told)):
-            return ours
+        self.stay = ""
         return told
 
     def _tell(self, name: str, state: HostState, why: str, notes: Sequence[Note], now: float) -> None:

@@ -1,0 +1,87 @@
+"""Of several runs on a host the sampler tells of the one it is told to stay with, else of the newest that lives."""
+
+import fcntl
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llama405b_tools.remote import carried
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Makes runs of this host; the locks of those that live are held by this process."""
+    held = []
+
+    def make(name, created, *, alive):
+        path = tmp_path / "runs" / name
+        (path / "status").mkdir(parents=True)
+        node = {"name": "a", "first_rank": 0, "slots": 1, "env": {}}
+        plan = {"created": created, "attempt": 1, "nodes": [node], "rdzv_id": f"{name}-1-x"}
+        (path / "plan.json").write_text(json.dumps(plan))
+        if alive:
+            lock = (path / "status/a.lock").open("w")
+            held.append(lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+    yield make
+    for lock in held:
+        lock.close()
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Starts a sampler; hands out what it tells of after hearing something: run and others that live."""
+    children = []
+
+    def start(**more):
+        child = subprocess.Popen(
+            ["sh", "-c", carried.command("sampler").replace("python3", sys.executable, 1)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        children.append(child)
+        request = {"run": None, "interval_s": 0.05, "workdir": str(tmp_path), "host": "a"} | more
+        child.stdin.write(carried.standard_input("sampler", request))
+        child.stdin.flush()
+
+        def hear(text=""):
+            child.stdin.write(text)
+            child.stdin.flush()
+            for _ in range(4):  # what was under way, and a whole interval after
+                frame = json.loads(child.stdout.readline())
+            return frame["run"] and (frame["run"]["name"], frame["run"]["others"])
+
+        return hear
+
+    yield start
+    for child in children:
+        child.stdin.close()
+        child.wait(20)
+
+
+def test_the_newest_that_lives_is_told_of_until_it_is_to_stay_with_another(runs, told):
+    runs("old", 1.0, alive=False)
+    runs("lives", 2.0, alive=True)
+    runs("newest", 3.0, alive=False)
+    hear = told()
+    assert hear() == ("lives", [])
+    assert hear('{"stay": "old"}\n') == ("old", ["lives"])
+    assert hear("\n") == ("old", ["lives"])  # a ping changes nothing
+    assert hear('{"stay": "gone"}\n{"st') == ("lives", [])  # a line may come in two parts
+    assert hear('ay": "newest"}\n') == ("newest", ["lives"])
+    assert hear('{"stay": ""}\n') == ("lives", [])
+
+
+def test_a_run_that_is_asked_for_is_the_only_one(runs, told):
+    runs("old", 1.0, alive=False)
+    runs("lives", 2.0, alive=True)
+    assert told(run="old")('{"stay": "lives"}\n') == ("old", [])
+    assert told(run="none")() is None
+
+
+def test_a_connection_that_is_made_again_stays(runs, told):
+    runs("old", 1.0, alive=False)
+    runs("lives", 2.0, alive=True)
+    assert told(stay="old")() == ("old", ["lives"])
