@@ -38,11 +38,33 @@ from pathlib import Path
 UMASK = 0o077  # a run's files are its owner's alone
 
 
+class _Below:
+    """A path inside the run's directory, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunDir", _: type["RunDir"]) -> Path:
+        return run.path / self.name
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths inside one run's directory."""
 
     path: Path
+
+    plan = _Below("plan.json")
+    config = _Below("config.toml")
+    metrics = _Below("metrics.jsonl")
+    checkpoints = _Below("checkpoints")  # unless the configuration says otherwise
+    requests = _Below("requests")
+    guard = _Below("guard.json")
+    guard_log = _Below("guard.log")
+    job = _Below("slurm.json")
+    job_request = _Below("request.json")
+    job_script = _Below("job.sh")
+    job_secrets = _Below("status/.slurm.secrets")
 
     @classmethod
     def here(cls, name: str) -> "RunDir":
@@ -53,26 +75,6 @@ class RunDir:
     def name(self) -> str:
         """The run's name."""
         return self.path.name
-
-    @property
-    def plan(self) -> Path:
-        """Written by launch."""
-        return self.path / "plan.json"
-
-    @property
-    def config(self) -> Path:
-        """Written by rank 0."""
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        """Written by rank 0."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints go unless the configuration says otherwise."""
-        return self.path / "checkpoints"
 
     def model(self, host: str) -> Path:
         """The model's configuration and tokenizer; written by that host's first rank."""
@@ -85,11 +87,6 @@ class RunDir:
     def events(self, writer: str) -> Path:
         """Written by that writer: rank-0 or guard."""
         return self.path / "events" / f"{writer}.jsonl"
-
-    @property
-    def requests(self) -> Path:
-        """Written by the head's agent, a file for each request."""
-        return self.path / "requests"
 
     def diagnosis(self, what: str, rank: int, step: int, suffix: str) -> Path:
         """Written by that rank, when somebody asks for it."""
@@ -130,36 +127,6 @@ class RunDir:
     def times(self, host: str) -> Path:
         """When the parts of the logs arrived; written by the node runner."""
         return self.logs(host) / "times"
-
-    @property
-    def guard(self) -> Path:
-        """The record of the run's guard; on the operator's machine."""
-        return self.path / "guard.json"
-
-    @property
-    def guard_log(self) -> Path:
-        """What the guard did, for people; on the operator's machine."""
-        return self.path / "guard.log"
-
-    @property
-    def job(self) -> Path:
-        """Which Slurm job the run is; written by launch."""
-        return self.path / "slurm.json"
-
-    @property
-    def job_request(self) -> Path:
-        """What the nodes of a job make the plan from; written by launch."""
-        return self.path / "request.json"
-
-    @property
-    def job_script(self) -> Path:
-        """What every node of a job starts; written by launch."""
-        return self.path / "job.sh"
-
-    @property
-    def job_secrets(self) -> Path:
-        """The secrets of a job, until each of its nodes has its own; written by launch."""
-        return self.path / "status" / ".slurm.secrets"
 
     def where(self, host: str) -> Path:
         """Addresses and resources of a node of a job; written by that node."""
