@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from llama405b import ranks
 from llama405b.contract import reader
-from llama405b.contract.checkup import SIGN, Checkup, Device, Link
+from llama405b.contract.checkup import SIGN, Checkup, HostLink, RankSpeed
 from llama405b.ranks import Ranks
 
 TIMEOUT_S = 300
@@ -25,7 +25,7 @@ def main() -> int:
     """Measure, and print on rank 0."""
     me = ranks.join("auto", TIMEOUT_S)
     flops = burn(me)
-    everyone = ranks.agreed(Device(me.rank, me.host, me.local_rank, flops))
+    everyone = ranks.agreed(RankSpeed(me.rank, me.host, me.local_rank, flops))
     hosts = list(dict.fromkeys(device.host for device in everyone))
     first = {host: next(device.rank for device in everyone if device.host == host) for host in hosts}
     links = [link for part in ranks.agreed(Checkup(links=tuple(pairs(me, hosts, first)))) for link in part.links]
@@ -55,13 +55,13 @@ def burn(me: Ranks) -> float:
     return 2 * n**3 * products / took / 1e12
 
 
-def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[Link]:
+def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[HostLink]:
     """GB/s between the first ranks of every two hosts, both directions at once; each link timed while all are busy."""
     count = len(hosts) + len(hosts) % 2
     places = list(range(count))
     mine = hosts.index(me.host) if me.rank == first[me.host] else -1
     buffer = torch.ones((256 if me.device.type == "cuda" else 8) << 20, dtype=torch.uint8, device=me.device)
-    found: list[Link] = []
+    found: list[HostLink] = []
     for _ in range(count - 1):  # a round-robin tournament: everybody has one partner in each round
         dist.barrier()
         for a, b in zip(places[: count // 2], reversed(places[count // 2 :]), strict=True):
@@ -69,7 +69,7 @@ def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[Link]:
                 other = b if mine == a else a
                 took = _exchange(me, buffer, first[hosts[other]])
                 if mine == min(a, b):
-                    found.append(Link(hosts[mine], hosts[other], buffer.numel() / took / 1e9))
+                    found.append(HostLink(hosts[mine], hosts[other], buffer.numel() / took / 1e9))
         places = [places[0], places[-1], *places[1:-1]]
     return found
 

@@ -65,7 +65,7 @@ def _shape(config: Config, preset: str) -> LlamaConfig:
     """The model's directory where it is here, else the shape that the preset is known to have."""
     directory = Path(config.model.path)
     known = json.loads((configuration.PRESET_DIR / "architectures.json").read_text())
-    record = weights.read_object(directory / "config.json") if directory.is_dir() else known.get(preset)
+    record = weights.read_hf_json(directory / "config.json") if directory.is_dir() else known.get(preset)
     if record is None:
         weights.read_llama(directory)  # raises, and says what is missing
     weights.check_seq_len(weights.parse_llama(record, str(directory)), config.data.seq_len)

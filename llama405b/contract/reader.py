@@ -101,27 +101,13 @@ def _parser(hint: Any, depth: int) -> Parser[Any]:
     """The function that reads a type, made once for each."""
     if depth == 0:
         return _refuse_depth
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _sound_only(arguments[0], depth)
-    if origin in (typing.Union, types.UnionType):
-        one_of = [_parser(each, depth) for each in arguments if each is not types.NoneType]
-        return _any_of(one_of, or_null=types.NoneType in arguments)
-    if origin is typing.Literal:
-        return _word({word: word for word in arguments})
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return _tuple_of(_parser(arguments[0], depth - 1))
-    if origin is tuple:
-        return _row([_parser(each, depth - 1) for each in arguments])
-    if origin in (dict, collections.abc.Mapping):
-        return _mapping(_parser(arguments[1], depth - 1))
-    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
-        return _word({member.value: member for member in hint})
+    if origin := typing.get_origin(hint):
+        return _GENERIC[origin](typing.get_args(hint), depth)
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, depth - 1)
-    if hint is Any:
-        return _as_it_is
-    return {str: _text, Path: _path, bool: _truth, int: _whole, float: _number}[hint]
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
+        return _word({member.value: member for member in hint})
+    return _PLAIN[hint]
 
 
 def _dataclass(kind: Any, depth: int) -> Parser[Any]:
@@ -151,9 +137,13 @@ def _dataclass(kind: Any, depth: int) -> Parser[Any]:
     return parse
 
 
-def _tuple_of(item: Parser[T]) -> Parser[tuple[T, ...]]:
-    def parse(value: Json) -> tuple[T, ...]:
-        found: list[T] = []
+def _tuple(arguments: tuple[Any, ...], depth: int) -> Parser[tuple[Any, ...]]:
+    if arguments[-1] is not Ellipsis:
+        return _row([_parser(each, depth - 1) for each in arguments])
+    item = _parser(arguments[0], depth - 1)
+
+    def parse(value: Json) -> tuple[Any, ...]:
+        found: list[Any] = []
         try:
             found.extend(map(item, _items(value)))
         except _MisfitError as misfit:
@@ -169,8 +159,9 @@ def _items(value: Json) -> list[Json]:
     return value
 
 
-def _sound_only(hint: Any, depth: int) -> Parser[Any]:
+def _sound_only(arguments: tuple[Any, ...], depth: int) -> Parser[Any]:
     """See ``SoundOnly``."""
+    hint = arguments[0]
     if typing.get_origin(hint) is not tuple:
         one = _parser(hint, depth)
         return lambda value: next(_sound([value], one), None)
@@ -201,8 +192,10 @@ def _row(items: list[Parser[Any]]) -> Parser[tuple[Any, ...]]:
     return parse
 
 
-def _mapping(item: Parser[T]) -> Parser[dict[str, T]]:
-    def parse(value: Json) -> dict[str, T]:
+def _mapping(arguments: tuple[Any, ...], depth: int) -> Parser[dict[str, Any]]:
+    item = _parser(arguments[1], depth - 1)
+
+    def parse(value: Json) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > MAX_ITEMS:
             raise _MisfitError(f" is not an object of at most {MAX_ITEMS} keys")
         found, key = {}, ""
@@ -216,7 +209,10 @@ def _mapping(item: Parser[T]) -> Parser[dict[str, T]]:
     return parse
 
 
-def _any_of(parsers: list[Parser[Any]], *, or_null: bool) -> Parser[Any]:
+def _any_of(arguments: tuple[Any, ...], depth: int) -> Parser[Any]:
+    or_null = types.NoneType in arguments
+    parsers = [_parser(each, depth) for each in arguments if each is not types.NoneType]
+
     def parse(value: Json) -> Any:
         if value is None and or_null:
             return None
@@ -276,3 +272,15 @@ def _number(value: Json) -> float:
 
 def _refuse_depth(_value: Json) -> typing.Never:
     raise _MisfitError(" is nested too deeply")
+
+
+_PLAIN: dict[Any, Parser[Any]] = {str: _text, Path: _path, bool: _truth, int: _whole, float: _number, Any: _as_it_is}
+_GENERIC: dict[Any, Callable[[tuple[Any, ...], int], Parser[Any]]] = {  # by origin; takes its arguments
+    tuple: _tuple,
+    dict: _mapping,
+    collections.abc.Mapping: _mapping,
+    typing.Union: _any_of,
+    types.UnionType: _any_of,
+    typing.Annotated: _sound_only,
+    typing.Literal: lambda arguments, _depth: _word({word: word for word in arguments}),
+}
