@@ -24,16 +24,17 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: 
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     for group, settings in zip(optimizer.param_groups, asked, strict=True):  # what is configured now counts
         group.update(settings)
-    if "rng" in state:
-        torch.set_rng_state(state["rng"][str(me.rank)]["cpu"])
-        if "cuda" in state["rng"][str(me.rank)]:
-            torch.cuda.set_rng_state(state["rng"][str(me.rank)]["cuda"])
+    rng = state.get("rng", {}).get(str(me.rank), {})
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
     return step_of(path)
 
 
 def rng_state(me: Ranks) -> dict[str, torch.Tensor]:
     """The random generators of this rank."""
     state = {"cpu": torch.get_rng_state()}
-    if me.device.type == "cuda":
+    if me.on_gpu:
         state["cuda"] = torch.cuda.get_rng_state()
     return state

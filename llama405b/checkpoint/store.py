@@ -34,6 +34,7 @@ from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
+from llama405b.contract.phrases import reason_of
 from llama405b.ranks import Ranks
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
@@ -60,24 +61,6 @@ class PassedOver:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What a rank found in its share of a checkpoint's files."""
-
-    fault: Fault | None = None
-    why: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Name:
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Names:
-    names: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Seal:
     """What the manifest says of a file."""
 
@@ -95,11 +78,6 @@ class Manifest:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by package
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sealed:
-    files: Mapping[str, Seal]
-
-
 class Store:
     """The checkpoints of one run, in one directory that every host sees."""
 
@@ -115,27 +93,25 @@ class Store:
         Raises:
             UserError: A rank does not; names it.
         """
-        token, error = "", None
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            if self.me.leads:
-                token = f".token-{uuid.uuid4().hex}"
-                (self.root / token).touch()
-        except OSError as found:
-            error = UserError(
-                f"{self.root}: cannot be written ({found.strerror}) on {self.me.host}; set --checkpoint.dir"
-            )
-        ranks.refuse_together(error)
-        token = ranks.from_rank0(_Name(token)).name
+        token = ranks.from_rank0(f".token-{uuid.uuid4().hex}")
+        with ranks.refusing_together():
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                if self.me.leads:
+                    (self.root / token).touch()
+            except OSError as error:
+                raise UserError(
+                    f"{self.root}: cannot be written ({error.strerror}) on {self.me.host}; set --checkpoint.dir"
+                ) from None
         deadline = time.monotonic() + SEEN_WITHIN_S
         while not (self.root / token).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not (self.root / token).exists():
-            error = UserError(
-                f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see in {self.root} what rank 0 wrote "
-                "there; name a directory that all hosts share"
-            )
-        ranks.refuse_together(error)
+        with ranks.refusing_together():
+            if not (self.root / token).exists():
+                raise UserError(
+                    f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see in {self.root} what rank 0 "
+                    "wrote there; name a directory that all hosts share"
+                )
         dist.barrier(self.group)
         if self.me.leads:
             (self.root / token).unlink(missing_ok=True)
@@ -151,11 +127,7 @@ class Store:
         partial = self._partial(final)
         self._on_rank0(lambda: self._begin(partial, final), partial)
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {
-            "model": model_state,
-            "optimizer": optimizer_state,
-            "rng": {str(self.me.rank): rng_state(self.me)},
-        }
+        state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(self.me.rank): rng_state(self.me)}}
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
@@ -164,8 +136,8 @@ class Store:
             raise UserError(
                 f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
             ) from None
-        mine = _Sealed({path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)})
-        files = {name: seal for part in ranks.agreed(mine) for name, seal in part.files.items()}
+        mine = {path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)}
+        files = {name: seal for part in ranks.agreed(mine, dict[str, Seal]) for name, seal in part.items()}
         self._on_rank0(lambda: self._commit(partial, final, step, files), final)
         self._on_rank0(lambda: self._retire(step), self.root)
         return final
@@ -180,15 +152,12 @@ class Store:
         Raises:
             UserError: On every rank.
         """
-        error: UserError | None = None
-        try:
-            if self.me.leads:
-                act()
-        except UserError as found:
-            error = found
-        except OSError as found:
-            error = UserError(f"{where}: cannot be written ({found.strerror or found}); free space, then resume")
-        ranks.refuse_together(error)
+        with ranks.refusing_together():
+            try:
+                if self.me.leads:
+                    act()
+            except OSError as error:
+                raise UserError(f"{where}: cannot be written ({reason_of(error)}); free space, then resume") from None
 
     def _begin(self, partial: Path, final: Path) -> None:
         """Make an empty directory to write into, after deleting those that this run left half written."""
@@ -210,12 +179,8 @@ class Store:
             verifies, or a newer one that cannot be read; or the directory holds checkpoints of another run.
         """
         seen: list[str] = []
-
-        def look() -> None:
-            seen.extend(path.name for path in committed(self.root))
-
-        self._on_rank0(look, self.root)
-        present = [self.root / name for name in ranks.from_rank0(_Names(tuple(seen))).names]
+        self._on_rank0(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
+        present = [self.root / name for name in ranks.from_rank0(tuple(seen), tuple[str, ...])]
         if resume == "no":
             if present:
                 raise UserError(
@@ -225,7 +190,16 @@ class Store:
             return None, []
         if resume == "auto":
             return self._newest(present)
-        path = self.root / f"step-{int(resume):08d}" if resume.isdecimal() else Path(resume)
+        if resume.isdecimal():
+            return self._named(self.root / f"step-{int(resume):08d}", present)
+        return self._named(Path(resume), present)
+
+    def _named(self, path: Path, present: list[Path]) -> tuple[Path, list[PassedOver]]:
+        """The checkpoint that was asked for; those after it are set aside.
+
+        Raises:
+            UserError: It is not there or does not verify, or these are of another run.
+        """
         if unusable := self._verify(path):
             raise UserError(f"--resume: {unusable}; take another, or auto")
         later = [found for found in present if step_of(found) > step_of(path)]
@@ -278,17 +252,17 @@ class Store:
 
     def _verify(self, path: Path) -> PassedOver | None:
         """Hash the files, shared out over the ranks; returns the first fault found, one that hides a checkpoint first."""
-        mine = _Verdict()
+        mine: tuple[PassedOver, ...] = ()
         try:
             if why := _damage(path, self.me.rank, self.me.world):
-                mine = _Verdict(Fault.DAMAGED, why)
+                mine = (PassedOver(path, Fault.DAMAGED, why),)
         except UnreadableError as error:
-            mine = _Verdict(Fault.UNREADABLE, str(error))
+            mine = (PassedOver(path, Fault.UNREADABLE, str(error)),)
         except OSError as error:
-            mine = _Verdict(Fault.UNREADABLE, f"{path}: cannot be read ({error.strerror}) on {self.me.host}")
-        verdicts = sorted(ranks.agreed(mine), key=lambda verdict: verdict.fault is not Fault.UNREADABLE)
-        found = next((verdict for verdict in verdicts if verdict.fault), None)
-        return PassedOver(path, found.fault, found.why) if found and found.fault else None
+            why = f"{path}: cannot be read ({error.strerror}) on {self.me.host}"
+            mine = (PassedOver(path, Fault.UNREADABLE, why),)
+        found = [each for part in ranks.agreed(mine, tuple[PassedOver, ...]) for each in part]
+        return min(found, key=lambda each: each.fault is not Fault.UNREADABLE, default=None)
 
     def _is_mine(self, name: str) -> bool:
         return name.startswith(f"__{self.me.rank}_") or (self.me.leads and not name.startswith("__"))

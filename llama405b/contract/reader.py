@@ -19,8 +19,6 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 else:
     Json = Any  # in a type's hints: as it is
@@ -52,7 +50,7 @@ class SoundOnly:
 
 
 def loads(kind: type[T], text: str | bytes, where: str) -> T:
-    """Parse JSON text as a dataclass.
+    """Parse JSON text as a dataclass (or another type that hints may name).
 
     Raises:
         MalformedError: It is not JSON, too large, or not of the type.
@@ -79,8 +77,8 @@ def read(kind: type[T], value: Json, where: str) -> T:
         raise MalformedError(f"{where}{misfit.way}{misfit.clause}") from None
 
 
-def dumps(record: "DataclassInstance") -> str:
-    """Write a dataclass as one line of JSON, as ``loads`` reads it."""
+def dumps(record: object) -> str:
+    """Write a dataclass, or plain values with dataclasses among them, as one line of JSON, as ``loads`` reads it."""
     return json.dumps(record, default=_members, separators=(",", ":"))
 
 

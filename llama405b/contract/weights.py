@@ -46,6 +46,11 @@ class TensorInfo:
         """Size of the tensor in its file."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def row_bytes(self) -> int:
+        """Size of one of its rows: of what is below its first dimension."""
+        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Llama:
