@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b import load, ranks
-from llama405b.checkpoint import state, store
+from llama405b.checkpoint import store
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
 from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
@@ -59,7 +59,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     done = 0
     if start:
         pulse.phase(Phase.RESUME)
-        done = state.restore(start, module, optimizer, me)
+        done = store.restore(start, module, optimizer, me)
         journal.log(f"resumed from {start}")
         journal.event(EventKind.RESUMED, step=done, path=start)
     else:
@@ -114,14 +114,14 @@ def build_module(
     """
     parallel, weights_in = config.parallel, Path(config.model.path)
     attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
-    hf_config = model.read_config(files, config.model.layers)
+    hf_config = model.read_hf_config(files, config.model.layers)
     llama = weights.read_llama(files, config.model.layers)
     random = config.model.weights == "random"
     began = time.monotonic()
     if parallel.fsdp == "fsdp1":
         if not me.on_gpu:
             raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
-        module = fsdp1.build(None if random else weights_in, hf_config, attention, parallel, me)
+        module = fsdp1.load_wrapped(None if random else weights_in, hf_config, attention, parallel, me)
         how = "rank 0 broadcast the weights"
     else:
         module = model.build_on_meta(hf_config, attention, fsdp2.kept_dtype(parallel.numerics))

@@ -11,7 +11,7 @@ import datetime
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,12 +73,11 @@ def join(device: str, timeout_s: int) -> Ranks:
         raise UserError(
             "--parallel.device: cuda was asked for, but torch sees no GPU here; take cpu, or fix the driver"
         )
-    use_cuda = cuda and device != "cpu"
-    me = place(cuda=use_cuda)
-    if use_cuda:
+    me = place(cuda=cuda and device != "cpu")
+    if me.on_gpu:
         torch.cuda.set_device(me.device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if me.on_gpu else "gloo",
         store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
         rank=me.rank,
         world_size=me.world,
@@ -103,12 +102,12 @@ def set_timeout(timeout_s: int) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
 
 
-def from_rank0(value: T, kind: type[T] | None = None) -> T:
+def from_rank0(value: T, kind: Any = None) -> T:
     """Give every rank rank 0's value; see ``agreed``."""
     return agreed(value, kind)[0]
 
 
-def agreed(value: T, kind: type[T] | None = None) -> list[T]:
+def agreed(value: T, kind: Any = None) -> list[T]:
     """Give every rank all ranks' values, in order of rank, through CPU memory, as JSON.
 
     ``kind``: their type, where it is no dataclass or plain type, but like ``dict[str, int]``.

@@ -12,6 +12,7 @@ BF16 as kept), and every rank's random state. The step number fixes schedule and
 import dataclasses
 import datetime
 import enum
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -21,15 +22,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from llama405b import ranks
-from llama405b.checkpoint.state import rng_state
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, committed, step_of
 from llama405b.contract.errors import UserError
@@ -127,7 +128,7 @@ class Store:
         partial = self._partial(final)
         self._on_rank0(lambda: self._begin(partial, final), partial)
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(self.me.rank): rng_state(self.me)}}
+        state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(self.me.rank): _rng_state(self.me)}}
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
@@ -147,11 +148,7 @@ class Store:
         return final.with_name(f"{final.name}.{self.run}.tmp")
 
     def _on_rank0(self, act: Callable[[], None], where: Path) -> None:
-        """Have rank 0 do something with the directory, and every rank refuse where it cannot.
-
-        Raises:
-            UserError: On every rank.
-        """
+        """Have rank 0 do something with the directory, and every rank refuse where it cannot."""
         with ranks.refusing_together():
             try:
                 if self.me.leads:
@@ -195,11 +192,7 @@ class Store:
         return self._named(Path(resume), present)
 
     def _named(self, path: Path, present: list[Path]) -> tuple[Path, list[PassedOver]]:
-        """The checkpoint that was asked for; those after it are set aside.
-
-        Raises:
-            UserError: It is not there or does not verify, or these are of another run.
-        """
+        """The checkpoint that was asked for; those after it are set aside, unless they are another run's."""
         if unusable := self._verify(path):
             raise UserError(f"--resume: {unusable}; take another, or auto")
         later = [found for found in present if step_of(found) > step_of(path)]
@@ -212,11 +205,7 @@ class Store:
         return path, [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
 
     def _newest(self, present: list[Path]) -> tuple[Path | None, list[PassedOver]]:
-        """The newest of these that verifies; newer ones that are damaged are set aside.
-
-        Raises:
-            UserError: There are checkpoints but none verifies, or a newer one may be whole and cannot be read.
-        """
+        """The newest of these that verifies; newer ones that are damaged are set aside, any that may be whole is refused."""
         passed_over: list[PassedOver] = []
         for path in reversed(present):
             unusable = self._verify(path)
@@ -237,11 +226,7 @@ class Store:
         return None, []
 
     def _set_aside(self, paths: list[Path]) -> None:
-        """Keep checkpoints under names that ``auto`` does not take.
-
-        Raises:
-            UserError: They cannot be renamed.
-        """
+        """Keep checkpoints under names that ``auto`` does not take."""
         mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
 
         def rename() -> None:
@@ -252,16 +237,12 @@ class Store:
 
     def _verify(self, path: Path) -> PassedOver | None:
         """Hash the files, shared out over the ranks; returns the first fault found, one that hides a checkpoint first."""
-        mine: tuple[PassedOver, ...] = ()
         try:
-            if why := _damage(path, self.me.rank, self.me.world):
-                mine = (PassedOver(path, Fault.DAMAGED, why),)
-        except UnreadableError as error:
-            mine = (PassedOver(path, Fault.UNREADABLE, str(error)),)
+            mine = _fault_of(path, self.me.rank, self.me.world)
         except OSError as error:
             why = f"{path}: cannot be read ({error.strerror}) on {self.me.host}"
-            mine = (PassedOver(path, Fault.UNREADABLE, why),)
-        found = [each for part in ranks.agreed(mine, tuple[PassedOver, ...]) for each in part]
+            mine = PassedOver(path, Fault.UNREADABLE, why)
+        found = [each for each in ranks.agreed(mine, PassedOver | None) if each]
         return min(found, key=lambda each: each.fault is not Fault.UNREADABLE, default=None)
 
     def _is_mine(self, name: str) -> bool:
@@ -283,47 +264,60 @@ class Store:
             shutil.rmtree(doomed)
 
 
-class UnreadableError(Exception):
-    """Something keeps a checkpoint back that is not damage of it."""
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> int:
+    """Load a verified checkpoint into the shards; returns its step."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    files = dcp.FileSystemReader(path)
+    if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
+        state["rng"] = {str(me.rank): _rng_state(me)}
+    dcp.load(state, storage_reader=files)
+    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # what is configured now counts
+        group.update(settings)
+    rng = state.get("rng", {}).get(str(me.rank), {})
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
+    return step_of(path)
 
 
-def _damage(path: Path, part: int, parts: int) -> str:
-    """What is damaged in a checkpoint, looking at every ``parts``-th file from ``part`` on; '' where nothing is.
+def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
+    """The random generators of this rank."""
+    state = {"cpu": torch.get_rng_state()}
+    if me.on_gpu:
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _fault_of(path: Path, part: int, parts: int) -> PassedOver | None:
+    """The first fault of a checkpoint, looking at every ``parts``-th file from ``part`` on.
 
     Raises:
-        UnreadableError: It is not there, or another user's.
         OSError: A disk, a mount or a permission.
     """
     if not path.is_dir():
-        raise UnreadableError(f"{path}: no such checkpoint")
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
     if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read it only from our own hand
-        raise UnreadableError(f"{path}: it belongs to another user")
-    manifest = _read_manifest(path)
-    if manifest is None:
-        return f"{path}: it has no manifest that can be read"
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: it belongs to another user")
+    damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
+    try:
+        manifest = reader.loads(Manifest, (path / MANIFEST).read_bytes(), MANIFEST)
+    except (FileNotFoundError, reader.MalformedError):
+        return damaged(f"{path}: it has no manifest that can be read")
     if manifest.step != step_of(path):
-        return f"{path}: its manifest is of step {manifest.step}"
+        return damaged(f"{path}: its manifest is of step {manifest.step}")
     for name, seal in list(manifest.files.items())[part::parts]:
         file = path / name
         if not file.exists():
-            return f"{file}: missing"
+            return damaged(f"{file}: missing")
         if file.stat().st_size != seal.bytes:
-            return f"{file}: {file.stat().st_size} bytes where the manifest says {seal.bytes}"
+            return damaged(f"{file}: {file.stat().st_size} bytes where the manifest says {seal.bytes}")
         if _sha256(file) != seal.sha256:
-            return f"{file}: its content differs from its checksum"
-    return ""
-
-
-def _read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is none, or it is malformed.
-
-    Raises:
-        OSError: It is there and cannot be read.
-    """
-    try:
-        return reader.loads(Manifest, (path / MANIFEST).read_bytes(), MANIFEST)
-    except (FileNotFoundError, reader.MalformedError):
-        return None
+            return damaged(f"{file}: its content differs from its checksum")
+    return None
 
 
 def _seal(path: Path) -> Seal:

@@ -141,7 +141,7 @@ def _rank(rank: int, n_ranks: int, meeting: str, form: str, directory: Path, num
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
     me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
-    config = model.read_config(directory)
+    config = model.read_hf_config(directory)
     module = model.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
     fsdp2.shard(module, Parallel(numerics=numerics), me.device)
     dist.barrier()  # connections and buffers of the first collective are not the load's

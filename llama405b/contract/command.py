@@ -39,11 +39,7 @@ class Command:
 
 
 def check_resume(resume: str) -> None:
-    """Refuse what can be no checkpoint: it must be no, auto, a step, or a path that ends in step-<8 digits>.
-
-    Raises:
-        UserError: It is none of them.
-    """
+    """Refuse what can be no checkpoint: it must be no, auto, a step, or a path that ends in step-<8 digits>."""
     if not re.fullmatch("no|auto|[0-9]{1,8}", resume) and not re.fullmatch("step-[0-9]{8}", Path(resume).name):
         raise UserError(
             f"--resume: {resume!r} is not a checkpoint; write no, auto, a step, or a path that ends in step-<8 digits>"

@@ -153,20 +153,13 @@ def to_flags(settings: Mapping[str, Setting]) -> list[str]:
 def to_toml(config: Config) -> str:
     """Write every field, so that a run's settings can be read and used again."""
     lines: list[str] = []
-    for section in dataclasses.fields(config):
-        lines.append(f"[{section.name}]")
-        values = dataclasses.asdict(getattr(config, section.name))
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-        lines.append("")
+    for section, values in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
 
 
 def refuse_unknown(words: Sequence[str]) -> None:
-    """Refuse what no parser took.
-
-    Raises:
-        UserError: There is something.
-    """
+    """Refuse what no parser took."""
     for word in words:
         if word.startswith("--"):
             known_key(word[2:].partition("=")[0], word.partition("=")[0])
@@ -216,11 +209,7 @@ def check_world(config: Config, world: int) -> int:
 
 
 def known_key(key: str, where: str) -> str:
-    """Return ``key`` if it is a setting.
-
-    Raises:
-        UserError: It is not; names the nearest.
-    """
+    """Return ``key``; refuse it, and name the nearest, if it is no setting."""
     if key not in TYPES:
         raise UserError(f"{where}: there is no setting {key!r}{_nearest(key, TYPES)}; see `llama405b train --help`")
     return key

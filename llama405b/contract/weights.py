@@ -258,11 +258,7 @@ def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: 
 
 
 def check_seq_len(llama: Llama, seq_len: int) -> None:
-    """Refuse sequences longer than the model's positions.
-
-    Raises:
-        UserError: They are.
-    """
+    """Refuse sequences longer than the model's positions."""
     if seq_len > llama.max_positions:
         raise UserError(
             f"--data.seq_len: {seq_len} is over the model's limit of {llama.max_positions} positions; lower it"
@@ -270,11 +266,7 @@ def check_seq_len(llama: Llama, seq_len: int) -> None:
 
 
 def check_tokenizer(directory: Path, llama: Llama) -> None:
-    """Refuse a tokenizer whose ids the embedding has no rows for.
-
-    Raises:
-        UserError: There is none, or its largest id is out of range.
-    """
+    """Refuse a tokenizer that is missing, not whole, or has ids that the embedding has no rows for."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"{path}: no tokenizer here; fetch tokenizer.json of the same model")

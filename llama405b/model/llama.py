@@ -37,7 +37,7 @@ def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-ma
     return "flash_attention_2", "flash-attn is installed"
 
 
-def read_config(directory: Path, layers: int = 0) -> LlamaConfig:
+def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:
     """Read ``config.json``; ``layers``: cut the model down to that many decoder layers (0: all).
 
     Raises:

@@ -25,7 +25,9 @@ from llama405b.parallel.fsdp2 import check_wrap, kept_dtype
 from llama405b.ranks import Ranks
 
 
-def build(directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> nn.Module:
+def load_wrapped(
+    directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks
+) -> nn.Module:
     """Load on rank 0 (None: random weights), wrap, synchronise; returns the FSDP module with its weights.
 
     Raises:

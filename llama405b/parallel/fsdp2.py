@@ -33,11 +33,7 @@ def kept_dtype(numerics: str) -> torch.dtype:
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Refuse names in ``wrap`` that no module of the model has.
-
-    Raises:
-        UserError: Names the classes that there are.
-    """
+    """Refuse names in ``wrap`` that no module of the model has; says the classes that there are."""
     present = {type(module).__name__ for module in model.modules()}
     for name in wrap:
         if name not in present:
