@@ -11,7 +11,7 @@ import itertools
 import mmap
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -138,7 +138,16 @@ class _Seen:
 def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, _Files]:
     """Agree on how to load, and on what the files hold: this rank's own where it reads them, else rank 0's."""
     own, error = _read(directory)
-    everyone = ranks.agreed(_Seen(error, _digest(own)))
+    how = _way(directory, how, ranks.agreed(_Seen(error, _digest(own))))
+    known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.leads}
+    sent = ranks.from_rank0(known, Layout)
+    if me.leads or how == "local":
+        return how, _Files(own)
+    return how, _Files(sent)
+
+
+def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
+    """The way that suits what each rank sees: rank0 or local."""
     if everyone[0].error:
         raise UserError(everyone[0].error)
     lacking = [rank for rank, seen in enumerate(everyone) if seen.digest != everyone[0].digest]
@@ -148,11 +157,8 @@ def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, _Files]:
             f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or take rank0"
         )
     if how == "auto":
-        how = "rank0" if lacking else "local"
-    sent = ranks.from_rank0(own if me.leads else {}, Layout)
-    if how == "local":
-        return how, _Files(own)
-    return how, _Files(sent)
+        return "rank0" if lacking else "local"
+    return how
 
 
 def _read(directory: Path) -> tuple[Layout, str]:
