@@ -21,7 +21,8 @@ from llama405b.journal import Journal
 from llama405b.lost_peer import is_lost_peer
 from llama405b.prepare import prepare
 from llama405b.ranks import FollowedError
-from llama405b.trainer import NotFiniteError, StopSignal
+from llama405b.step import NonFiniteError
+from llama405b.trainer import StopSignal
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +59,7 @@ def ending_of(error: Exception, pulse: Pulse | None) -> Cause:
         kind, detail = CauseKind.LOST_PEER, detail[:300]
     elif isinstance(error, FollowedError):
         kind, peer, detail = CauseKind.FOLLOWED, error.peer, error.words
-    elif isinstance(error, NotFiniteError):
+    elif isinstance(error, NonFiniteError):
         kind = CauseKind.NOT_FINITE
     elif isinstance(error, UserError) and error.exit_code == REFUSED:
         kind = CauseKind.REFUSED

@@ -10,7 +10,6 @@ import torch
 
 from llama405b import ranks
 from llama405b.checkpoint import store
-from llama405b.contract.errors import RunError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
@@ -25,10 +24,6 @@ from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.step import NonFiniteError, train_step
 from llama405b.timer import Laps
-
-
-class NotFiniteError(RunError):
-    """A step's loss or gradient is NaN or infinite."""
 
 
 class StopSignal:
@@ -87,7 +82,7 @@ class Trainer:
         """Fetch a batch, update the weights, and measure.
 
         Raises:
-            NotFiniteError: Loss or gradient is not finite.
+            NonFiniteError: Loss or gradient is not finite.
         """
         config, laps = self.config, Laps(self.me.device)
         lr = lr_at(step, self.steps.stop - 1, config.optimizer)
@@ -106,7 +101,7 @@ class Trainer:
                 lap=laps.end,
             )
         except NonFiniteError as error:
-            raise NotFiniteError(
+            raise NonFiniteError(
                 f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or look at "
                 "the data of this step, and resume"
             ) from None
