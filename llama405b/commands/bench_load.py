@@ -14,6 +14,8 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from llama405b.contract.schema import Numerics, Parallel
 from llama405b.model import llama as model
 from llama405b.parallel import fsdp2
 
+Figures = dict[str, float]  # of one form, by name
 GIB = 1 << 30
 SAMPLE_S = 0.002
 TIMEOUT_S = 600
@@ -107,7 +110,7 @@ def _unit(name: str) -> str:
     return "embedding" if "embed" in name else "head"
 
 
-def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> dict[str, Any]:
+def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> Figures:
     """Run one form on fresh ranks; rank 0's figures."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -127,17 +130,19 @@ def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> di
     return found
 
 
-def _first_result(results: Any, processes: Sequence[Any]) -> dict[str, Any]:
+def _first_result(results: "Queue[Figures]", processes: Sequence[BaseProcess]) -> Figures:
     """What rank 0 found; nothing where a rank fails, or the time is over."""
     deadline = time.monotonic() + TIMEOUT_S
     while results.empty() and time.monotonic() < deadline and not any(process.exitcode for process in processes):
         time.sleep(0.05)
     if results.empty():
         return {}
-    return dict(results.get())
+    return results.get()
 
 
-def _rank(rank: int, n_ranks: int, meeting: str, form: str, directory: Path, numerics: Numerics, results: Any) -> None:
+def _rank(
+    rank: int, n_ranks: int, meeting: str, form: str, directory: Path, numerics: Numerics, results: "Queue[Figures]"
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
     me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))

@@ -98,7 +98,7 @@ def collectives(me: Ranks) -> tuple[float, float]:
     return share / gather_s, 2 * share / _best(me, functools.partial(dist.all_reduce, whole))
 
 
-def _best(me: Ranks, do: Callable[[], object]) -> float:
+def _best(me: Ranks, do: Callable[[], dist.Work | None]) -> float:
     times = []
     for _ in range(4):
         dist.barrier()

@@ -130,7 +130,7 @@ def resolve(settings: Mapping[str, Setting]) -> Config:
     Raises:
         UserError: Values that do not fit each other.
     """
-    chosen: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    chosen: dict[str, dict[str, Json]] = collections.defaultdict(dict)
     for key, (value, _) in settings.items():
         section, _, name = key.partition(".")
         chosen[section][name] = value
@@ -234,7 +234,7 @@ def convert(key: str, value: Json, where: str) -> Any:
     raise UserError(f"{where}: {key} is {value!r}; it takes a value of type {type_.__name__}")
 
 
-def _convert_list(key: str, value: Json, where: str) -> tuple[Any, ...]:
+def _convert_list(key: str, value: Json, where: str) -> tuple[Json, ...]:
     allowed = typing.get_args(TYPES[key])
     inner, is_free = allowed[0], allowed[-1] is Ellipsis
     if (

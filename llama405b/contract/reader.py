@@ -25,6 +25,8 @@ else:
 
 T = TypeVar("T")
 Parser: TypeAlias = Callable[[Json], T]  # a value; returns it as its type
+AnyParser: TypeAlias = Parser[Any]
+Hints: TypeAlias = tuple[Any, ...]  # what a type takes in its brackets
 MOST = 1e18  # of a number
 MAX_DEPTH = 12
 MAX_ITEMS = 100_000  # of one tuple or mapping
@@ -95,7 +97,7 @@ def _members(record: Any) -> dict[str, Any] | str:
 
 
 @functools.cache
-def _parser(hint: Any, depth: int) -> Parser[Any]:
+def _parser(hint: Any, depth: int) -> AnyParser:
     """The function that reads a type, made once for each."""
     if depth == 0:
         return _refuse_depth
@@ -108,11 +110,11 @@ def _parser(hint: Any, depth: int) -> Parser[Any]:
     return _PLAIN[hint]
 
 
-def _dataclass(kind: Any, depth: int) -> Parser[Any]:
+def _dataclass(kind: Any, depth: int) -> AnyParser:
     hints = typing.get_type_hints(kind, include_extras=True)
     absent = dataclasses.MISSING
     needed = {f.name for f in dataclasses.fields(kind) if f.default is absent and f.default_factory is absent}
-    parsers: dict[str, Parser[Any]] = {}
+    parsers: dict[str, AnyParser] = {}
 
     def parse(value: Json) -> Any:
         if not parsers:  # not while the type's own parser is being made: a type may hold itself
@@ -135,7 +137,7 @@ def _dataclass(kind: Any, depth: int) -> Parser[Any]:
     return parse
 
 
-def _tuple(arguments: tuple[Any, ...], depth: int) -> Parser[tuple[Any, ...]]:
+def _tuple(arguments: Hints, depth: int) -> AnyParser:
     if arguments[-1] is not Ellipsis:
         return _row([_parser(each, depth - 1) for each in arguments])
     item = _parser(arguments[0], depth - 1)
@@ -157,9 +159,9 @@ def _items(value: Json) -> list[Json]:
     return value
 
 
-def _sound_only(arguments: tuple[Any, ...], depth: int) -> Parser[Any]:
+def _sound_only(arguments: Hints, depth: int) -> AnyParser:
     """See ``SoundOnly``."""
-    hint = arguments[0]
+    hint: Any = arguments[0]
     if typing.get_origin(hint) is not tuple:
         one = _parser(hint, depth)
         return lambda value: next(_sound([value], one), None)
@@ -176,7 +178,7 @@ def _sound(values: list[Json], item: Parser[T]) -> Iterator[T]:
             continue
 
 
-def _row(items: list[Parser[Any]]) -> Parser[tuple[Any, ...]]:
+def _row(items: list[AnyParser]) -> AnyParser:
     def parse(value: Json) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(items):
             raise _MisfitError(f" is not a list of {len(items)}")
@@ -190,7 +192,7 @@ def _row(items: list[Parser[Any]]) -> Parser[tuple[Any, ...]]:
     return parse
 
 
-def _mapping(arguments: tuple[Any, ...], depth: int) -> Parser[dict[str, Any]]:
+def _mapping(arguments: Hints, depth: int) -> AnyParser:
     item = _parser(arguments[1], depth - 1)
 
     def parse(value: Json) -> dict[str, Any]:
@@ -207,7 +209,7 @@ def _mapping(arguments: tuple[Any, ...], depth: int) -> Parser[dict[str, Any]]:
     return parse
 
 
-def _any_of(arguments: tuple[Any, ...], depth: int) -> Parser[Any]:
+def _any_of(arguments: Hints, depth: int) -> AnyParser:
     or_null = types.NoneType in arguments
     parsers = [_parser(each, depth) for each in arguments if each is not types.NoneType]
 
@@ -272,8 +274,8 @@ def _refuse_depth(_value: Json) -> typing.Never:
     raise _MisfitError(" is nested too deeply")
 
 
-_PLAIN: dict[Any, Parser[Any]] = {str: _text, Path: _path, bool: _truth, int: _whole, float: _number, Any: _as_it_is}
-_GENERIC: dict[Any, Callable[[tuple[Any, ...], int], Parser[Any]]] = {  # by origin; takes its arguments
+_PLAIN: dict[Any, AnyParser] = {str: _text, Path: _path, bool: _truth, int: _whole, float: _number, Any: _as_it_is}
+_GENERIC: dict[Any, Callable[[Hints, int], AnyParser]] = {  # by origin; takes its arguments
     tuple: _tuple,
     dict: _mapping,
     collections.abc.Mapping: _mapping,
