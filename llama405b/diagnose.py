@@ -11,7 +11,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.ranks import Ranks
 
 
-def stacks(run: RunDir, me: Ranks, step: int) -> Path:
+def write_stacks(run: RunDir, me: Ranks, step: int) -> Path:
     """Write where every thread of this process is; returns the file."""
     path = _place(run.diagnosis("stacks", me.rank, step, "txt"))
     with path.open("w", encoding="utf-8") as file:
@@ -19,12 +19,12 @@ def stacks(run: RunDir, me: Ranks, step: int) -> Path:
     return path
 
 
-def memory(run: RunDir, me: Ranks, step: int) -> Path:
+def write_memory(run: RunDir, me: Ranks, step: int) -> Path:
     """Write what this rank's memory holds; returns the file.
 
     On CUDA torch's snapshot (https://pytorch.org/memory_viz opens it), else the process's own counts, in bytes.
     """
-    if me.device.type == "cuda":
+    if me.on_gpu:
         path = _place(run.diagnosis("memory", me.rank, step, "pickle"))
         torch.cuda.memory._dump_snapshot(str(path))
         return path
@@ -43,7 +43,7 @@ class Profile:
         self.request, self.last_step = request, first_step + steps - 1
         self.path = run.diagnosis("profile", me.rank, first_step, "json")
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if me.device.type == "cuda":
+        if me.on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()

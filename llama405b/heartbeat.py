@@ -21,7 +21,7 @@ class Pulse:
     """Writes ``heartbeat/rank-N.json``."""
 
     def __init__(self, run: RunDir, me: Ranks) -> None:
-        self.path = run.heartbeat(me.rank)
+        self.run, self.me = run, me
         now = time.time()
         self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)
         self._write()
@@ -48,12 +48,12 @@ class Pulse:
         self.phase(Phase.FAILED)
 
     def _beat(self, **news: float) -> None:
+        self.record = dataclasses.replace(self.record, **news)  # type: ignore[arg-type]
         now = time.time()
-        due = now - self.record.time >= INTERVAL_S
-        self.record = dataclasses.replace(self.record, **news, time=now if due else self.record.time)  # type: ignore[arg-type]
-        if due:
+        if now - self.record.time >= INTERVAL_S:
+            self.record = dataclasses.replace(self.record, time=now)
             self._write()
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk here is no reason for all ranks to end
-            write_json(self.path, self.record)
+            write_json(self.run.heartbeat(self.me.rank), self.record)

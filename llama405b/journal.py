@@ -37,7 +37,7 @@ class Journal:
         """Add an event."""
         if not self.me.leads:
             return
-        place = str(path) if path else ""
+        place = str(path or "")
         event = RunEvent(time.time(), self.writer, kind, self.me.attempt, step, place, 0, cause, request, detail)
         with contextlib.suppress(OSError):  # a full disk here is no reason for all ranks to end
             append_line(self.run.events(self.writer), reader.dumps(event))

@@ -7,10 +7,11 @@ weights, for a rehearsal, go the same way: only what stands in the files' place 
 """
 
 import dataclasses
+import itertools
 import mmap
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,13 +23,16 @@ from llama405b import ranks
 from llama405b.axes import SHARD, Place
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given
+from llama405b.contract.weights import TensorInfo
 from llama405b.model.llama import restore_buffers, tie_head
 from llama405b.parallel.fsdp2 import units
 from llama405b.ranks import Ranks
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-Layout = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype in the file, shape)
+Layout = dict[str, TensorInfo]  # by name
+Unit = dict[str, nn.Parameter]  # by name
 
 
 def load(
@@ -46,23 +50,22 @@ def load(
     Raises:
         UserError: The checkpoint is not whole where it is read, or ``local`` was asked for and a rank cannot read it.
     """
+    files: _Files
     if random:
-        how, layout = "rank0", {name: ("BF16", shape) for name, shape in random.tensors().items()}
+        how, files = "rank0", _Random(random)
     else:
-        how, layout = _choose(directory, how, me)
+        how, files = _choose(directory, how, me)
     materialise(model, me, offload=offload)
-    names = [name for _, parameters in units(model) for name in parameters]
-    total, done = sum(_n_bytes(layout, name, layout[name][1][0]) for name in names), 0
-    read = _receive if how == "rank0" else _read_own
-    files = _Random(layout) if random else _Files(directory, me.leads or how == "local")
-    scratch = _Scratch(me)
-    for _, parameters in units(model):
-        read(parameters, layout, files, scratch, me)
-        done += sum(_n_bytes(layout, name, layout[name][1][0]) for name in parameters)
-        progress(done, total)
+    filler = _Filler(files, me)
+    fill = filler.receive if how == "rank0" else filler.read_own
+    parts = [unit for _, unit in units(model)]
+    sizes = [sum(files.layout[name].n_bytes for name in unit) for unit in parts]
+    for unit, done in zip(parts, itertools.accumulate(sizes), strict=True):
+        fill(unit)
+        progress(done, sum(sizes))
     if how == "local":
         return "each rank read its own rows"
-    return f"rank 0 {'made random' if random else 'read the'} weights and sent each rank its rows"
+    return f"rank 0 {files.came} and sent each rank its rows"
 
 
 def materialise(model: nn.Module, me: Ranks, *, offload: bool = False) -> None:
@@ -81,17 +84,18 @@ def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
 class _Files:
     """The checkpoint's files, each mapped once: rows are views of the page cache, and cost no memory of ours."""
 
-    def __init__(self, directory: Path, reads: bool) -> None:
-        self.tensors = weights.read_tensors(directory) if reads else {}
+    came = "read the weights"
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self.mapped: dict[Path, mmap.mmap] = {}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows ``[start, stop)`` of a tensor in the file's dtype, to be read only."""
-        info = self.tensors[name]
+        info = self.layout[name]
         if info.file not in self.mapped:
             with info.file.open("rb") as file:
                 self.mapped[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        each = info.n_bytes // info.shape[0]
         if start == stop:
             return torch.empty((0, *info.shape[1:]), dtype=DTYPES[info.dtype])
         with warnings.catch_warnings():
@@ -99,48 +103,28 @@ class _Files:
             flat = torch.frombuffer(
                 self.mapped[info.file],
                 dtype=DTYPES[info.dtype],
-                count=(stop - start) * each // DTYPES[info.dtype].itemsize,
-                offset=info.offset + start * each,
+                count=(stop - start) * info.row_bytes // DTYPES[info.dtype].itemsize,
+                offset=info.offset + start * info.row_bytes,
             )
         return flat.view(stop - start, *info.shape[1:])
 
 
-class _Random:
+class _Random(_Files):
     """Made-up weights in the files' place: the same for the same name and rows. Norms are 1, the rest is N(0, 0.02)."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    came = "made random weights"
+
+    def __init__(self, llama: weights.Llama) -> None:
+        super().__init__({name: TensorInfo(Path(), "BF16", shape) for name, shape in llama.tensors().items()})
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows ``[start, stop)`` of a tensor."""
-        dtype, shape = self.layout[name]
-        if len(shape) == 1:
-            return torch.ones(stop - start, dtype=DTYPES[dtype])
+        info = self.layout[name]
+        if len(info.shape) == 1:
+            return torch.ones(stop - start, dtype=DTYPES[info.dtype])
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {start}".encode()))
-        return torch.empty((stop - start, *shape[1:]), dtype=DTYPES[dtype]).normal_(0, 0.02, generator=generator)
-
-
-def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, Layout]:
-    """Agree on how to load, and on what rank 0's files hold."""
-    layout: Layout = {}
-    error = ""
-    try:
-        layout = {name: (info.dtype, info.shape) for name, info in weights.read_tensors(directory).items()}
-    except UserError as found:
-        error = str(found)
-    everyone = ranks.agreed(_Seen(error, _digest(layout)))
-    if everyone[0].error:
-        raise UserError(everyone[0].error)
-    lacking = [rank for rank, seen in enumerate(everyone) if seen.digest != everyone[0].digest]
-    if how == "local" and lacking:
-        why = everyone[lacking[0]].error
-        raise UserError(
-            f"--model.load: rank {lacking[0]} cannot read the same files in {directory}{f' ({why})' if why else ''}; "
-            "copy them there, or take rank0"
-        )
-    if how == "auto":
-        how = "rank0" if lacking else "local"
-    return how, dict(ranks.from_rank0(_Tensors(layout if me.leads else {})).layout)
+        empty = torch.empty((stop - start, *info.shape[1:]), dtype=DTYPES[info.dtype])
+        return empty.normal_(0, 0.02, generator=generator)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,88 +135,110 @@ class _Seen:
     digest: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Tensors:
-    layout: Mapping[str, tuple[str, tuple[int, ...]]]
+def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, _Files]:
+    """Agree on how to load, and on what the files hold: this rank's own where it reads them, else rank 0's."""
+    own, error = _read(directory)
+    how = _way(directory, how, ranks.agreed(_Seen(error, _digest(own))))
+    known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.leads}
+    sent = ranks.from_rank0(known, Layout)
+    if me.leads or how == "local":
+        return how, _Files(own)
+    return how, _Files(sent)
+
+
+def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
+    """The way that suits what each rank sees: rank0 or local."""
+    if everyone[0].error:
+        raise UserError(everyone[0].error)
+    lacking = [rank for rank, seen in enumerate(everyone) if seen.digest != everyone[0].digest]
+    if how == "local" and lacking:
+        raise UserError(
+            f"--model.load: rank {lacking[0]} cannot read the same files in {directory}"
+            f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or take rank0"
+        )
+    if how == "auto":
+        return "rank0" if lacking else "local"
+    return how
+
+
+def _read(directory: Path) -> tuple[Layout, str]:
+    """What the files hold; or nothing, and why."""
+    try:
+        return weights.read_tensors(directory), ""
+    except UserError as error:
+        return {}, str(error)
 
 
 def _digest(layout: Layout) -> int:
     """A number that differs between ranks that see different tensors (``hash`` of a str differs by process)."""
-    return zlib.crc32(repr(sorted(layout.items())).encode())
-
-
-def _n_bytes(layout: Layout, name: str, n_rows: int) -> int:
-    dtype, shape = layout[name]
-    return n_rows * weights.TensorInfo(Path(), dtype, shape[1:]).n_bytes
+    return zlib.crc32(repr(sorted((name, info.dtype, info.shape) for name, info in layout.items())).encode())
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
     return parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
 
 
-class _Scratch:
-    """One buffer for what is sent or received, used again for every unit: malloc would keep a hole for each."""
+class _Filler:
+    """Fills a rank's shards of one unit after the other."""
 
-    def __init__(self, me: Ranks) -> None:
+    def __init__(self, files: _Files, me: Ranks) -> None:
+        self.files, self.me = files, me
+        # One for what is sent or received, used again for every unit: malloc would keep a hole for each.
         self.buffer = torch.empty(0, dtype=torch.uint8, device=me.device)
 
-    def take(self, n_bytes: int) -> Tensor:
-        """The first ``n_bytes`` of it."""
+    @torch.no_grad()
+    def read_own(self, unit: Unit) -> None:
+        """Each rank reads its own rows."""
+        for name, parameter in unit.items():
+            _local(parameter).copy_(self.files.rows(name, *self._rows(name, self.me.shard)))
+
+    @torch.no_grad()
+    def receive(self, unit: Unit) -> None:
+        """Rank 0 sends every other rank its rows of this unit in one piece; each copies them into its shards."""
+        if self.me.leads:
+            self._send(unit)
+            return
+        spans, n_bytes = self._spans(unit, self.me.shard)
+        piece = self._scratch(n_bytes)
+        if n_bytes:
+            dist.recv(piece, 0)
+        for name, (_, begin, size) in spans.items():
+            if size:
+                shard = _local(unit[name])
+                shard.copy_(piece[begin : begin + size].view(DTYPES[self.files.layout[name].dtype]).view(shard.shape))
+
+    def _send(self, unit: Unit) -> None:
+        """Pack every rank's rows, send them all at once, and take rank 0's own meanwhile."""
+        packed = [self._spans(unit, self.me.axes.place(rank, SHARD)) for rank in range(1, self.me.world)]
+        pieces = self._scratch(sum(size for _, size in packed)).split([size for _, size in packed])
+        sends = []
+        for rank, ((spans, n_bytes), piece) in enumerate(zip(packed, pieces, strict=True), 1):
+            for name, ((start, stop), begin, size) in spans.items():
+                if size:
+                    piece[begin : begin + size].copy_(self.files.rows(name, start, stop).flatten().view(torch.uint8))
+            if n_bytes:
+                sends.append(dist.isend(piece, rank))
+        self.read_own(unit)
+        for send in sends:
+            send.wait()
+
+    def _scratch(self, n_bytes: int) -> Tensor:
         if self.buffer.numel() < n_bytes:
             self.buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self.buffer.device)
         return self.buffer[:n_bytes]
 
+    def _rows(self, name: str, shard: Place) -> tuple[int, int]:
+        return rows_of(self.files.layout[name].shape[0], shard.rank, shard.size)
 
-Unit = dict[str, nn.Parameter]
+    def _spans(self, unit: Unit, shard: Place) -> tuple[dict[str, tuple[tuple[int, int], int, int]], int]:
+        """For each tensor a rank's rows and where they stand in its piece (begin, size); and the piece's size, in bytes.
 
-
-@torch.no_grad()
-def _read_own(unit: Unit, layout: Layout, files: _Files | _Random, _scratch: _Scratch, me: Ranks) -> None:
-    for name, parameter in unit.items():
-        _local(parameter).copy_(files.rows(name, *rows_of(layout[name][1][0], me.shard.rank, me.shard.size)))
-
-
-@torch.no_grad()
-def _receive(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scratch, me: Ranks) -> None:
-    """Rank 0 sends every other rank its rows of this unit in one piece; each copies them into its shards."""
-    if me.leads:
-        _send(unit, layout, files, scratch, me)
-        return
-    spans, n_bytes = _spans(unit, layout, me.shard)
-    buffer = scratch.take(n_bytes)
-    if n_bytes:
-        dist.recv(buffer, 0)
-    for name, (_, begin, size) in spans.items():
-        if size:
-            shard = _local(unit[name])
-            shard.copy_(buffer[begin : begin + size].view(DTYPES[layout[name][0]]).view(shard.shape))
-
-
-def _send(unit: Unit, layout: Layout, files: _Files | _Random, scratch: _Scratch, me: Ranks) -> None:
-    """Pack every rank's rows, send them all at once, and take rank 0's own meanwhile."""
-    packed = [_spans(unit, layout, me.axes.place(rank, SHARD)) for rank in range(1, me.world)]
-    pieces = scratch.take(sum(n_bytes for _, n_bytes in packed)).split([n_bytes for _, n_bytes in packed])
-    sends = []
-    for rank, ((spans, n_bytes), piece) in enumerate(zip(packed, pieces, strict=True), 1):
-        for name, ((start, stop), begin, size) in spans.items():
-            if size:
-                piece[begin : begin + size].copy_(files.rows(name, start, stop).flatten().view(torch.uint8))
-        if n_bytes:
-            sends.append(dist.isend(piece, rank))
-    _read_own(unit, layout, files, scratch, me)
-    for send in sends:
-        send.wait()
-
-
-def _spans(unit: Unit, layout: Layout, shard: Place) -> tuple[dict[str, tuple[tuple[int, int], int, int]], int]:
-    """For each tensor a rank's rows and where they stand in its piece (begin, size); and the piece's size, in bytes.
-
-    Wider dtypes come first, so that each tensor begins at a multiple of its element size; so does each piece, at 16.
-    """
-    begin, spans = 0, {}
-    for name in sorted(unit, key=lambda name: -weights.DTYPE_BYTES[layout[name][0]]):
-        rows = rows_of(layout[name][1][0], shard.rank, shard.size)
-        size = _n_bytes(layout, name, rows[1] - rows[0])
-        spans[name] = (rows, begin, size)
-        begin += size
-    return spans, -(-begin // 16) * 16
+        Wider dtypes come first, so that each tensor begins at a multiple of its element size; so does each piece, at 16.
+        """
+        begin, spans, layout = 0, {}, self.files.layout
+        for name in sorted(unit, key=lambda name: -weights.DTYPE_BYTES[layout[name].dtype]):
+            start, stop = self._rows(name, shard)
+            size = (stop - start) * layout[name].row_bytes
+            spans[name] = ((start, stop), begin, size)
+            begin += size
+        return spans, -(-begin // 16) * 16

@@ -1,7 +1,6 @@
 """Bring data, model and optimizer to where training begins, in the order in which the data flows."""
 
 import base64
-import dataclasses
 import os
 import time
 from pathlib import Path
@@ -10,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from llama405b import load, ranks
-from llama405b.checkpoint import state, store
-from llama405b.commands.make_demo import make_demo
+from llama405b.checkpoint import store
+from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
 from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
 from llama405b.contract.errors import UserError
@@ -27,7 +26,6 @@ from llama405b.journal import Journal
 from llama405b.model import llama as model
 from llama405b.optim.adamw import build_optimizer
 from llama405b.parallel import fsdp1, fsdp2
-from llama405b.parallel.mesh import device_mesh
 from llama405b.ranks import Ranks
 from llama405b.trainer import StopSignal, Trainer
 
@@ -44,7 +42,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     pulse.phase(Phase.DATA)
     batches = open_batches(config.data, files, run.path.parent / ".cache", me)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
-    root = Path(config.checkpoint.dir) if config.checkpoint.dir else run.checkpoints
+    root = Path(config.checkpoint.dir or run.checkpoints)
     checkpoints = store.Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run.name)
     if config.checkpoint.every:
         checkpoints.prove_shared()
@@ -55,13 +53,13 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     if me.leads:
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
-    module = build(config, files, start, me, pulse, journal)
+    module = build_module(config, files, start, me, pulse, journal)
     optimizer = build_optimizer(module, config.optimizer)
     torch.manual_seed(config.training.seed + me.rank)
     done = 0
     if start:
         pulse.phase(Phase.RESUME)
-        done = state.restore(start, module, optimizer, me)
+        done = store.restore(start, module, optimizer, me)
         journal.log(f"resumed from {start}")
         journal.event(EventKind.RESUMED, step=done, path=start)
     else:
@@ -75,15 +73,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
     return Trainer(
         config, run, me, module, optimizer, batches, checkpoints, range(done + 1, steps + 1), journal, pulse, stop,
-        Inbox(run), journal.tokens, flops,
+        Inbox(run, me), journal.tokens, flops,
     )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SmallFiles:
-    """The model's configuration and tokenizer, by name, in base64."""
-
-    content: dict[str, str]
 
 
 def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) -> Path:
@@ -93,21 +84,17 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
         UserError: On every rank, where rank 0's directory is not a whole Llama checkpoint that fits the sequences.
     """
     directory, random = Path(config.model.path), config.model.weights == "random"
-    small: dict[str, str] = {}
-    error: UserError | None = None
-    if me.leads:
-        try:
+    small: dict[str, str] = {}  # in base64
+    with ranks.refusing_together():
+        if me.leads:
             if directory == Path(DEMO_MODEL) and not directory.exists():
                 journal.log(f"making the demo's model and tokenizer in {directory}")
                 make_demo(directory)
             weights.check_checkpoint(directory, config.data.seq_len, config.model.layers, random=random)
             present = [name for name in weights.SMALL_FILES if (directory / name).is_file()]
             small = {name: base64.b64encode((directory / name).read_bytes()).decode() for name in present}
-        except UserError as found:
-            error = found
-    ranks.refuse_together(error)
     target = run.model(me.host)
-    for name, content in ranks.from_rank0(_SmallFiles(small)).content.items():
+    for name, content in ranks.from_rank0(small, dict[str, str]).items():
         if me.local_rank == 0 and name in weights.SMALL_FILES:
             target.mkdir(parents=True, exist_ok=True)
             partial = target / f".{name}.{os.getpid()}"
@@ -117,7 +104,7 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
     return target
 
 
-def build(
+def build_module(
     config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse, journal: Journal
 ) -> torch.nn.Module:
     """The sharded model with its weights (or, where a checkpoint follows, with memory for them).
@@ -127,30 +114,25 @@ def build(
     """
     parallel, weights_in = config.parallel, Path(config.model.path)
     attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
-    hf_config = model.read_config(files, config.model.layers)
+    hf_config = model.read_hf_config(files, config.model.layers)
     llama = weights.read_llama(files, config.model.layers)
     random = config.model.weights == "random"
     began = time.monotonic()
     if parallel.fsdp == "fsdp1":
-        if me.device.type == "cpu":
+        if not me.on_gpu:
             raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
-        module = fsdp1.build(None if random else weights_in, hf_config, attention, parallel, me)
+        module = fsdp1.load_wrapped(None if random else weights_in, hf_config, attention, parallel, me)
         how = "rank 0 broadcast the weights"
     else:
         module = model.build_on_meta(hf_config, attention, fsdp2.kept_dtype(parallel.numerics))
-        fsdp2.shard(module, parallel, me.device, device_mesh(me.axes, me.device.type))
+        fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
         if start:
             load.materialise(module, me, offload=parallel.cpu_offload)
             how = "weights come from the checkpoint"
         else:
+            made_up = llama if random else None
             how = load.load(
-                module,
-                weights_in,
-                config.model.load,
-                me,
-                pulse.loaded,
-                offload=parallel.cpu_offload,
-                random=llama if random else None,
+                module, weights_in, config.model.load, me, pulse.loaded, offload=parallel.cpu_offload, random=made_up
             )
     if config.model.activation_checkpointing:
         fsdp2.checkpoint_activations(module)

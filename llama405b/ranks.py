@@ -5,12 +5,13 @@ node runner says which rank a host begins with (``LLAMA405B_FIRST_RANK``), since
 by address and process id instead.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import os
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,7 @@ from llama405b.axes import DP, SHARD, Axes, Place
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +50,11 @@ class Ranks:
         return self.axes.place(self.rank, SHARD)
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on one."""
+        return self.device.type == "cuda"
+
+    @property
     def leads(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
@@ -70,12 +73,11 @@ def join(device: str, timeout_s: int) -> Ranks:
         raise UserError(
             "--parallel.device: cuda was asked for, but torch sees no GPU here; take cpu, or fix the driver"
         )
-    use_cuda = cuda and device != "cpu"
-    me = place(cuda=use_cuda)
-    if use_cuda:
+    me = place(cuda=cuda and device != "cpu")
+    if me.on_gpu:
         torch.cuda.set_device(me.device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if me.on_gpu else "gloo",
         store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
         rank=me.rank,
         world_size=me.world,
@@ -100,20 +102,22 @@ def set_timeout(timeout_s: int) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
 
 
-def from_rank0(record: T) -> T:
-    """Give every rank rank 0's ``record``, a dataclass."""
-    return agreed(record)[0]
+def from_rank0(value: T, kind: Any = None) -> T:
+    """Give every rank rank 0's value; see ``agreed``."""
+    return agreed(value, kind)[0]
 
 
-def agreed(record: T) -> list[T]:
-    """Give every rank all ranks' records (dataclasses of one type), in order of rank, through CPU memory, as JSON.
+def agreed(value: T, kind: Any = None) -> list[T]:
+    """Give every rank all ranks' values, in order of rank, through CPU memory, as JSON.
+
+    ``kind``: their type, where it is no dataclass or plain type, but like ``dict[str, int]``.
 
     Raises:
         MalformedError: Another rank sent something else.
     """
     if dist.get_world_size() == 1:
-        return [record]
-    mine = torch.frombuffer(bytearray(reader.dumps(record).encode()), dtype=torch.uint8)
+        return [value]
+    mine = torch.frombuffer(bytearray(reader.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()]))
     longest = int(max(sizes))
@@ -122,7 +126,7 @@ def agreed(record: T) -> list[T]:
     everyone = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(everyone, padded)
     return [
-        reader.loads(type(record), raw[: int(size)].numpy().tobytes(), f"what rank {rank} sent")
+        reader.loads(kind or type(value), raw[: int(size)].numpy().tobytes(), f"what rank {rank} sent")
         for rank, (raw, size) in enumerate(zip(everyone, sizes, strict=True))
     ]
 
@@ -135,23 +139,24 @@ class FollowedError(UserError):
         self.peer, self.words = peer, words
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Refusal:
-    words: str  # "": this rank has nothing against it
-
-
-def refuse_together(error: UserError | None) -> None:
-    """Raise on every rank the error of the lowest rank that has one, so that none waits for a rank that left.
+@contextlib.contextmanager
+def refusing_together() -> Iterator[None]:
+    """What any rank refuses inside, all refuse, with the words of the lowest of them, so that none waits for one that left.
 
     Raises:
         UserError: This rank's own.
         FollowedError: Another's.
     """
-    for rank, found in enumerate(agreed(_Refusal(str(error) if error else ""))):
-        if found.words and rank == dist.get_rank():
-            raise UserError(found.words)
-        if found.words:
-            raise FollowedError(rank, found.words)
+    error = ""
+    try:
+        yield
+    except UserError as found:
+        error = str(found)
+    for rank, words in enumerate(agreed(error)):
+        if words and rank == dist.get_rank():
+            raise UserError(words)
+        if words:
+            raise FollowedError(rank, words)
 
 
 def greatest_of(mine: Sequence[int]) -> list[int]:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from llama405b.contract.errors import RunError
 from llama405b.ranks import sum_over_ranks
 
 IGNORE_INDEX = -100  # a target that does not count: padding, or a prompt
 
 
-class NonFiniteError(Exception):
+class NonFiniteError(RunError):
     """The loss or the gradient of a step is NaN or infinite; the weights are those of the step before."""
 
 

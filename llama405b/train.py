@@ -1,5 +1,6 @@
 """The training program, one process a rank, under torchrun (``-m llama405b.train``)."""
 
+import dataclasses
 import os
 import sys
 import traceback
@@ -7,10 +8,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from llama405b import ranks
-from llama405b.commands.shape import report
+from llama405b.commands.shape import describe_shape
 from llama405b.contract import command
 from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.errors import FAILED, REFUSED, UserError
+from llama405b.contract.errors import FAILED, GOOD, REFUSED, UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.records import Phase
@@ -20,17 +21,18 @@ from llama405b.journal import Journal
 from llama405b.lost_peer import is_lost_peer
 from llama405b.prepare import prepare
 from llama405b.ranks import FollowedError
-from llama405b.trainer import NotFiniteError, StopSignal
+from llama405b.step import NonFiniteError
+from llama405b.trainer import StopSignal
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run a training command; returns the exit code."""
     pulse: Pulse | None = None
     try:
-        asked = command.parse(sys.argv[1:] if argv is None else argv)
+        asked = command.parse(argv)
         stop = StopSignal()
         if asked.dry_run:
-            print(report(asked.config, asked.preset, asked.world))
+            print(describe_shape(asked.config, asked.preset, asked.world))
             return 0
         os.umask(UMASK)
         run = RunDir(asked.run_dir)
@@ -40,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         pulse.phase(Phase.DONE)
         ranks.leave()
     except Exception as error:
-        cause = cause_of(error, pulse)
-        tell_end(cause, pulse, RunDir(asked.run_dir) if pulse else None)
+        cause = ending_of(error, pulse)
+        tell_end(cause, pulse)
         if cause.kind is CauseKind.LOST_PEER:
             return FAILED
         if isinstance(error, UserError):
@@ -50,33 +52,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def cause_of(error: Exception, pulse: Pulse | None) -> Cause:
+def ending_of(error: Exception, pulse: Pulse | None) -> Cause:
     """Why this rank ends, as a value."""
     kind, peer, detail = CauseKind.RANK_EXIT, None, str(error)
     if is_lost_peer(error):
         kind, detail = CauseKind.LOST_PEER, detail[:300]
     elif isinstance(error, FollowedError):
         kind, peer, detail = CauseKind.FOLLOWED, error.peer, error.words
-    elif isinstance(error, NotFiniteError):
+    elif isinstance(error, NonFiniteError):
         kind = CauseKind.NOT_FINITE
     elif isinstance(error, UserError) and error.exit_code == REFUSED:
         kind = CauseKind.REFUSED
     elif not isinstance(error, UserError):
         detail = f"{type(error).__name__}: {error}"
-    detail = " ".join(detail.split())  # one line, whoever wrote it
+    cause = Cause(kind, peer=peer, detail=" ".join(detail.split()))  # one line, whoever wrote it
     if pulse is None:
-        return Cause(kind, peer=peer, detail=detail)
-    return Cause(kind, pulse.record.host, pulse.record.rank, peer, phase=pulse.record.phase, detail=detail)
+        return cause
+    return dataclasses.replace(cause, host=pulse.me.host, rank=pulse.me.rank, phase=pulse.record.phase)
 
 
-def tell_end(cause: Cause, pulse: Pulse | None, run: RunDir | None) -> None:
+def tell_end(cause: Cause, pulse: Pulse | None) -> None:
     """Say why this rank ends: on standard error, in its heartbeat, and among the events where all refuse."""
     print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
-    if pulse is None or run is None:
+    if pulse is None:
         return
     pulse.failed(cause)
     if cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.NOT_FINITE):
-        Journal(run, ranks.place()).event(EventKind.REFUSED, cause=cause)
+        Journal(pulse.run, pulse.me).event(EventKind.REFUSED, cause=cause)
 
 
 def run_and_leave() -> NoReturn:
@@ -87,15 +89,13 @@ def run_and_leave() -> NoReturn:
     """
     code: object = FAILED
     try:
-        code = main()
+        code = main(sys.argv[1:])
     except SystemExit as leaving:  # argparse's --help
-        code = leaving.code
+        code = leaving.code or GOOD
     except BaseException:  # noqa: BLE001 - printed, as the interpreter would
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code is None:
-        code = 0
     os._exit(code if isinstance(code, int) else FAILED)
 
 

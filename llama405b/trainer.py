@@ -8,16 +8,15 @@ from pathlib import Path
 
 import torch
 
-from llama405b import diagnose, ranks
+from llama405b import ranks
 from llama405b.checkpoint import store
-from llama405b.contract.errors import RunError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.requests import RequestKind, RunRequest
 from llama405b.contract.schema import Config
 from llama405b.data.batches import Batches
-from llama405b.diagnose import Profile
+from llama405b.diagnose import Profile, write_memory, write_stacks
 from llama405b.heartbeat import Pulse
 from llama405b.inbox import MAX_STEPS, Inbox
 from llama405b.journal import Journal
@@ -25,10 +24,6 @@ from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.step import NonFiniteError, train_step
 from llama405b.timer import Laps
-
-
-class NotFiniteError(RunError):
-    """A step's loss or gradient is NaN or infinite."""
 
 
 class StopSignal:
@@ -87,7 +82,7 @@ class Trainer:
         """Fetch a batch, update the weights, and measure.
 
         Raises:
-            NotFiniteError: Loss or gradient is not finite.
+            NonFiniteError: Loss or gradient is not finite.
         """
         config, laps = self.config, Laps(self.me.device)
         lr = lr_at(step, self.steps.stop - 1, config.optimizer)
@@ -106,7 +101,7 @@ class Trainer:
                 lap=laps.end,
             )
         except NonFiniteError as error:
-            raise NotFiniteError(
+            raise NonFiniteError(
                 f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or look at "
                 "the data of this step, and resume"
             ) from None
@@ -133,24 +128,21 @@ class Trainer:
 
     def obey(self, step: int) -> bool:
         """Do after a step what is due, and what was asked for; returns whether the run is to stop."""
-        requests = list(self.inbox.new()) if self.me.leads else []
+        requests = list(self.inbox.new())
         counts = dict.fromkeys(RequestKind, 0)
         for request in requests:
             counts[request.kind] = max(counts[request.kind], 1, min(request.steps, MAX_STEPS))
         stops, *found = ranks.greatest_of([int(self.stop.came), *counts.values()])
         wanted = dict(zip(counts, found, strict=True))
-        every, last = self.config.checkpoint.every, self.steps.stop - 1
-        due = bool(every) and (step % every == 0 or step == last or bool(stops))
-        if due or (every and wanted[RequestKind.SAVE]):
-            path = self.save(step)
-            self.answer(requests, RequestKind.SAVE, step, path)
+        every, ending = self.config.checkpoint.every, bool(stops) or step == self.steps.stop - 1
+        if every and (step % every == 0 or ending or wanted[RequestKind.SAVE]):
+            self.answer(requests, RequestKind.SAVE, step, self.save(step))
         elif wanted[RequestKind.SAVE]:
             self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves nothing")
-        if wanted[RequestKind.STACKS]:
-            self.answer(requests, RequestKind.STACKS, step, diagnose.stacks(self.run, self.me, step))
-        if wanted[RequestKind.MEMORY]:
-            self.answer(requests, RequestKind.MEMORY, step, diagnose.memory(self.run, self.me, step))
-        self.finish_profile(step, ending=bool(stops) or step == last)
+        for kind, write in ((RequestKind.STACKS, write_stacks), (RequestKind.MEMORY, write_memory)):
+            if wanted[kind]:
+                self.answer(requests, kind, step, write(self.run, self.me, step))
+        self.finish_profile(step, ending=ending)
         self.begin_profile(requests, wanted[RequestKind.PROFILE], step)
         return bool(stops)
 

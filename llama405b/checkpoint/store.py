@@ -12,6 +12,7 @@ BF16 as kept), and every rank's random state. The step number fixes schedule and
 import dataclasses
 import datetime
 import enum
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -21,19 +22,20 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from llama405b import ranks
-from llama405b.checkpoint.state import rng_state
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
+from llama405b.contract.phrases import reason_of
 from llama405b.ranks import Ranks
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
@@ -60,24 +62,6 @@ class PassedOver:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What a rank found in its share of a checkpoint's files."""
-
-    fault: Fault | None = None
-    why: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Name:
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Names:
-    names: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Seal:
     """What the manifest says of a file."""
 
@@ -95,11 +79,6 @@ class Manifest:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by package
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sealed:
-    files: Mapping[str, Seal]
-
-
 class Store:
     """The checkpoints of one run, in one directory that every host sees."""
 
@@ -115,27 +94,25 @@ class Store:
         Raises:
             UserError: A rank does not; names it.
         """
-        token, error = "", None
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            if self.me.leads:
-                token = f".token-{uuid.uuid4().hex}"
-                (self.root / token).touch()
-        except OSError as found:
-            error = UserError(
-                f"{self.root}: cannot be written ({found.strerror}) on {self.me.host}; set --checkpoint.dir"
-            )
-        ranks.refuse_together(error)
-        token = ranks.from_rank0(_Name(token)).name
+        token = ranks.from_rank0(f".token-{uuid.uuid4().hex}")
+        with ranks.refusing_together():
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                if self.me.leads:
+                    (self.root / token).touch()
+            except OSError as error:
+                raise UserError(
+                    f"{self.root}: cannot be written ({error.strerror}) on {self.me.host}; set --checkpoint.dir"
+                ) from None
         deadline = time.monotonic() + SEEN_WITHIN_S
         while not (self.root / token).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not (self.root / token).exists():
-            error = UserError(
-                f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see in {self.root} what rank 0 wrote "
-                "there; name a directory that all hosts share"
-            )
-        ranks.refuse_together(error)
+        with ranks.refusing_together():
+            if not (self.root / token).exists():
+                raise UserError(
+                    f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see in {self.root} what rank 0 "
+                    "wrote there; name a directory that all hosts share"
+                )
         dist.barrier(self.group)
         if self.me.leads:
             (self.root / token).unlink(missing_ok=True)
@@ -151,11 +128,7 @@ class Store:
         partial = self._partial(final)
         self._on_rank0(lambda: self._begin(partial, final), partial)
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {
-            "model": model_state,
-            "optimizer": optimizer_state,
-            "rng": {str(self.me.rank): rng_state(self.me)},
-        }
+        state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(self.me.rank): _rng_state(self.me)}}
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
@@ -164,8 +137,8 @@ class Store:
             raise UserError(
                 f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
             ) from None
-        mine = _Sealed({path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)})
-        files = {name: seal for part in ranks.agreed(mine) for name, seal in part.files.items()}
+        mine = {path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)}
+        files = {name: seal for part in ranks.agreed(mine, dict[str, Seal]) for name, seal in part.items()}
         self._on_rank0(lambda: self._commit(partial, final, step, files), final)
         self._on_rank0(lambda: self._retire(step), self.root)
         return final
@@ -175,20 +148,13 @@ class Store:
         return final.with_name(f"{final.name}.{self.run}.tmp")
 
     def _on_rank0(self, act: Callable[[], None], where: Path) -> None:
-        """Have rank 0 do something with the directory, and every rank refuse where it cannot.
-
-        Raises:
-            UserError: On every rank.
-        """
-        error: UserError | None = None
-        try:
-            if self.me.leads:
-                act()
-        except UserError as found:
-            error = found
-        except OSError as found:
-            error = UserError(f"{where}: cannot be written ({found.strerror or found}); free space, then resume")
-        ranks.refuse_together(error)
+        """Have rank 0 do something with the directory, and every rank refuse where it cannot."""
+        with ranks.refusing_together():
+            try:
+                if self.me.leads:
+                    act()
+            except OSError as error:
+                raise UserError(f"{where}: cannot be written ({reason_of(error)}); free space, then resume") from None
 
     def _begin(self, partial: Path, final: Path) -> None:
         """Make an empty directory to write into, after deleting those that this run left half written."""
@@ -210,12 +176,8 @@ class Store:
             verifies, or a newer one that cannot be read; or the directory holds checkpoints of another run.
         """
         seen: list[str] = []
-
-        def look() -> None:
-            seen.extend(path.name for path in committed(self.root))
-
-        self._on_rank0(look, self.root)
-        present = [self.root / name for name in ranks.from_rank0(_Names(tuple(seen))).names]
+        self._on_rank0(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
+        present = [self.root / name for name in ranks.from_rank0(tuple(seen), tuple[str, ...])]
         if resume == "no":
             if present:
                 raise UserError(
@@ -225,7 +187,12 @@ class Store:
             return None, []
         if resume == "auto":
             return self._newest(present)
-        path = self.root / f"step-{int(resume):08d}" if resume.isdecimal() else Path(resume)
+        if resume.isdecimal():
+            return self._named(self.root / f"step-{int(resume):08d}", present)
+        return self._named(Path(resume), present)
+
+    def _named(self, path: Path, present: list[Path]) -> tuple[Path, list[PassedOver]]:
+        """The checkpoint that was asked for; those after it are set aside, unless they are another run's."""
         if unusable := self._verify(path):
             raise UserError(f"--resume: {unusable}; take another, or auto")
         later = [found for found in present if step_of(found) > step_of(path)]
@@ -238,11 +205,7 @@ class Store:
         return path, [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
 
     def _newest(self, present: list[Path]) -> tuple[Path | None, list[PassedOver]]:
-        """The newest of these that verifies; newer ones that are damaged are set aside.
-
-        Raises:
-            UserError: There are checkpoints but none verifies, or a newer one may be whole and cannot be read.
-        """
+        """The newest of these that verifies; newer ones that are damaged are set aside, any that may be whole is refused."""
         passed_over: list[PassedOver] = []
         for path in reversed(present):
             unusable = self._verify(path)
@@ -263,11 +226,7 @@ class Store:
         return None, []
 
     def _set_aside(self, paths: list[Path]) -> None:
-        """Keep checkpoints under names that ``auto`` does not take.
-
-        Raises:
-            UserError: They cannot be renamed.
-        """
+        """Keep checkpoints under names that ``auto`` does not take."""
         mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
 
         def rename() -> None:
@@ -278,17 +237,13 @@ class Store:
 
     def _verify(self, path: Path) -> PassedOver | None:
         """Hash the files, shared out over the ranks; returns the first fault found, one that hides a checkpoint first."""
-        mine = _Verdict()
         try:
-            if why := _damage(path, self.me.rank, self.me.world):
-                mine = _Verdict(Fault.DAMAGED, why)
-        except UnreadableError as error:
-            mine = _Verdict(Fault.UNREADABLE, str(error))
+            mine = _fault_of(path, self.me.rank, self.me.world)
         except OSError as error:
-            mine = _Verdict(Fault.UNREADABLE, f"{path}: cannot be read ({error.strerror}) on {self.me.host}")
-        verdicts = sorted(ranks.agreed(mine), key=lambda verdict: verdict.fault is not Fault.UNREADABLE)
-        found = next((verdict for verdict in verdicts if verdict.fault), None)
-        return PassedOver(path, found.fault, found.why) if found and found.fault else None
+            why = f"{path}: cannot be read ({error.strerror}) on {self.me.host}"
+            mine = PassedOver(path, Fault.UNREADABLE, why)
+        found = [each for each in ranks.agreed(mine, PassedOver | None) if each]
+        return min(found, key=lambda each: each.fault is not Fault.UNREADABLE, default=None)
 
     def _is_mine(self, name: str) -> bool:
         return name.startswith(f"__{self.me.rank}_") or (self.me.leads and not name.startswith("__"))
@@ -309,47 +264,60 @@ class Store:
             shutil.rmtree(doomed)
 
 
-class UnreadableError(Exception):
-    """Something keeps a checkpoint back that is not damage of it."""
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> int:
+    """Load a verified checkpoint into the shards; returns its step."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    files = dcp.FileSystemReader(path)
+    if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
+        state["rng"] = {str(me.rank): _rng_state(me)}
+    dcp.load(state, storage_reader=files)
+    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # what is configured now counts
+        group.update(settings)
+    rng = state.get("rng", {}).get(str(me.rank), {})
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
+    return step_of(path)
 
 
-def _damage(path: Path, part: int, parts: int) -> str:
-    """What is damaged in a checkpoint, looking at every ``parts``-th file from ``part`` on; '' where nothing is.
+def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
+    """The random generators of this rank."""
+    state = {"cpu": torch.get_rng_state()}
+    if me.on_gpu:
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _fault_of(path: Path, part: int, parts: int) -> PassedOver | None:
+    """The first fault of a checkpoint, looking at every ``parts``-th file from ``part`` on.
 
     Raises:
-        UnreadableError: It is not there, or another user's.
         OSError: A disk, a mount or a permission.
     """
     if not path.is_dir():
-        raise UnreadableError(f"{path}: no such checkpoint")
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
     if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read it only from our own hand
-        raise UnreadableError(f"{path}: it belongs to another user")
-    manifest = _read_manifest(path)
-    if manifest is None:
-        return f"{path}: it has no manifest that can be read"
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: it belongs to another user")
+    damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
+    try:
+        manifest = reader.loads(Manifest, (path / MANIFEST).read_bytes(), MANIFEST)
+    except (FileNotFoundError, reader.MalformedError):
+        return damaged(f"{path}: it has no manifest that can be read")
     if manifest.step != step_of(path):
-        return f"{path}: its manifest is of step {manifest.step}"
+        return damaged(f"{path}: its manifest is of step {manifest.step}")
     for name, seal in list(manifest.files.items())[part::parts]:
         file = path / name
         if not file.exists():
-            return f"{file}: missing"
+            return damaged(f"{file}: missing")
         if file.stat().st_size != seal.bytes:
-            return f"{file}: {file.stat().st_size} bytes where the manifest says {seal.bytes}"
+            return damaged(f"{file}: {file.stat().st_size} bytes where the manifest says {seal.bytes}")
         if _sha256(file) != seal.sha256:
-            return f"{file}: its content differs from its checksum"
-    return ""
-
-
-def _read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is none, or it is malformed.
-
-    Raises:
-        OSError: It is there and cannot be read.
-    """
-    try:
-        return reader.loads(Manifest, (path / MANIFEST).read_bytes(), MANIFEST)
-    except (FileNotFoundError, reader.MalformedError):
-        return None
+            return damaged(f"{file}: its content differs from its checksum")
+    return None
 
 
 def _seal(path: Path) -> Seal:

@@ -3,7 +3,6 @@
 ``bench fleet``, ``bench logs`` and ``bench top`` measure the operator's side; see their --help.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from llama405b.commands.bench_layers import bench_layers
 from llama405b.commands.bench_load import bench_load
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
-from llama405b.contract.reader import Json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,14 +31,11 @@ def main(argv: Sequence[str]) -> int:
     for verb in (load, layers):
         verb.add_argument("--json", action="store_true", help="for scripts")
     args = parser.parse_args(argv)
-    if args.what == "load" and not (0.01 <= args.gb <= 10_000 and 1 <= args.ranks <= 1024):
+    if args.what == "layers":
+        report, text = bench_layers(args.layers, args.seq_len, args.steps)
+    elif 0.01 <= args.gb <= 10_000 and 1 <= args.ranks <= 1024:
+        report, text = bench_load(args.gb, args.ranks, args.numerics, args.dir)
+    else:
         raise UserError("bench load: --gb takes 0.01 to 10000, --ranks 1 to 1024; correct them")
-    report, text = _run(args)
     print(json.dumps(report) if args.json else text)
     return 0
-
-
-def _run(args: argparse.Namespace) -> tuple[dict[str, Json], str]:
-    if args.what == "load":
-        return bench_load(args.gb, args.ranks, args.numerics, args.dir)
-    return bench_layers(args.layers, args.seq_len, args.steps)

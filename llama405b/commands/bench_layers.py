@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from llama405b import load, ranks
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Numerics, Optimizer, Parallel
+from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.model import llama
 from llama405b.optim.adamw import build_optimizer
 from llama405b.parallel import fsdp2
@@ -34,13 +34,10 @@ def bench_layers(layers: int, seq_len: int, steps: int) -> tuple[dict[str, Any],
     if not torch.cuda.is_available():
         raise UserError("bench layers: torch sees no GPU here; run it on a GPU host")
     me = ranks.join("cuda", 600)
-    results = {}
-    forms: tuple[tuple[str, bool, Numerics], ...] = (
-        ("offload", True, "fp32-master"),
-        ("no offload", False, "pure-bf16"),
-    )
-    for name, offload, numerics in forms:
-        results[name] = _measure(layers, seq_len, steps, me, Parallel(cpu_offload=offload, numerics=numerics))
+    results = {
+        "offload": _measure(layers, seq_len, steps, me, Parallel(cpu_offload=True)),
+        "no offload": _measure(layers, seq_len, steps, me, Parallel(numerics="pure-bf16")),
+    }
     report = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -70,14 +67,9 @@ def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: P
     for _ in range(steps + 1):
         laps = Laps(me.device)
         result = train_step(
-            module,
-            optimizer,
-            [(x, x.roll(-1))],
-            max_norm=1.0,
-            dp_size=me.dp.size,
-            set_to_none=not parallel.cpu_offload,
-            lap=laps.end,
-        )
+            module, optimizer, [(x, x.roll(-1))], max_norm=1.0, dp_size=me.dp.size,
+            set_to_none=not parallel.cpu_offload, lap=laps.end,
+        )  # fmt: skip
         timed.append(dict(laps.seconds()))
     mean = {part: sum(laps[part] for laps in timed[1:]) / steps for part in timed[0]}
     return {

@@ -5,12 +5,17 @@ fresh processes. Memory is rank 0's RssAnon + RssShmem (what it cannot drop; map
 another process: the peak, less the value before loading, less the bytes of rank 0's shards.
 """
 
+import collections
+import contextlib
 import json
+import math
 import multiprocessing
 import os
-import shutil
 import tempfile
 import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +32,24 @@ from llama405b.contract.schema import Numerics, Parallel
 from llama405b.model import llama as model
 from llama405b.parallel import fsdp2
 
+Figures = dict[str, float]  # of one form, by name
 GIB = 1 << 30
 SAMPLE_S = 0.002
 TIMEOUT_S = 600
 SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
+    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16,
     "vocab_size": 32000,
-}
+}  # fmt: skip
 FORMS = {"streamed": "rank 0 streams each rank its rows", "baseline": "from_pretrained + set_model_state_dict"}
 
 
 def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | None) -> tuple[dict[str, Any], str]:
     """Write a checkpoint of ``gb`` x 10^9 bytes in BF16, load it in both forms, and compare."""
-    scratch = Path(tempfile.mkdtemp(prefix="llama405b-bench-")) if directory is None else directory
-    try:
+    with contextlib.ExitStack() as leaving:
+        scratch = directory or Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="llama405b-bench-")))
         llama = write_random(scratch, gb)
         file_bytes = sum(info.n_bytes for info in weights.read_tensors(scratch).values())
         results = {form: _measure(form, scratch, n_ranks, numerics) for form in FORMS}
-    finally:
-        if directory is None:
-            shutil.rmtree(scratch)
     unit = largest_unit(llama) * fsdp2.kept_dtype(numerics).itemsize
     report = {
         "checkpoint_bytes": file_bytes,
@@ -98,9 +98,9 @@ def write_random(directory: Path, gb: float) -> weights.Llama:
 
 def largest_unit(llama: weights.Llama) -> int:
     """Parameters of the largest FSDP unit: a decoder layer, the embedding, or the head with its norm."""
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = collections.Counter()
     for name, shape in llama.tensors().items():
-        sizes[_unit(name)] = sizes.get(_unit(name), 0) + torch.Size(shape).numel()
+        sizes[_unit(name)] += math.prod(shape)
     return max(sizes.values())
 
 
@@ -110,7 +110,7 @@ def _unit(name: str) -> str:
     return "embedding" if "embed" in name else "head"
 
 
-def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> dict[str, Any]:
+def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> Figures:
     """Run one form on fresh ranks; rank 0's figures."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -121,23 +121,32 @@ def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> di
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + TIMEOUT_S
-        while results.empty() and time.monotonic() < deadline and not any(process.exitcode for process in processes):
-            time.sleep(0.05)
-        found = None if results.empty() else dict(results.get())
+        found = _first_result(results, processes)
         for process in processes:
             process.join(30 if found else 0)
             process.kill()
-    if found is None:
+    if not found:
         raise RunError(f"bench load: the ranks of {form!r} failed, or took over {TIMEOUT_S} s; see their output above")
     return found
 
 
-def _rank(rank: int, n_ranks: int, meeting: str, form: str, directory: Path, numerics: Numerics, results: Any) -> None:
+def _first_result(results: "Queue[Figures]", processes: Sequence[BaseProcess]) -> Figures:
+    """What rank 0 found; nothing where a rank fails, or the time is over."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while results.empty() and time.monotonic() < deadline and not any(process.exitcode for process in processes):
+        time.sleep(0.05)
+    if results.empty():
+        return {}
+    return results.get()
+
+
+def _rank(
+    rank: int, n_ranks: int, meeting: str, form: str, directory: Path, numerics: Numerics, results: "Queue[Figures]"
+) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
     me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
-    config = model.read_config(directory)
+    config = model.read_hf_config(directory)
     module = model.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
     fsdp2.shard(module, Parallel(numerics=numerics), me.device)
     dist.barrier()  # connections and buffers of the first collective are not the load's
@@ -147,7 +156,7 @@ def _rank(rank: int, n_ranks: int, meeting: str, form: str, directory: Path, num
             load.load(module, directory, "rank0", me, lambda *_: None)
         else:
             _baseline(module, directory, me, fsdp2.kept_dtype(numerics))
-        torch.distributed.barrier()
+        dist.barrier()
         seconds = time.perf_counter() - began
     shards = sum(p.data.to_local().nbytes for p in module.parameters())
     if me.leads:

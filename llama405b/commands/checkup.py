@@ -5,6 +5,7 @@ nothing. Bus bandwidths are those of nccl-tests (PERFORMANCE.md): all-gather S (
 for S bytes in all on n ranks.
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from llama405b import ranks
 from llama405b.contract import reader
-from llama405b.contract.checkup import SIGN, Checkup, Device, Link
+from llama405b.contract.checkup import SIGN, Checkup, HostLink, RankSpeed
 from llama405b.ranks import Ranks
 
 TIMEOUT_S = 300
@@ -25,9 +26,9 @@ def main() -> int:
     """Measure, and print on rank 0."""
     me = ranks.join("auto", TIMEOUT_S)
     flops = burn(me)
-    everyone = ranks.agreed(Device(me.rank, me.host, me.local_rank, flops))
+    everyone = ranks.agreed(RankSpeed(me.rank, me.host, me.local_rank, flops))
     hosts = list(dict.fromkeys(device.host for device in everyone))
-    first = {host: next(device.rank for device in everyone if device.host == host) for host in hosts}
+    first = {device.host: device.rank for device in reversed(everyone)}
     links = [link for part in ranks.agreed(Checkup(links=tuple(pairs(me, hosts, first)))) for link in part.links]
     gather, reduce = collectives(me)
     if me.leads:
@@ -44,8 +45,7 @@ def _say(part: Checkup) -> None:
 
 def burn(me: Ranks) -> float:
     """TFLOP/s of square matrix products, kept up for a while (CUDA: BF16, 20 s)."""
-    cuda = me.device.type == "cuda"
-    n, seconds, dtype = (8192, 20.0, torch.bfloat16) if cuda else (512, 1.0, torch.float32)
+    n, seconds, dtype = (8192, 20.0, torch.bfloat16) if me.on_gpu else (512, 1.0, torch.float32)
     a, b = (torch.randn(n, n, device=me.device, dtype=dtype) for _ in range(2))
     products, began = 0, _now(me)
     while (took := _now(me) - began) < seconds:
@@ -55,13 +55,13 @@ def burn(me: Ranks) -> float:
     return 2 * n**3 * products / took / 1e12
 
 
-def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[Link]:
+def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[HostLink]:
     """GB/s between the first ranks of every two hosts, both directions at once; each link timed while all are busy."""
     count = len(hosts) + len(hosts) % 2
     places = list(range(count))
     mine = hosts.index(me.host) if me.rank == first[me.host] else -1
-    buffer = torch.ones((256 if me.device.type == "cuda" else 8) << 20, dtype=torch.uint8, device=me.device)
-    found: list[Link] = []
+    buffer = torch.ones((256 if me.on_gpu else 8) << 20, dtype=torch.uint8, device=me.device)
+    found: list[HostLink] = []
     for _ in range(count - 1):  # a round-robin tournament: everybody has one partner in each round
         dist.barrier()
         for a, b in zip(places[: count // 2], reversed(places[count // 2 :]), strict=True):
@@ -69,7 +69,7 @@ def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[Link]:
                 other = b if mine == a else a
                 took = _exchange(me, buffer, first[hosts[other]])
                 if mine == min(a, b):
-                    found.append(Link(hosts[mine], hosts[other], buffer.numel() / took / 1e9))
+                    found.append(HostLink(hosts[mine], hosts[other], buffer.numel() / took / 1e9))
         places = [places[0], places[-1], *places[1:-1]]
     return found
 
@@ -79,9 +79,8 @@ def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
     into, took = torch.empty_like(buffer), 0.0
     for _ in range(2):
         began = _now(me)
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, buffer, other), dist.P2POp(dist.irecv, into, other)]
-        ):
+        both_ways = [dist.P2POp(dist.isend, buffer, other), dist.P2POp(dist.irecv, into, other)]
+        for work in dist.batch_isend_irecv(both_ways):
             work.wait()
         took = _now(me) - began
     return took
@@ -89,22 +88,17 @@ def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
 
 def collectives(me: Ranks) -> tuple[float, float]:
     """Bus bandwidth of an all-gather and an all-reduce over all ranks, GB/s."""
-    total = (1 << 30) if me.device.type == "cuda" else (16 << 20)
+    total = (1 << 30) if me.on_gpu else (16 << 20)
     each = total // 4 // me.world
     part = torch.ones(each, device=me.device)
     whole = torch.empty(each * me.world, device=me.device)
     share = (me.world - 1) / me.world * whole.numel() * 4 / 1e9
 
-    def gather() -> None:
-        dist.all_gather_into_tensor(whole, part)
-
-    def reduce() -> None:
-        dist.all_reduce(whole)
-
-    return share / _best(me, gather), 2 * share / _best(me, reduce)
+    gather_s = _best(me, functools.partial(dist.all_gather_into_tensor, whole, part))
+    return share / gather_s, 2 * share / _best(me, functools.partial(dist.all_reduce, whole))
 
 
-def _best(me: Ranks, do: Callable[[], None]) -> float:
+def _best(me: Ranks, do: Callable[[], dist.Work | None]) -> float:
     times = []
     for _ in range(4):
         dist.barrier()
@@ -115,7 +109,7 @@ def _best(me: Ranks, do: Callable[[], None]) -> float:
 
 
 def _now(me: Ranks) -> float:
-    if me.device.type == "cuda":
+    if me.on_gpu:
         torch.cuda.synchronize()
     return time.monotonic()
 

@@ -1,18 +1,27 @@
 """``llama405b demo DIR``: write a small Llama checkpoint, as Hugging Face ships one, to try things on."""
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.commands.make_demo import make_demo
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
 from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import UserError
+from llama405b.data.text import STDLIB, documents, expand
+
+VOCAB = 2048
+TOKENIZER_TEXT_BYTES = 2_000_000
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="llama405b demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    how = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="llama405b demo", description=__doc__, formatter_class=how)
     parser.add_argument("directory", type=Path, metavar="DIR", help="a new directory")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, as Llama 3.2 1B does")
     args = parser.parse_args(argv)
@@ -20,3 +29,53 @@ def main(argv: Sequence[str]) -> int:
     print(f"{args.directory}: a Llama of 3 million parameters and its tokenizer; train it with")
     print(f"  llama405b launch --preset demo --model.path {args.directory}")
     return 0
+
+
+def make_demo(directory: Path, *, tied: bool = False, layers: int = 3, hidden: int = 256) -> None:
+    """Write config.json, safetensors shards with their index, tokenizer.json and generation_config.json.
+
+    The directory appears complete or not at all.
+
+    Raises:
+        UserError: ``directory`` exists.
+    """
+    if directory.exists():
+        raise UserError(f"{directory}: exists already; name a new directory, or delete it")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be made ({error.strerror}); name another directory") from None
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer = _train_tokenizer()
+    tokenizer.save_pretrained(partial)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(partial, max_shard_size="4MB")
+    partial.rename(directory)
+
+
+def _train_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of ``VOCAB`` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for _, text in documents(expand([STDLIB]), TOKENIZER_TEXT_BYTES)), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

@@ -6,6 +6,7 @@ checked, and the SHA-256 of those the Hub has one for.
 
 import argparse
 import concurrent.futures
+import contextlib
 import errno
 import fnmatch
 import hashlib
@@ -32,12 +33,8 @@ AT_ONCE = 4
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="llama405b download",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    how = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog="llama405b download", description=__doc__, formatter_class=how, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="like meta-llama/Llama-3.1-405B")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where to put it [models/<name>]")
     parser.add_argument("--revision", default="main", help="a branch, tag or commit [main]")
@@ -67,36 +64,35 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
         record = Verified(target)
         lacking = [sibling for sibling in files if not record.holds(sibling)]
         _check_room(target, lacking)
-        total = sum(sibling.size or 0 for sibling in files)
         print(
-            f"{model} at {info.sha}: {len(files)} files, {total / 1e9:.2f} GB; {len(lacking)} to fetch into {target}",
+            f"{model} at {info.sha}: {len(files)} files, {_bytes_of(files) / 1e9:.2f} GB; {len(lacking)} to fetch into {target}",
             flush=True,
         )
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-            jobs = [pool.submit(_one, model, str(info.sha), sibling, target, record) for sibling in lacking]
-            for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-                try:
-                    name = job.result()
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                print(f"{done}/{len(lacking)}  {name}: verified", flush=True)
+        _fetch_all(model, str(info.sha), lacking, target, record)
     if not skip_weights:
         llama = weights.read_llama(target)
         weights.read_tensors(target)
         print(f"whole: {llama.parameters:,} parameters; --model.path {target}")
 
 
+def _fetch_all(model: str, commit: str, lacking: list["RepoSibling"], target: Path, record: "Verified") -> None:
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        jobs = [pool.submit(_fetch_one, model, commit, sibling, target, record) for sibling in lacking]
+        try:
+            for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+                print(f"{done}/{len(lacking)}  {job.result()}: verified", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 def wanted(name: str, *, skip_weights: bool) -> bool:
     """Whether training needs a file: not the original, pickled or consolidated copies of the weights."""
-    if name in weights.SMALL_FILES:
-        return True
-    return (
-        not skip_weights and (name == weights.INDEX or fnmatch.fnmatch(name, "model*.safetensors")) and "/" not in name
-    )
+    is_weights = name == weights.INDEX or fnmatch.fnmatch(name, "model*.safetensors")
+    return name in weights.SMALL_FILES or (is_weights and not skip_weights and "/" not in name)
 
 
-def _one(model: str, commit: str, sibling: "RepoSibling", target: Path, record: "Verified") -> str:
+def _fetch_one(model: str, commit: str, sibling: "RepoSibling", target: Path, record: "Verified") -> str:
     """Fetch one file and verify it; fetched again, whole, where it is not right."""
     from huggingface_hub import hf_hub_download
 
@@ -157,61 +153,74 @@ class Verified:
             write_json(self.target / RECORD, dict(self.files))
 
 
+def _bytes_of(siblings: Sequence["RepoSibling"]) -> int:
+    return sum(sibling.size or 0 for sibling in siblings)
+
+
 def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
     here = target
     while not here.exists():
         here = here.parent
-    need, free = sum(sibling.size or 0 for sibling in lacking), shutil.disk_usage(here).free
+    need, free = _bytes_of(lacking), shutil.disk_usage(here).free
     if need > free:
         raise UserError(
             f"--to: {target} has {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are to come; name another disk"
         )
 
 
-class _said_clearly:  # noqa: N801 - reads as a sentence where it is used
-    """Turns what huggingface_hub raises into one sentence."""
+@contextlib.contextmanager
+def _said_clearly(model: str, target: Path) -> Iterator[None]:
+    """Turns what huggingface_hub raises into one sentence.
 
-    def __init__(self, model: str, target: Path) -> None:
-        self.model, self.target = model, target
+    Raises:
+        UserError: No such model, or no access.
+        RunError: Network or disk.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if told := _refusal(error, model) or _failure(error, model, target):
+            raise told from None
+        raise
 
-    def __enter__(self) -> None:
-        """Begin."""
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Say what went wrong.
+def _refusal(error: Exception, model: str) -> UserError | None:
+    """Where the Hub has no such model, or not for this person."""
+    from huggingface_hub import errors
 
-        Raises:
-            UserError: No such model, or no access.
-            RunError: Network or disk.
-        """
-        from huggingface_hub import errors
+    page = f"https://huggingface.co/{model}"
+    for kind, sentence in (  # the first is a case of the last
+        (
+            errors.GatedRepoError,
+            f"{model}: access is gated (403); accept the licence at {page}, then export the HF_TOKEN of that account",
+        ),
+        (errors.RevisionNotFoundError, f"--revision: {model} has none of that name; see {page}/commits"),
+        (
+            errors.RepositoryNotFoundError,
+            f"{model}: the Hub does not know it, or it is private (401); check the name, or export HF_TOKEN",
+        ),
+    ):
+        if isinstance(error, kind):
+            return UserError(sentence)
+    return None
 
-        if error is None or isinstance(error, UserError | KeyboardInterrupt):
-            return
-        page = f"https://huggingface.co/{self.model}"
-        causes = list(_causes(error))
-        if isinstance(error, errors.GatedRepoError):
-            raise UserError(
-                f"{self.model}: access is gated (403); accept the licence at {page}, then export the HF_TOKEN of that account"
-            ) from None
-        if isinstance(error, errors.RevisionNotFoundError):
-            raise UserError(f"--revision: {self.model} has none of that name; see {page}/commits") from None
-        if isinstance(error, errors.RepositoryNotFoundError):
-            raise UserError(
-                f"{self.model}: the Hub does not know it, or it is private (401); check the name, or export HF_TOKEN"
-            ) from None
-        if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
-            raise RunError(f"{self.target}: the disk is full; make room, and the same command goes on") from None
-        if isinstance(error, errors.HfHubHTTPError):
-            said = " ".join(str(error).split())[:200]
-            raise RunError(f"{self.model}: the Hub refused ({said}); the same command goes on") from None
-        if isinstance(error, OSError) and error.filename:
-            raise RunError(f"{error.filename}: {error.strerror}; mend that, and the same command goes on") from None
-        if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in causes):
-            said = " ".join(str(error).split())[:200]
-            raise RunError(
-                f"the Hub cannot be reached ({said}); see to the network, and the same command goes on"
-            ) from None
+
+def _failure(error: Exception, model: str, target: Path) -> RunError | None:
+    """Where the network or the disk failed."""
+    from huggingface_hub import errors
+
+    causes, said = list(_causes(error)), " ".join(str(error).split())[:200]
+    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
+        return RunError(f"{target}: the disk is full; make room, and the same command goes on")
+    if isinstance(error, errors.HfHubHTTPError):
+        return RunError(f"{model}: the Hub refused ({said}); the same command goes on")
+    if isinstance(error, OSError) and error.filename:
+        return RunError(f"{error.filename}: {error.strerror}; mend that, and the same command goes on")
+    if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in causes):
+        return RunError(f"the Hub cannot be reached ({said}); see to the network, and the same command goes on")
+    return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

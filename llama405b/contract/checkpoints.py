@@ -31,5 +31,4 @@ def committed(root: Path) -> list[Path]:
 
 def newest_complete(root: Path) -> Path | None:
     """The newest checkpoint that was written to its end, as far as its files tell; it was not verified."""
-    found = [path for path in committed(root) if (path / MANIFEST).exists()]
-    return found[-1] if found else None
+    return next((path for path in reversed(committed(root)) if (path / MANIFEST).exists()), None)

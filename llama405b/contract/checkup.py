@@ -6,7 +6,7 @@ SIGN = "checkup "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Link:
+class HostLink:
     """Between two hosts, both directions at once."""
 
     a: str
@@ -15,7 +15,7 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Device:
+class RankSpeed:
     """One rank's."""
 
     rank: int
@@ -28,8 +28,8 @@ class Device:
 class Checkup:
     """The result, or a part of it: the parts' links together, and the rest from the last."""
 
-    links: tuple[Link, ...] = ()
+    links: tuple[HostLink, ...] = ()
     device: str = ""  # cpu | cuda; "": a part
-    devices: tuple[Device, ...] = ()
+    devices: tuple[RankSpeed, ...] = ()
     all_gather_gb_per_s: float = 0.0  # bus bandwidth
     all_reduce_gb_per_s: float = 0.0

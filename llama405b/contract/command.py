@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from llama405b.contract import config as configuration
-from llama405b.contract.config import Setting
+from llama405b.contract import config
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
 
@@ -32,7 +31,6 @@ class Command:
     """A training command, parsed and checked."""
 
     config: Config
-    settings: dict[str, Setting]  # as the preset, the file and the flags gave them
     preset: str
     run_dir: Path
     resume: str
@@ -41,20 +39,15 @@ class Command:
 
 
 def check_resume(resume: str) -> None:
-    """Refuse what can be no checkpoint: it must be no, auto, a step, or a path that ends in step-<8 digits>.
-
-    Raises:
-        UserError: It is none of them.
-    """
-    step = resume.isascii() and resume.isdecimal() and len(resume) <= 8
-    if resume not in ("no", "auto") and not step and not re.fullmatch(r"step-[0-9]{8}", Path(resume).name):
+    """Refuse what can be no checkpoint: it must be no, auto, a step, or a path that ends in step-<8 digits>."""
+    if not re.fullmatch("no|auto|[0-9]{1,8}", resume) and not re.fullmatch("step-[0-9]{8}", Path(resume).name):
         raise UserError(
             f"--resume: {resume!r} is not a checkpoint; write no, auto, a step, or a path that ends in step-<8 digits>"
         )
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Parse a training command. Needs no torch: launch checks with it what the ranks will be told.
+    """Parse a training command.
 
     Raises:
         UserError: Anything in it is wrong.
@@ -62,7 +55,7 @@ def parse(argv: Sequence[str]) -> Command:
     parser = OneLineParser(
         prog="llama405b train",
         description="Train a Llama. One process per rank, under torchrun; `llama405b launch` starts it on every host.",
-        epilog=configuration.help_text(),
+        epilog=config.help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -76,16 +69,13 @@ def parse(argv: Sequence[str]) -> Command:
         "--dry-run", action="store_true", help="shard the model on the meta device, and say what it takes"
     )
     parser.add_argument("--world", type=int, default=1, help="ranks, with --dry-run [1]")
-    flags, others = configuration.split_flags(argv)
+    flags, others = config.split_flags(argv)
     known, rest = parser.parse_known_args(others)
-    configuration.refuse_unknown(rest)
+    config.refuse_unknown(rest)
     if not 1 <= known.world <= MAX_WORLD:
         raise UserError(f"--world: {known.world} ranks; it takes 1 to {MAX_WORLD}")
     check_resume(known.resume)
-    settings = configuration.read_preset(known.preset) if known.preset else {}
-    settings |= configuration.read_toml(known.config) if known.config else {}
-    settings |= configuration.read_flags(flags)
+    settings = config.read_preset(known.preset) | config.read_toml(known.config) | config.read_flags(flags)
     if known.dry_run:  # the shape needs no data
         settings = {"data.paths": (("none",), "--dry-run")} | settings
-    config = configuration.resolve(settings)
-    return Command(config, settings, known.preset, known.run_dir, known.resume, known.dry_run, known.world)
+    return Command(config.resolve(settings), known.preset, known.run_dir, known.resume, known.dry_run, known.world)

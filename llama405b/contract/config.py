@@ -4,18 +4,22 @@ Knows how settings are written and which values fit each other. Knows nothing of
 can check a training command before any host starts it. A flag is the TOML path: ``--optimizer.lr 3e-5``.
 """
 
+import collections
+import contextlib
 import dataclasses
 import difflib
 import json
 import math
+import operator
 import re
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import given, last_of, reason_of
 from llama405b.contract.reader import Json
 from llama405b.contract.schema import TYPES, Config, Training, fields
 from llama405b.contract.trust import refuse_others_writing
@@ -23,6 +27,11 @@ from llama405b.contract.trust import refuse_others_writing
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # made on the spot by rank 0 where it is missing
 PRESET_DIR = Path(__file__).parent / "presets"
+ABOVE_ZERO = (  # other numbers may be 0
+    "data.seq_len", "training.global_batch_size", "training.micro_batch_size", "optimizer.lr", "optimizer.eps",
+    "timeouts.load", "timeouts.step",
+)  # fmt: skip
+SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 Setting = tuple[Json, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
 
 
@@ -32,40 +41,44 @@ def preset_names() -> list[str]:
 
 
 def read_preset(name: str) -> dict[str, Setting]:
-    """Read a preset's settings.
+    """Read a preset's settings; none for ''.
 
     Raises:
         UserError: There is none of that name.
     """
-    if name not in preset_names():
-        raise UserError(
-            f"--preset: no preset {name!r}{_nearest(name, preset_names())}; take one of {', '.join(preset_names())}"
-        )
+    known = preset_names()
+    if not name:
+        return {}
+    if name not in known:
+        raise UserError(f"--preset: no preset {name!r}{_nearest(name, known)}; take one of {', '.join(known)}")
     return {key: (value, f"preset {name}") for key, (value, _) in read_toml(PRESET_DIR / f"{name}.toml").items()}
 
 
-def read_toml(path: Path) -> dict[str, Setting]:
-    """Read ``[section] key = value`` pairs as dotted keys, each with its file and line.
+def read_toml(path: Path | None) -> dict[str, Setting]:
+    """Read ``[section] key = value`` pairs as dotted keys, each with its file and line; none without a file.
 
     Raises:
         UserError: The file cannot be read, is not TOML, or holds a key or value that is none of ours.
     """
+    if path is None:
+        return {}
     try:
         refuse_others_writing(path)
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({_reason(error)}); check the path") from None
+        raise UserError(f"{path}: cannot be read ({reason_of(error)}); check the path") from None
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise UserError(f"{path}:{line[1] if line else 1}: not valid TOML ({error}); correct it") from None
+        line = last_of(re.findall(r"at line (\d+)", str(error)), "1")
+        raise UserError(f"{path}:{line}: not valid TOML ({error}); correct it") from None
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
         raise UserError(f"{path}: not readable as TOML ({' '.join(str(error).split())}); correct it") from None
     settings: dict[str, Setting] = {}
     for section, table in tables.items():
         where = f"{path}:{_line_of(text, section)}"
         if not isinstance(table, dict):
-            raise UserError(f"{where}: {section!r} stands outside a section; put it under one of {_sections()}")
+            sections = ", ".join(f"[{field.name}]" for field in dataclasses.fields(Config))
+            raise UserError(f"{where}: {section!r} stands outside a section; put it under one of {sections}")
         for key, value in table.items():
             where = f"{path}:{_line_of(text, section, key)}"
             dotted = known_key(f"{section}.{key}", where)
@@ -111,21 +124,20 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
     return settings
 
 
-def resolve(*layers: Mapping[str, Setting]) -> Config:
-    """Build the configuration; later layers win.
+def resolve(settings: Mapping[str, Setting]) -> Config:
+    """Build the configuration.
 
     Raises:
         UserError: Values that do not fit each other.
     """
-    merged: dict[str, Setting] = {}
-    for layer in layers:
-        merged |= layer
-    sections = {}
-    for section, cls in typing.get_type_hints(Config).items():
-        chosen = {key.partition(".")[2]: value for key, (value, _) in merged.items() if key.startswith(f"{section}.")}
-        sections[section] = cls(**chosen)
-    config = Config(**sections)
-    _check(config, {key: where for key, (_, where) in merged.items()})
+    chosen: dict[str, dict[str, Json]] = collections.defaultdict(dict)
+    for key, (value, _) in settings.items():
+        section, _, name = key.partition(".")
+        chosen[section][name] = value
+    config = Config(**{section: cls(**chosen[section]) for section, cls in typing.get_type_hints(Config).items()})
+    for key, fault in (*_out_of_range(config), *_misfits(config)):
+        _, where = settings.get(key, (None, f"--{key}"))
+        raise UserError(f"{where}: {fault}")
     return config
 
 
@@ -141,20 +153,13 @@ def to_flags(settings: Mapping[str, Setting]) -> list[str]:
 def to_toml(config: Config) -> str:
     """Write every field, so that a run's settings can be read and used again."""
     lines: list[str] = []
-    for section in dataclasses.fields(config):
-        lines.append(f"[{section.name}]")
-        values = dataclasses.asdict(getattr(config, section.name))
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-        lines.append("")
+    for section, values in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
 
 
 def refuse_unknown(words: Sequence[str]) -> None:
-    """Refuse what no parser took.
-
-    Raises:
-        UserError: There is something.
-    """
+    """Refuse what no parser took."""
     for word in words:
         if word.startswith("--"):
             known_key(word[2:].partition("=")[0], word.partition("=")[0])
@@ -165,13 +170,13 @@ def help_text() -> str:
     """One line a field: flag, default, meaning."""
     lines = [f"presets: {', '.join(preset_names())}", "", "settings (as flags, or as [section] key in TOML):"]
     for key, type_, default, text in fields():
-        shown = json.dumps(list(default) if isinstance(default, tuple) else default)
-        choices = " | ".join(typing.get_args(type_)) if typing.get_origin(type_) is Literal else ""
-        lines.append(f"  --{key}  [{shown}]  {text}{f' ({choices})' if choices and choices not in text else ''}")
+        if typing.get_origin(type_) is Literal and (choices := " | ".join(typing.get_args(type_))) not in text:
+            text = f"{text} ({choices})"
+        lines.append(f"  --{key}  [{json.dumps(default)}]  {text}")
     return "\n".join(lines)
 
 
-def accumulation(training: Training, world: int, where: str = "--training.global_batch_size") -> int:
+def accumulation(training: Training, world: int) -> int:
     """Forwards per rank and step: global batch / (micro batch x ranks).
 
     Raises:
@@ -180,9 +185,9 @@ def accumulation(training: Training, world: int, where: str = "--training.global
     unit = training.micro_batch_size * world
     if training.global_batch_size % unit:
         below = training.global_batch_size // unit * unit
-        nearest = f"{below} or {below + unit}" if below else f"{unit}"
+        nearest = " or ".join(str(size) for size in (below, below + unit) if size)
         raise UserError(
-            f"{where}: {training.global_batch_size} sequences do not divide into micro-batches of "
+            f"--training.global_batch_size: {training.global_batch_size} sequences do not divide into micro-batches of "
             f"{training.micro_batch_size} on {world} ranks; take {nearest}"
         )
     return training.global_batch_size // unit
@@ -204,11 +209,7 @@ def check_world(config: Config, world: int) -> int:
 
 
 def known_key(key: str, where: str) -> str:
-    """Return ``key`` if it is a setting.
-
-    Raises:
-        UserError: It is not; names the nearest.
-    """
+    """Return ``key``; refuse it, and name the nearest, if it is no setting."""
     if key not in TYPES:
         raise UserError(f"{where}: there is no setting {key!r}{_nearest(key, TYPES)}; see `llama405b train --help`")
     return key
@@ -221,21 +222,29 @@ def convert(key: str, value: Json, where: str) -> Any:
         UserError: It is of another type, or none of the allowed words.
     """
     type_ = TYPES[key]
-    origin, allowed = typing.get_origin(type_), typing.get_args(type_)
-    if origin is Literal:
-        if value in allowed:
+    if typing.get_origin(type_) is tuple:
+        return _convert_list(key, value, where)
+    if typing.get_origin(type_) is Literal:
+        words = typing.get_args(type_)
+        if value in words:
             return value
-        raise UserError(f"{where}: {key} is {value!r}; take one of {', '.join(allowed)}")
-    if origin is tuple:
-        inner = allowed[0]
-        fixed = 0 if allowed[-1] is Ellipsis else len(allowed)
-        if isinstance(value, list | tuple) and (not fixed or len(value) == fixed) and all(_is(v, inner) for v in value):
-            return tuple(inner(v) for v in value)
-        count = f"{fixed} values" if fixed else "a list"
-        raise UserError(f"{where}: {key} is {value!r}; it takes {count} of type {inner.__name__}")
+        raise UserError(f"{where}: {key} is {value!r}; take one of {', '.join(words)}")
     if _is(value, type_):
         return type_(value)
     raise UserError(f"{where}: {key} is {value!r}; it takes a value of type {type_.__name__}")
+
+
+def _convert_list(key: str, value: Json, where: str) -> tuple[Json, ...]:
+    allowed = typing.get_args(TYPES[key])
+    inner, is_free = allowed[0], allowed[-1] is Ellipsis
+    if (
+        isinstance(value, list | tuple)
+        and (is_free or len(value) == len(allowed))
+        and all(_is(each, inner) for each in value)
+    ):
+        return tuple(inner(each) for each in value)
+    takes = "a list" if is_free else f"{len(allowed)} values"
+    raise UserError(f"{where}: {key} is {value!r}; it takes {takes} of type {inner.__name__}")
 
 
 def _is(value: Json, type_: type) -> bool:
@@ -248,7 +257,7 @@ def _is(value: Json, type_: type) -> bool:
 
 def _from_text(text: str, type_: Any, flag: str) -> Json:
     """Read a flag's text as its field's type; text that does not parse comes back as it is."""
-    if isinstance(typing.get_origin(type_), type) and typing.get_origin(type_) is tuple:
+    if typing.get_origin(type_) is tuple:
         if text.startswith("["):
             try:
                 return json.loads(text)
@@ -257,86 +266,57 @@ def _from_text(text: str, type_: Any, flag: str) -> Json:
         inner = typing.get_args(type_)[0]
         return [_from_text(part, inner, flag) for part in text.split(",") if part]
     if type_ is bool:
-        words = {
-            "true": True,
-            "on": True,
-            "yes": True,
-            "1": True,
-            "false": False,
-            "off": False,
-            "no": False,
-            "0": False,
-        }
-        return words.get(text.lower(), text)
+        return SWITCHES.get(text.lower(), text)
     if type_ in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return type_(text.replace("_", ""))
-        except ValueError:
-            return text
     return text
 
 
-def _check(config: Config, wheres: Mapping[str, str]) -> None:
-    """Refuse values that cannot work."""
-
-    def refuse(key: str, what: str) -> typing.NoReturn:
-        raise UserError(f"{wheres.get(key, '--' + key)}: {what}")
-
-    positive = (
-        "data.seq_len",
-        "training.global_batch_size",
-        "training.micro_batch_size",
-        "optimizer.lr",
-        "optimizer.eps",
-        "timeouts.load",
-        "timeouts.step",
-    )
+def _out_of_range(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that are less than they may be, and the sentence on each."""
     for key, type_, _, _ in fields():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
-        if type_ in (int, float) and not (value > 0 if key in positive else value >= 0):
-            refuse(key, f"{key} is {value}; it must be {'above' if key in positive else 'at least'} 0")
-    if not config.model.path:
-        refuse("model.path", "no model given; name a checkpoint directory, or a preset")
-    if not config.data.paths:
-        refuse("data.paths", "no data given; name files, folders or globs")
-    if config.checkpoint.every and config.checkpoint.keep < 2:
-        refuse(
-            "checkpoint.keep",
-            f"checkpoint.keep is {config.checkpoint.keep}; keep at least 2, so that one always verifies",
-        )
-    if not config.training.max_steps and not config.training.epochs:
-        refuse("training.epochs", "max_steps and epochs are both 0; give one of them")
-    if config.optimizer.min_lr > config.optimizer.lr:
-        refuse(
-            "optimizer.min_lr",
-            f"min_lr {config.optimizer.min_lr} is above lr {config.optimizer.lr}; lower it",
-        )
-    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        refuse(
-            "optimizer.betas",
-            f"betas are {list(config.optimizer.betas)}; each must be at least 0 and below 1",
-        )
-    if config.model.attention == "flash_attention_2" and config.parallel.numerics == "fp32":
-        refuse("model.attention", "flash-attn computes in BF16 only; take sdpa, or other numerics than fp32")
-    if config.parallel.fsdp == "fsdp1" and config.parallel.device == "cpu":
-        refuse("parallel.fsdp", "torch refuses fsdp1 on CPU; take fsdp2")
+        value = operator.attrgetter(key)(config)
+        if type_ in (int, float) and value <= 0 and key in ABOVE_ZERO:
+            yield key, f"{key} is {value}; it must be above 0"
+        elif type_ in (int, float) and value < 0:
+            yield key, f"{key} is {value}; it must be at least 0"
+
+
+def _misfits(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that cannot work beside the others, and the sentence on each."""
+    model, training, optimizer, parallel = config.model, config.training, config.optimizer, config.parallel
+    every, keep, betas = config.checkpoint.every, config.checkpoint.keep, list(optimizer.betas)
+    lr, min_lr = optimizer.lr, optimizer.min_lr
+    only_bf16 = "flash-attn computes in BF16 only; take sdpa, or other numerics than fp32"
+    only_cuda = "torch refuses fsdp1 on CPU; take fsdp2"
+    for key, is_wrong, fault in (
+        ("model.path", not model.path, "no model given; name a checkpoint directory, or a preset"),
+        ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
+        ("checkpoint.keep", every and keep < 2, f"checkpoint.keep is {keep}; keep at least 2, so that one always verifies"),
+        ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; give one of them"),
+        ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
+        ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),
+        ("model.attention", model.attention == "flash_attention_2" and parallel.numerics == "fp32", only_bf16),
+        ("parallel.fsdp", parallel.fsdp == "fsdp1" and parallel.device == "cpu", only_cuda),
+    ):  # fmt: skip
+        if is_wrong:
+            yield key, fault
 
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:
     """The line that holds a key; tomllib does not tell."""
+    wanted = {(section, key), ("", section), ("", f"{section}.{key}")}
     current = ""
     for number, line in enumerate(text.splitlines(), 1):
+        name = None  # of the section itself
         if heading := re.match(r"\s*\[\s*([\w.\"'-]+)\s*\]", line):
             current = heading[1].strip("\"'")
-            if key is None and current == section:
-                return number
-        named = re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line)
-        if named and (
-            (key is None and not current and named[1] == section)
-            or (key is not None and (current, named[1]) == (section, key))
-            or (key is not None and not current and named[1] in (section, f"{section}.{key}"))
-        ):
+        elif named := re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line):
+            name = named[1]
+        else:
+            continue
+        if (current, name) in wanted:
             return number
     return 1
 
@@ -345,12 +325,4 @@ def _nearest(word: str, known: Sequence[str] | Mapping[str, Json]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     if not close:  # the right key in the wrong section
         close = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]][:1]
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _sections() -> str:
-    return ", ".join(f"[{field.name}]" for field in dataclasses.fields(Config))
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+    return given(" (did you mean {!r}?)", "".join(close))

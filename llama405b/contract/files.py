@@ -41,8 +41,7 @@ def write_json(path: Path, record: "DataclassInstance | dict[str, Json]") -> Non
     Raises:
         OSError: The directory cannot be made or written.
     """
-    value = dataclasses.asdict(record) if dataclasses.is_dataclass(record) else record
-    text = json.dumps(value) + "\n"
+    text = json.dumps(record, default=dataclasses.asdict) + "\n"
     try:
         write_atomic(path, text)
     except OSError as error:

@@ -33,9 +33,30 @@ A run that is a Slurm job has these too::
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 UMASK = 0o077  # a run's files are its owner's alone
+
+
+class _Below:
+    """A path inside the run's directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunDir", _: type["RunDir"]) -> Path:
+        return run.path / self.name
+
+
+class _BelowEach:
+    """A path inside the run's directory for each host, rank or writer, which stands in its name."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def __get__(self, run: "RunDir", _: type["RunDir"]) -> Callable[[str | int], Path]:
+        return lambda whose: run.path / self.form.format(whose)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +64,31 @@ class RunDir:
     """Paths inside one run's directory."""
 
     path: Path
+
+    plan = _Below("plan.json")
+    config = _Below("config.toml")
+    metrics = _Below("metrics.jsonl")
+    checkpoints = _Below("checkpoints")  # unless the configuration says otherwise
+    requests = _Below("requests")
+    model = _BelowEach("model/{}")
+    heartbeat = _BelowEach("heartbeat/rank-{}.json")
+    events = _BelowEach("events/{}.jsonl")
+    status = _BelowEach("status/{}.json")
+    ends = _BelowEach("status/{}.ends.jsonl")
+    lock = _BelowEach("status/{}.lock")
+    start_lock = _BelowEach("status/{}.start.lock")
+    stop = _BelowEach("status/{}.stop")  # a new launch deletes it
+    secrets = _BelowEach("status/.{}.secrets")
+    logs = _BelowEach("logs/{}")
+    agent_log = _BelowEach("logs/{}/torchrun.log")
+    times = _BelowEach("logs/{}/times")
+    guard = _Below("guard.json")
+    guard_log = _Below("guard.log")
+    job = _Below("slurm.json")
+    job_request = _Below("request.json")
+    job_script = _Below("job.sh")
+    job_secrets = _Below("status/.slurm.secrets")
+    where = _BelowEach("status/{}.where")
 
     @classmethod
     def here(cls, name: str) -> "RunDir":
@@ -54,113 +100,6 @@ class RunDir:
         """The run's name."""
         return self.path.name
 
-    @property
-    def plan(self) -> Path:
-        """Written by launch."""
-        return self.path / "plan.json"
-
-    @property
-    def config(self) -> Path:
-        """Written by rank 0."""
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        """Written by rank 0."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where checkpoints go unless the configuration says otherwise."""
-        return self.path / "checkpoints"
-
-    def model(self, host: str) -> Path:
-        """The model's configuration and tokenizer; written by that host's first rank."""
-        return self.path / "model" / host
-
-    def heartbeat(self, rank: int) -> Path:
-        """Written by that rank."""
-        return self.path / "heartbeat" / f"rank-{rank}.json"
-
-    def events(self, writer: str) -> Path:
-        """Written by that writer: rank-0 or guard."""
-        return self.path / "events" / f"{writer}.jsonl"
-
-    @property
-    def requests(self) -> Path:
-        """Written by the head's agent, a file for each request."""
-        return self.path / "requests"
-
     def diagnosis(self, what: str, rank: int, step: int, suffix: str) -> Path:
         """Written by that rank, when somebody asks for it."""
         return self.path / "diagnosis" / f"{what}-rank-{rank}-step-{step}.{suffix}"
-
-    def status(self, host: str) -> Path:
-        """Written by that host's node runner."""
-        return self.path / "status" / f"{host}.json"
-
-    def ends(self, host: str) -> Path:
-        """How every attempt ended on that host, a line each; written by its node runner."""
-        return self.path / "status" / f"{host}.ends.jsonl"
-
-    def lock(self, host: str) -> Path:
-        """Held by that host's node runner while it lives."""
-        return self.path / "status" / f"{host}.lock"
-
-    def start_lock(self, host: str) -> Path:
-        """Held by the agent that starts the run there."""
-        return self.path / "status" / f"{host}.start.lock"
-
-    def stop(self, host: str) -> Path:
-        """Who asked for the run to be stopped there, and the grace; a new launch deletes it."""
-        return self.path / "status" / f"{host}.stop"
-
-    def secrets(self, host: str) -> Path:
-        """Where the secrets wait, for the moment between the agent and the node runner."""
-        return self.path / "status" / f".{host}.secrets"
-
-    def logs(self, host: str) -> Path:
-        """Torchrun's log directory on that host."""
-        return self.path / "logs" / host
-
-    def agent_log(self, host: str) -> Path:
-        """What torchrun itself says; the node runner points its output there."""
-        return self.logs(host) / "torchrun.log"
-
-    def times(self, host: str) -> Path:
-        """When the parts of the logs arrived; written by the node runner."""
-        return self.logs(host) / "times"
-
-    @property
-    def guard(self) -> Path:
-        """The record of the run's guard; on the operator's machine."""
-        return self.path / "guard.json"
-
-    @property
-    def guard_log(self) -> Path:
-        """What the guard did, for people; on the operator's machine."""
-        return self.path / "guard.log"
-
-    @property
-    def job(self) -> Path:
-        """Which Slurm job the run is; written by launch."""
-        return self.path / "slurm.json"
-
-    @property
-    def job_request(self) -> Path:
-        """What the nodes of a job make the plan from; written by launch."""
-        return self.path / "request.json"
-
-    @property
-    def job_script(self) -> Path:
-        """What every node of a job starts; written by launch."""
-        return self.path / "job.sh"
-
-    @property
-    def job_secrets(self) -> Path:
-        """The secrets of a job, until each of its nodes has its own; written by launch."""
-        return self.path / "status" / ".slurm.secrets"
-
-    def where(self, host: str) -> Path:
-        """Addresses and resources of a node of a job; written by that node."""
-        return self.path / "status" / f"{host}.where"

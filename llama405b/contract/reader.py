@@ -19,14 +19,14 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 else:
     Json = Any  # in a type's hints: as it is
 
 T = TypeVar("T")
 Parser: TypeAlias = Callable[[Json], T]  # a value; returns it as its type
+AnyParser: TypeAlias = Parser[Any]
+Hints: TypeAlias = tuple[Any, ...]  # what a type takes in its brackets
 MOST = 1e18  # of a number
 MAX_DEPTH = 12
 MAX_ITEMS = 100_000  # of one tuple or mapping
@@ -52,7 +52,7 @@ class SoundOnly:
 
 
 def loads(kind: type[T], text: str | bytes, where: str) -> T:
-    """Parse JSON text as a dataclass.
+    """Parse JSON text as a dataclass (or another type that hints may name).
 
     Raises:
         MalformedError: It is not JSON, too large, or not of the type.
@@ -79,8 +79,8 @@ def read(kind: type[T], value: Json, where: str) -> T:
         raise MalformedError(f"{where}{misfit.way}{misfit.clause}") from None
 
 
-def dumps(record: "DataclassInstance") -> str:
-    """Write a dataclass as one line of JSON, as ``loads`` reads it."""
+def dumps(record: object) -> str:
+    """Write a dataclass, or plain values with dataclasses among them, as one line of JSON, as ``loads`` reads it."""
     return json.dumps(record, default=_members, separators=(",", ":"))
 
 
@@ -97,38 +97,24 @@ def _members(record: Any) -> dict[str, Any] | str:
 
 
 @functools.cache
-def _parser(hint: Any, depth: int) -> Parser[Any]:
+def _parser(hint: Any, depth: int) -> AnyParser:
     """The function that reads a type, made once for each."""
     if depth == 0:
         return _refuse_depth
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _sound_only(arguments[0], depth)
-    if origin in (typing.Union, types.UnionType):
-        one_of = [_parser(each, depth) for each in arguments if each is not types.NoneType]
-        return _any_of(one_of, or_null=types.NoneType in arguments)
-    if origin is typing.Literal:
-        return _word({word: word for word in arguments})
-    if origin is tuple and arguments[-1] is Ellipsis:
-        return _tuple_of(_parser(arguments[0], depth - 1))
-    if origin is tuple:
-        return _row([_parser(each, depth - 1) for each in arguments])
-    if origin in (dict, collections.abc.Mapping):
-        return _mapping(_parser(arguments[1], depth - 1))
-    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
-        return _word({member.value: member for member in hint})
+    if origin := typing.get_origin(hint):
+        return _GENERIC[origin](typing.get_args(hint), depth)
     if dataclasses.is_dataclass(hint):
         return _dataclass(hint, depth - 1)
-    if hint is Any:
-        return _as_it_is
-    return {str: _text, Path: _path, bool: _truth, int: _whole, float: _number}[hint]
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
+        return _word({member.value: member for member in hint})
+    return _PLAIN[hint]
 
 
-def _dataclass(kind: Any, depth: int) -> Parser[Any]:
+def _dataclass(kind: Any, depth: int) -> AnyParser:
     hints = typing.get_type_hints(kind, include_extras=True)
     absent = dataclasses.MISSING
     needed = {f.name for f in dataclasses.fields(kind) if f.default is absent and f.default_factory is absent}
-    parsers: dict[str, Parser[Any]] = {}
+    parsers: dict[str, AnyParser] = {}
 
     def parse(value: Json) -> Any:
         if not parsers:  # not while the type's own parser is being made: a type may hold itself
@@ -151,9 +137,13 @@ def _dataclass(kind: Any, depth: int) -> Parser[Any]:
     return parse
 
 
-def _tuple_of(item: Parser[T]) -> Parser[tuple[T, ...]]:
-    def parse(value: Json) -> tuple[T, ...]:
-        found: list[T] = []
+def _tuple(arguments: Hints, depth: int) -> AnyParser:
+    if arguments[-1] is not Ellipsis:
+        return _row([_parser(each, depth - 1) for each in arguments])
+    item = _parser(arguments[0], depth - 1)
+
+    def parse(value: Json) -> tuple[Any, ...]:
+        found: list[Any] = []
         try:
             found.extend(map(item, _items(value)))
         except _MisfitError as misfit:
@@ -169,8 +159,9 @@ def _items(value: Json) -> list[Json]:
     return value
 
 
-def _sound_only(hint: Any, depth: int) -> Parser[Any]:
+def _sound_only(arguments: Hints, depth: int) -> AnyParser:
     """See ``SoundOnly``."""
+    hint: Any = arguments[0]
     if typing.get_origin(hint) is not tuple:
         one = _parser(hint, depth)
         return lambda value: next(_sound([value], one), None)
@@ -187,7 +178,7 @@ def _sound(values: list[Json], item: Parser[T]) -> Iterator[T]:
             continue
 
 
-def _row(items: list[Parser[Any]]) -> Parser[tuple[Any, ...]]:
+def _row(items: list[AnyParser]) -> AnyParser:
     def parse(value: Json) -> tuple[Any, ...]:
         if not isinstance(value, list) or len(value) != len(items):
             raise _MisfitError(f" is not a list of {len(items)}")
@@ -201,8 +192,10 @@ def _row(items: list[Parser[Any]]) -> Parser[tuple[Any, ...]]:
     return parse
 
 
-def _mapping(item: Parser[T]) -> Parser[dict[str, T]]:
-    def parse(value: Json) -> dict[str, T]:
+def _mapping(arguments: Hints, depth: int) -> AnyParser:
+    item = _parser(arguments[1], depth - 1)
+
+    def parse(value: Json) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > MAX_ITEMS:
             raise _MisfitError(f" is not an object of at most {MAX_ITEMS} keys")
         found, key = {}, ""
@@ -216,7 +209,10 @@ def _mapping(item: Parser[T]) -> Parser[dict[str, T]]:
     return parse
 
 
-def _any_of(parsers: list[Parser[Any]], *, or_null: bool) -> Parser[Any]:
+def _any_of(arguments: Hints, depth: int) -> AnyParser:
+    or_null = types.NoneType in arguments
+    parsers = [_parser(each, depth) for each in arguments if each is not types.NoneType]
+
     def parse(value: Json) -> Any:
         if value is None and or_null:
             return None
@@ -276,3 +272,15 @@ def _number(value: Json) -> float:
 
 def _refuse_depth(_value: Json) -> typing.Never:
     raise _MisfitError(" is nested too deeply")
+
+
+_PLAIN: dict[Any, AnyParser] = {str: _text, Path: _path, bool: _truth, int: _whole, float: _number, Any: _as_it_is}
+_GENERIC: dict[Any, Callable[[Hints, int], AnyParser]] = {  # by origin; takes its arguments
+    tuple: _tuple,
+    dict: _mapping,
+    collections.abc.Mapping: _mapping,
+    typing.Union: _any_of,
+    types.UnionType: _any_of,
+    typing.Annotated: _sound_only,
+    typing.Literal: lambda arguments, _depth: _word({word: word for word in arguments}),
+}

@@ -8,6 +8,7 @@ from typing import Any, Literal
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
 # What each choice of numerics costs, in bytes per parameter: weight + gradient + two moments.
 BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
+COMPUTE_BYTES = {"fp32-master": 2, "pure-bf16": 2, "fp32": 4}  # of a parameter that is gathered
 
 
 def option(default: Any, text: str) -> Any:

@@ -13,19 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import and_more
 
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SMALL_FILES = (  # what a rank without the directory needs of it
@@ -56,6 +46,11 @@ class TensorInfo:
         """Size of the tensor in its file."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def row_bytes(self) -> int:
+        """Size of one of its rows: of what is below its first dimension."""
+        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Llama:
@@ -75,34 +70,23 @@ class Llama:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name in a checkpoint, and its shape (out features first)."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
+        mlp = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, hidden)}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            attention = {
-                "q_proj": (q, self.hidden),
-                "k_proj": (kv, self.hidden),
-                "v_proj": (kv, self.hidden),
-                "o_proj": (self.hidden, q),
-            }
-            mlp = {
-                "gate_proj": (self.intermediate, self.hidden),
-                "up_proj": (self.intermediate, self.hidden),
-                "down_proj": (self.hidden, self.intermediate),
-            }
-            for block, matrices, bias in (
-                ("self_attn", attention, self.attention_bias),
-                ("mlp", mlp, self.mlp_bias),
-            ):
+            for block, matrices, bias in (("self_attn", attention, self.attention_bias), ("mlp", mlp, self.mlp_bias)):
                 for name, shape in matrices.items():
                     shapes[f"{layer}{block}.{name}.weight"] = shape
                     if bias:
                         shapes[f"{layer}{block}.{name}.bias"] = shape[:1]
-            shapes[f"{layer}input_layernorm.weight"] = (self.hidden,)
-            shapes[f"{layer}post_attention_layernorm.weight"] = (self.hidden,)
-        shapes["model.norm.weight"] = (self.hidden,)
+            shapes[f"{layer}input_layernorm.weight"] = (hidden,)
+            shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        shapes["model.norm.weight"] = (hidden,)
         if not self.tied:
-            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+            shapes["lm_head.weight"] = (self.vocab, hidden)
         return shapes
 
     @property
@@ -129,7 +113,7 @@ def read_llama(directory: Path, layers: int = 0) -> Llama:
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory; fetch the model into it, or set --model.path to where it is")
-    config = read_object(directory / "config.json")
+    config = read_hf_json(directory / "config.json")
     llama = parse_llama(config, str(directory / "config.json"))
     if layers > llama.layers:
         raise UserError(f"--model.layers: {layers}, but {directory} has {llama.layers}; lower it, or leave it out")
@@ -149,9 +133,10 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
             "only a LlamaForCausalLM of model_type 'llama' can be trained"
         )
 
-    def number(key: str, default: int = 0, limit: int = 1 << 31) -> int:
-        value = config.get(key, default or None)
-        value = default if value is None and default else value
+    def number(key: str, default: int | None = None, limit: int = 1 << 31) -> int:
+        value = config.get(key)
+        if value is None:
+            value = default
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
             raise UserError(f"{where}: {key} is {value!r}, not a whole number from 1 on; fetch config.json again")
         return value
@@ -180,23 +165,25 @@ def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     """
     index = directory / INDEX
     if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise UserError(f"{index}: it has no weight_map; fetch the file again")
-        names = sorted({str(name) for name in weight_map.values()})
-        if missing := [name for name in names if not (directory / name).is_file()]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise UserError(f"{directory / missing[0]}: missing{more} of {len(names)} files in the index; fetch them")
-    elif (directory / SINGLE).is_file():
-        weight_map, names = None, [SINGLE]
-    else:
-        raise UserError(f"{directory}: neither {INDEX} nor {SINGLE} is here; fetch the weights in safetensors form")
+        return _read_listed(index)
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    raise UserError(f"{directory}: neither {INDEX} nor {SINGLE} is here; fetch the weights in safetensors form")
+
+
+def _read_listed(index: Path) -> dict[str, TensorInfo]:
+    weight_map = read_hf_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: it has no weight_map; fetch the file again")
+    files = [index.parent / name for name in sorted(set(map(str, weight_map.values())))]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; fetch them")
     tensors: dict[str, TensorInfo] = {}
-    for name in names:
-        tensors |= read_header(directory / name)
-    for name, file in (weight_map or {}).items():
-        if name not in tensors or tensors[name].file.name != file:
-            raise UserError(f"{index}: it puts {name} in {file}, which does not hold it; fetch both again")
+    for file in files:
+        tensors |= read_header(file)
+    for name, said in weight_map.items():
+        if name not in tensors or tensors[name].file.name != said:
+            raise UserError(f"{index}: it puts {name} in {said}, which does not hold it; fetch both again")
     return tensors
 
 
@@ -258,26 +245,20 @@ def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: 
         return llama
     tensors = read_tensors(directory)
     for name, shape in llama.tensors().items():
-        if name not in tensors:
+        if not (info := tensors.get(name)):
             raise UserError(f"{directory}: no file holds {name}, which config.json asks for; fetch the weights again")
-        if tensors[name].shape != shape:
+        if info.shape != shape:
             raise UserError(
-                f"{tensors[name].file}: {name} is {list(tensors[name].shape)} where config.json asks for "
+                f"{info.file}: {name} is {list(info.shape)} where config.json asks for "
                 f"{list(shape)}; the two are of different models"
             )
-        if tensors[name].dtype not in ("F32", "F16", "BF16"):
-            raise UserError(
-                f"{tensors[name].file}: {name} is {tensors[name].dtype}; only F32, F16 and BF16 can be trained"
-            )
+        if info.dtype not in ("F32", "F16", "BF16"):
+            raise UserError(f"{info.file}: {name} is {info.dtype}; only F32, F16 and BF16 can be trained")
     return llama
 
 
 def check_seq_len(llama: Llama, seq_len: int) -> None:
-    """Refuse sequences longer than the model's positions.
-
-    Raises:
-        UserError: They are.
-    """
+    """Refuse sequences longer than the model's positions."""
     if seq_len > llama.max_positions:
         raise UserError(
             f"--data.seq_len: {seq_len} is over the model's limit of {llama.max_positions} positions; lower it"
@@ -285,34 +266,36 @@ def check_seq_len(llama: Llama, seq_len: int) -> None:
 
 
 def check_tokenizer(directory: Path, llama: Llama) -> None:
-    """Refuse a tokenizer whose ids the embedding has no rows for.
-
-    Raises:
-        UserError: There is none, or its largest id is out of range.
-    """
+    """Refuse a tokenizer that is missing, not whole, or has ids that the embedding has no rows for."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"{path}: no tokenizer here; fetch tokenizer.json of the same model")
-    tokenizer = read_object(path)
-    try:
-        vocab = tokenizer["model"]["vocab"]
-        ids = [int(i) for i in vocab.values()] if isinstance(vocab, dict) else list(range(len(vocab)))
-        ids += [int(token["id"]) for token in tokenizer.get("added_tokens", [])]
-        whole = bool(vocab) and (tokenizer["model"].get("type") != "BPE" or "merges" in tokenizer["model"])
-    except (AttributeError, KeyError, TypeError, ValueError):
-        whole, ids = False, []
-    if not whole:
+    tokenizer = read_hf_json(path)
+    if not (ids := _token_ids(tokenizer)):
         raise UserError(f"{path}: not a tokenizer that can be read; fetch it again")
     if (directory / "tokenizer_config.json").is_file():
-        read_object(directory / "tokenizer_config.json")
-    if not ids or max(ids) >= llama.vocab:
+        read_hf_json(directory / "tokenizer_config.json")
+    if max(ids) >= llama.vocab:
         raise UserError(
-            f"{path}: its largest id is {max(ids, default=-1)}, but the model has {llama.vocab} embeddings; "
+            f"{path}: its largest id is {max(ids)}, but the model has {llama.vocab} embeddings; "
             "use the tokenizer that belongs to the model"
         )
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def _token_ids(tokenizer: Mapping[str, Any]) -> list[int]:
+    """The ids of a parsed ``tokenizer.json``; none where it is not whole."""
+    try:
+        model = tokenizer["model"]
+        vocab = model["vocab"]
+        if not vocab or (model.get("type") == "BPE" and "merges" not in model):
+            return []
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        return [int(i) for i in (*ids, *(token["id"] for token in tokenizer.get("added_tokens", [])))]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []
+
+
+def read_hf_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:

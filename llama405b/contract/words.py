@@ -3,6 +3,7 @@
 import signal
 
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.phrases import given
 
 STUCK = {
     "T": "it is stopped by a signal",
@@ -33,12 +34,10 @@ WORDS = {
 def words(cause: Cause) -> str:
     """A clause that says what happened; '' where the kind says all."""
     if cause.kind in WORDS:
-        stuck = STUCK.get(cause.process_state, "")
-        return _filled(WORDS[cause.kind], cause) + (f"; {stuck}" if stuck else "")
+        return _filled(WORDS[cause.kind], cause) + given("; {}", STUCK.get(cause.process_state))
     if cause.rank is None:
         return cause.detail
-    said = said_by_rank(cause)
-    return f"rank {cause.rank} exited with {cause.exit_code}{f': {said}' if said else ''}"
+    return f"rank {cause.rank} exited with {cause.exit_code}{given(': {}', said_by_rank(cause))}"
 
 
 def said_by_rank(cause: Cause) -> str:
@@ -56,5 +55,4 @@ def signal_name(number: int) -> str:
 
 def _filled(form: str, cause: Cause) -> str:
     values = {name: getattr(cause, name) for name in ("rank", "peer", "exit_code", "phase", "step", "by", "detail")}
-    age_s = cause.age_s if cause.age_s is not None else 0.0
-    return form.format(**values, age_s=age_s, signal=signal_name(cause.signal or 0))
+    return form.format(**values, age_s=cause.age_s or 0.0, signal=signal_name(cause.signal or 0))

@@ -10,6 +10,7 @@ Shape suffixes: B sequences of a micro-batch, S positions, N tokens.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,8 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TokenFile:
-    name: str = ""
-    n_bytes: int = 0
+    name: str
+    n_bytes: int  # 0: it is not here
 
 
 @functools.lru_cache(maxsize=2)
@@ -89,17 +90,13 @@ def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> B
     Raises:
         UserError: The paths name nothing, or hold less than one sequence.
     """
-    path, error = Path(), None
-    if me.leads:
-        try:
+    path = Path()
+    with ranks.refusing_together():
+        if me.leads:
             path = _tokenised(config, tokenizer_dir, cache)
-        except UserError as found:
-            error = found
-    ranks.refuse_together(error)
-    tokens = ranks.from_rank0(_TokenFile(path.name, path.stat().st_size) if me.leads else _TokenFile())
+    tokens = ranks.from_rank0(_token_file(path))
     path, size = cache / tokens.name, tokens.n_bytes
-    here = _TokenFile(path.name, path.stat().st_size if path.is_file() else 0)
-    if any(found != tokens for found in ranks.agreed(here)):
+    if any(found != tokens for found in ranks.agreed(_token_file(path))):
         _send(path, size // 4, me)
     if size // 4 <= config.seq_len:
         raise UserError(
@@ -107,6 +104,10 @@ def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> B
             "add text, or lower --data.seq_len"
         )
     return Batches(np.memmap(path, dtype=np.uint32, mode="r"), config.seq_len, config.seed)
+
+
+def _token_file(path: Path) -> _TokenFile:
+    return _TokenFile(path.name, path.stat().st_size if path.is_file() else 0)
 
 
 def _tokenised(config: Data, tokenizer_dir: Path, cache: Path) -> Path:
@@ -132,37 +133,27 @@ def _tokenised(config: Data, tokenizer_dir: Path, cache: Path) -> Path:
 
 def _encode(tokenizer: PreTrainedTokenizerBase, files: list[Path], max_bytes: int) -> Iterator[NDArray[np.uint32]]:
     """Encode each document as prompt (not learnt), text, end of text."""
-    end = tokenizer.eos_token_id
-    batch: list[tuple[str, str]] = []
-
-    def flush() -> Iterator[NDArray[np.uint32]]:
+    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pending = documents(files, max_bytes)
+    while batch := list(itertools.islice(pending, ENCODE_AT_ONCE)):
         prompts = tokenizer([prompt for prompt, _ in batch], add_special_tokens=False)["input_ids"]
         texts = tokenizer([text for _, text in batch], add_special_tokens=False)["input_ids"]
         for prompt, text in zip(prompts, texts, strict=True):
-            begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
             unlearnt = np.array(begin + prompt, dtype=np.uint32) | NOT_LEARNT
-            yield np.concatenate([unlearnt, np.array(text + ([] if end is None else [end]), dtype=np.uint32)])
-
-    for document in documents(files, max_bytes):
-        batch.append(document)
-        if len(batch) == ENCODE_AT_ONCE:
-            yield from flush()
-            batch.clear()
-    if batch:
-        yield from flush()
+            yield np.concatenate([unlearnt, np.array(text + end, dtype=np.uint32)])
 
 
 def _send(path: Path, n_tokens: int, me: Ranks) -> None:
     """Broadcast rank 0's token file; one rank of each host writes it."""
-    source = np.memmap(path, dtype=np.uint32, mode="r") if me.leads else None
     writes = me.local_rank == 0 and not path.is_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{me.host}.{os.getpid()}")
     for begin in range(0, n_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, n_tokens - begin)
         chunk = torch.empty(size, dtype=torch.int32)
-        if source is not None:
-            chunk.copy_(torch.from_numpy(source[begin : begin + size].view(np.int32).copy()))
+        if me.leads:
+            chunk = torch.from_numpy(np.fromfile(path, np.int32, size, offset=4 * begin))
         dist.broadcast(chunk, 0)
         if writes:
             with partial.open("ab") as out:

@@ -1,5 +1,6 @@
 """Read documents out of files: text, code, Markdown, JSONL. Knows files; not tokens or ranks."""
 
+import contextlib
 import glob
 import json
 import sysconfig
@@ -20,19 +21,20 @@ def expand(paths: Sequence[str]) -> list[Path]:
     """
     files: list[Path] = []
     for path in paths:
-        if path == STDLIB:
-            root = Path(sysconfig.get_paths()["stdlib"])
-            found = [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
-        elif Path(path).is_dir():
-            found = [
-                p for p in Path(path).rglob("*") if p.is_file() and not any(part.startswith(".") for part in p.parts)
-            ]
-        else:
-            found = [Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file()]  # noqa: PTH207
+        found = _named(path)
         if not found:
             raise UserError(f"--data.paths: {path!r} names no file here; check the path")
         files += sorted(found)
     return files
+
+
+def _named(path: str) -> list[Path]:
+    if path == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
+    if Path(path).is_dir():
+        return [p for p in Path(path).rglob("*") if p.is_file() and "/." not in f"/{p}"]  # none that is hidden
+    return [Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file()]  # noqa: PTH207
 
 
 def documents(files: Sequence[Path], max_bytes: int = 0) -> Iterator[Document]:
@@ -45,31 +47,32 @@ def documents(files: Sequence[Path], max_bytes: int = 0) -> Iterator[Document]:
     """
     room = max_bytes or float("inf")
     for file in files:
-        for prompt, text in _jsonl(file) if file.suffix == ".jsonl" else [("", file.read_text("utf-8", "replace"))]:
+        for prompt, text in _documents_of(file):
             if room <= 0:
                 return
             yield prompt, text
             room -= len(prompt) + len(text)
 
 
-def _jsonl(file: Path) -> Iterator[Document]:
+def _documents_of(file: Path) -> Iterator[Document]:
+    if file.suffix != ".jsonl":
+        yield "", file.read_text("utf-8", "replace")
+        return
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            try:
+            record = None
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
             match record:
                 case {"prompt": str(prompt), "completion": str(completion)}:
                     yield _sound(prompt), _sound(completion)
                 case {"text": str(text)}:
                     yield "", _sound(text)
                 case _:
-                    raise UserError(
-                        f'{file}:{number}: not {{"text": …}} or {{"prompt": …, "completion": …}}; correct the line'
-                    )
+                    wanted = '{"text": …} or {"prompt": …, "completion": …}'
+                    raise UserError(f"{file}:{number}: not {wanted}; correct the line")
 
 
 def _sound(text: str) -> str:

@@ -20,20 +20,24 @@ def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-ma
     Raises:
         UserError: flash-attn was asked for and cannot run here.
     """
+    lack = ""
     installed = importlib.util.find_spec("flash_attn") is not None
-    if choice == "flash_attention_2" and not (installed and device.type == "cuda"):
-        lack = "flash-attn is not installed" if not installed else "flash-attn needs CUDA"
+    if not installed:
+        lack = "flash-attn is not installed"
+    elif device.type != "cuda":
+        lack = "flash-attn needs CUDA"
+    if choice == "flash_attention_2" and lack:
         raise UserError(f"--model.attention: {lack} here; take auto or sdpa, or pip install 'llama405b[flash]'")
     if choice != "auto":
         return choice, "as configured"
     if installed and numerics == "fp32":
-        return "sdpa", "flash-attn does not compute in FP32"
-    if installed and device.type == "cuda":
-        return "flash_attention_2", "flash-attn is installed"
-    return "sdpa", "flash-attn is not installed" if not installed else "flash-attn needs CUDA"
+        lack = "flash-attn does not compute in FP32"
+    if lack:
+        return "sdpa", lack
+    return "flash_attention_2", "flash-attn is installed"
 
 
-def read_config(directory: Path, layers: int = 0) -> LlamaConfig:
+def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:
     """Read ``config.json``; ``layers``: cut the model down to that many decoder layers (0: all).
 
     Raises:

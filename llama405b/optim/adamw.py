@@ -12,11 +12,11 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """Fused AdamW over the shards, on the CPU where they are offloaded. Matrices decay, vectors (norms) do not."""
     # By name: FSDP1 leaves flat pieces, whose number of dimensions says nothing.
     named = dict(model.named_parameters())
-    vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
-    matrices = [p for name, p in named.items() if not ("norm" in name or name.endswith(".bias"))]
+    vectors = {name: p for name, p in named.items() if "norm" in name or name.endswith(".bias")}
+    matrices = [p for name, p in named.items() if name not in vectors]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": list(vectors.values()), "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 

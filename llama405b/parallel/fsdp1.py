@@ -25,23 +25,15 @@ from llama405b.parallel.fsdp2 import check_wrap, kept_dtype
 from llama405b.ranks import Ranks
 
 
-def build(directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks) -> nn.Module:
+def load_wrapped(
+    directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks
+) -> nn.Module:
     """Load on rank 0 (None: random weights), wrap, synchronise; returns the FSDP module with its weights.
 
     Raises:
         UserError: ``parallel.wrap`` names a class the model does not have.
     """
-    dtype = kept_dtype(parallel.numerics)
-    if me.leads and directory is None:
-        config.use_cache, config._attn_implementation = False, attention
-        model = LlamaForCausalLM(config).to(dtype)
-        model.train()
-    elif me.leads:
-        config.use_cache = False
-        model = LlamaForCausalLM.from_pretrained(directory, config=config, dtype=dtype, attn_implementation=attention)
-        model.train()
-    else:
-        model = build_on_meta(config, attention, dtype)
+    model = _unwrapped(directory, config, attention, kept_dtype(parallel.numerics), me)
     check_wrap(model, parallel.wrap)
     tied = config.tie_word_embeddings  # a weight that two modules share must stay in one unit: the root
     classes = {
@@ -53,7 +45,6 @@ def build(directory: Path | None, config: LlamaConfig, attention: str, parallel:
         tie_head(model)  # to_empty parts the two
 
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-    prefetch = None if parallel.backward_prefetch == "none" else BackwardPrefetch[parallel.backward_prefetch]
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
@@ -63,10 +54,24 @@ def build(directory: Path | None, config: LlamaConfig, attention: str, parallel:
         sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
         mixed_precision=mixed if parallel.numerics == "fp32-master" else None,
         cpu_offload=CPUOffload(offload_params=parallel.cpu_offload),
-        backward_prefetch=prefetch,
+        backward_prefetch=BackwardPrefetch.__members__.get(parallel.backward_prefetch),
         forward_prefetch=parallel.forward_prefetch,
         limit_all_gathers=parallel.limit_all_gathers,
         use_orig_params=True,
     )
     restore_buffers(wrapped, config, me.device)
     return wrapped
+
+
+def _unwrapped(
+    directory: Path | None, config: LlamaConfig, attention: str, dtype: torch.dtype, me: Ranks
+) -> LlamaForCausalLM:
+    if not me.leads:
+        return build_on_meta(config, attention, dtype)
+    config.use_cache = False
+    if directory:
+        model = LlamaForCausalLM.from_pretrained(directory, config=config, dtype=dtype, attn_implementation=attention)
+    else:
+        config._attn_implementation = attention
+        model = LlamaForCausalLM(config).to(dtype)
+    return model.train()

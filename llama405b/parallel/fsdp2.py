@@ -5,8 +5,8 @@ kept gathered between forward and backward. With tied embeddings the embedding, 
 Knows modules and meshes; not weights, files or the optimizer.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from llama405b.axes import Axes
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Parallel
-from llama405b.parallel.mesh import device_mesh
 
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
 
@@ -34,15 +33,24 @@ def kept_dtype(numerics: str) -> torch.dtype:
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Refuse names in ``wrap`` that no module of the model has.
-
-    Raises:
-        UserError: Names the classes that there are.
-    """
+    """Refuse names in ``wrap`` that no module of the model has; says the classes that there are."""
     present = {type(module).__name__ for module in model.modules()}
     for name in wrap:
         if name not in present:
             raise UserError(f"--parallel.wrap: the model has no {name!r}; it has {', '.join(sorted(present))}")
+
+
+def device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
+    """The mesh over which parameters are sharded; ``device_type``: torch's default takes any GPU there is.
+
+    Axes of one rank have no group: each would cost every rank a communicator.
+
+    Raises:
+        NotImplementedError: Another axis than ``dp_shard`` has more than one rank.
+    """
+    if axes.world != axes.dp_shard:
+        raise NotImplementedError(f"only dp_shard is built so far; {axes} asks for more")
+    return dist.init_device_mesh(device_type, (axes.dp_shard,), mesh_dim_names=("dp_shard",))
 
 
 def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
@@ -53,23 +61,20 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     """
     check_wrap(model, parallel.wrap)
     mesh = mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type)
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": _precision(parallel.numerics),
-        "offload_policy": OffloadPolicy(),
-    }
+    offload: OffloadPolicy = OffloadPolicy()
     if parallel.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    tied = model.config.tie_word_embeddings
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=_precision(parallel.numerics), offload_policy=offload)
+    tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
     for module in list(model.modules()):
-        if type(module).__name__ in parallel.wrap and module is not model.model.embed_tokens:
-            fully_shard(module, reshard_after_forward=True, **options)
-        elif module is model.model.embed_tokens and not tied and "Embedding" in parallel.wrap:
-            fully_shard(module, reshard_after_forward=True, **options)
+        if type(module).__name__ in parallel.wrap and module is not embedding:
+            unit(module, reshard_after_forward=True)
+        elif module is embedding and not tied and "Embedding" in parallel.wrap:
+            unit(module, reshard_after_forward=True)
             module.set_unshard_in_backward(False)
     if not tied:
-        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
+        unit([model.model.norm, model.lm_head], reshard_after_forward=False)
+    unit(model, reshard_after_forward=False)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ def _trainer(me, directory, load_weights=True):
     from llama405b.optim.adamw import build_optimizer
     from llama405b.parallel import fsdp2
 
-    module = llama.build_on_meta(llama.read_config(directory), "sdpa", torch.float32)
+    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     if load_weights:
         load.load(module, directory, "auto", me, lambda *_: None)
@@ -58,7 +58,6 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
 
 
 def _resume(me, directory, root, resume="auto"):
-    from llama405b.checkpoint import state
     from llama405b.checkpoint import store as checkpoint
     from llama405b.contract.errors import UserError
 
@@ -72,7 +71,7 @@ def _resume(me, directory, root, resume="auto"):
         return str(error)
     if path is None:
         return None, passed_over, []
-    done = state.restore(path, module, optimizer, me)
+    done = checkpoint.restore(path, module, optimizer, me)
     losses = [_step(me, module, optimizer, number) for number in range(done + 1, 9)]
     return path.name, passed_over, losses
 
@@ -248,12 +247,12 @@ def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
 
 
 def _settings_after_resume(me, directory, root):
-    from llama405b.checkpoint import state
+    from llama405b.checkpoint import store
 
     module, optimizer = _trainer(me, directory, load_weights=False)
     for group in optimizer.param_groups:
         group.update(weight_decay=0.5, betas=(0.8, 0.9))
-    state.restore(Path(root) / "step-00000008", module, optimizer, me)
+    store.restore(Path(root) / "step-00000008", module, optimizer, me)
     return [(group["weight_decay"], group["betas"], len(group["params"])) for group in optimizer.param_groups]
 
 

@@ -17,9 +17,9 @@ def _losses(directory, kind, offload, numerics="fp32"):
     me = ranks.join("cuda", 60)
     try:
         parallel = Parallel(fsdp=kind, cpu_offload=offload, numerics=numerics)
-        config = llama.read_config(directory)
+        config = llama.read_hf_config(directory)
         if kind == "fsdp1":
-            module = fsdp1.build(directory, config, "sdpa", parallel, me)
+            module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
         else:
             module = llama.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
             fsdp2.shard(module, parallel, me.device)

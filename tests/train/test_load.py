@@ -27,7 +27,7 @@ def _load_and_compare(me, directory, numerics, checkpointing):
 
     whole, faults = _read(directory), []
     for how in ("rank0", "local"):
-        config = llama.read_config(directory)
+        config = llama.read_hf_config(directory)
         module = llama.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
         fsdp2.shard(module, Parallel(numerics=numerics), me.device)
         if checkpointing:
@@ -73,7 +73,7 @@ def _load_where_only_rank0_reads(me, directory, how):
     from llama405b.model import llama
     from llama405b.parallel import fsdp2
 
-    module = llama.build_on_meta(llama.read_config(directory), "sdpa", torch.float32)
+    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     mine = Path(directory) if me.leads else Path("/nonexistent")
     try:
@@ -96,7 +96,7 @@ def _load_random_layers(me, directory):
     from llama405b.model import llama
     from llama405b.parallel import fsdp2
 
-    module = llama.build_on_meta(llama.read_config(directory, 1), "sdpa", torch.float32)
+    module = llama.build_on_meta(llama.read_hf_config(directory, 1), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     calls = []
     how = load.load(

@@ -31,7 +31,7 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
     from llama405b.model import llama
     from llama405b.parallel import fsdp2 as shard
 
-    module = llama.build_on_meta(llama.read_config(directory), "sdpa", shard.kept_dtype(numerics))
+    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", shard.kept_dtype(numerics))
     shard.shard(module, Parallel(numerics=numerics, cpu_offload=offload), me.device)
     load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
     if checkpointing:
@@ -52,8 +52,8 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         from llama405b.parallel import fsdp2 as shard
 
         init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
-        module = fsdp1.build(
-            directory, llama.read_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me
+        module = fsdp1.load_wrapped(
+            directory, llama.read_hf_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me
         )
         shard.checkpoint_activations(module)
     else:
