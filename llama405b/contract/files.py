@@ -72,15 +72,6 @@ def read_records(kind: type[T], path: Path, last: int) -> list[T]:
     return found
 
 
-def read_json(path: Path) -> dict[str, Json] | None:
-    """Read a JSON object; None where there is none (yet), or none that can be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def append_line(path: Path, line: str) -> None:
     """Add a line to a file, in one write.
 

@@ -29,6 +29,7 @@ from llama405b_tools.machine.torchrun import root_cause
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
+from llama405b_tools.remote.secrets import read_secrets
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, torchrun_argv
 
@@ -204,13 +205,9 @@ class NodeRunner:
 
     def take_secrets(self) -> dict[str, str]:
         """Read the secrets' file, and delete it."""
-        path = self.run.secrets(self.host)
-        try:
-            secrets = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        path.unlink()
-        return {str(key): str(value) for key, value in secrets.items()}
+        secrets = read_secrets(self.run.secrets(self.host))
+        self.run.secrets(self.host).unlink(missing_ok=True)
+        return secrets
 
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with its time."""

@@ -11,3 +11,12 @@ def write_secrets(path: Path, secrets: dict[str, str]) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(secrets, file)
+
+
+def read_secrets(path: Path) -> dict[str, str]:
+    """What was written; {} where nothing is."""
+    try:
+        secrets = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return {str(name): str(value) for name, value in secrets.items()}

@@ -100,50 +100,40 @@ def _parser() -> OneLineParser:
     add("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
     add("--rehearse", action="store_true", help="only try the whole way with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
-    add(
-        "--restart",
-        type=int,
-        default=0,
-        metavar="N",
-        help="guard the run: resume it; give up after N restarts without a newer checkpoint [0]",
-    )
-    add(
-        "--hang-after", default="5m", metavar="TIME", help="with --restart: a rank silent this long counts as hung [5m]"
-    )
-    add("--notify", default="", metavar="CMD", help="with --restart: run CMD on incident, recovery and end")
-    add("--env", action="append", default=[], metavar="K=V", help="set an environment variable for the ranks")
-    add(
-        "--env-file",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="file of K=V lines; names that look secret are passed as by --secret",
-    )
-    add(
-        "--secret",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="pass this environment variable to the ranks, over SSH's standard input only",
-    )
-    add(
-        "--setup-line",
-        default="",
-        metavar="LINE",
-        help="shell line to run before torchrun on every host, such as 'module load cuda'",
-    )
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
-    add(
-        "--slurm",
-        metavar="OPTIONS",
-        help='submit a Slurm job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file',
-    )
-    add("--cache", default="", metavar="DIR", help="with --slurm: HF_HOME on each node, such as '/nvme/$USER/hf'")
-    add("--scratch", default="", metavar="DIR", help="with --slurm: TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where; opens no connection")
+    _add_guard(parser.add_argument_group("guard the run"))
+    _add_environment(parser.add_argument_group("environment of the ranks"))
+    _add_slurm(parser.add_argument_group("Slurm"))
     return parser
+
+
+def _add_guard(group: argparse._ArgumentGroup) -> None:
+    add, again = group.add_argument, "resume it; give up after N restarts without a newer checkpoint [0]"
+    add("--restart", type=int, default=0, metavar="N", help=again)
+    add("--hang-after", default="5m", metavar="TIME", help="a rank silent this long counts as hung [5m]")
+    add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery and end")
+
+
+def _add_environment(group: argparse._ArgumentGroup) -> None:
+    def add_list(flag: str, metavar: str, text: str, type_: type[str] | type[Path] = str) -> None:
+        group.add_argument(flag, action="append", default=[], type=type_, metavar=metavar, help=text)
+
+    add_list("--env", "K=V", "set an environment variable")
+    add_list(
+        "--env-file", "FILE", "set those of a file of K=V lines; names that look secret are passed as by --secret", Path
+    )
+    add_list("--secret", "NAME", "pass this environment variable on, over SSH's standard input only")
+    before = "shell line to run before torchrun on every host, such as 'module load cuda'"
+    group.add_argument("--setup-line", default="", metavar="LINE", help=before)
+
+
+def _add_slurm(group: argparse._ArgumentGroup) -> None:
+    add, job = group.add_argument, 'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file'
+    add("--slurm", metavar="OPTIONS", help=job)
+    add("--cache", default="", metavar="DIR", help="HF_HOME on each node, such as '/nvme/$USER/hf'")
+    add("--scratch", default="", metavar="DIR", help="TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
 
 
 def parse(argv: Sequence[str], now: float) -> LaunchRequest:
@@ -194,9 +184,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
 
 def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """The trainer's settings, and the flags that say the same on hosts that have no such file."""
-    own = config.read_flags(settings)
-    if known.config:
-        own = config.read_toml(known.config) | own
+    own = config.read_toml(known.config) | config.read_flags(settings)
     flags = (*_flag("--preset", known.preset), *config.to_flags(own))
     return command.parse([*source_flags(known), *settings]).config, flags
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from llama405b.contract.files import read_json, read_record, write_json
+from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan, read_plan
@@ -28,7 +28,7 @@ from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.remote import facts
 from llama405b_tools.remote.messages.launch import Place
 from llama405b_tools.remote.node import NodeRunner
-from llama405b_tools.remote.secrets import write_secrets
+from llama405b_tools.remote.secrets import read_secrets, write_secrets
 from llama405b_tools.run import jobs
 from llama405b_tools.run.jobs import JobRequest
 from llama405b_tools.run.plan import HostPart, Launching, build_plan
@@ -74,7 +74,7 @@ def main() -> int:
     if name == names[0]:
         _make_plan(run, request, names, this)
     _wait(lambda: _plan_of(run, this), f"{names[0]} made no plan")
-    secrets = _read_secrets(run.job_secrets)
+    secrets = read_secrets(run.job_secrets)
     if secrets and request.terms.secrets:
         write_secrets(run.secrets(name), secrets)
     write_json(run.where(name), NodeWhere(this, ready=True))
@@ -193,11 +193,6 @@ def _all_where(run: RunDir, names: list[str], this: str) -> dict[str, NodeWhere]
 
 def _where_of(run: RunDir, name: str) -> NodeWhere:
     return read_record(NodeWhere, run.where(name)) or NodeWhere("")
-
-
-def _read_secrets(path: Path) -> dict[str, str]:
-    found = read_json(path) or {}
-    return {str(name): str(value) for name, value in found.items()}
 
 
 def _wait(condition: Callable[[], T | None], why: str) -> T:
