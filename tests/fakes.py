@@ -11,8 +11,8 @@ from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import agent
 from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.remote.messages.launch import LaunchFacts, Reach
-from llama405b_tools.remote.messages.runs import HostRun, StatusReply
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
+from llama405b_tools.remote.messages.status import HostRun, StatusReply
 from llama405b_tools.remote.messages.stream import News, NodeNews
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
-from llama405b.data.text import STDLIB, documents, expand
+from llama405b.data.documents import STDLIB, documents, expand
 
 VOCAB = 2048
 TOKENIZER_TEXT_BYTES = 2_000_000

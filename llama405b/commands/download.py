@@ -99,14 +99,14 @@ def _fetch_one(model: str, commit: str, sibling: "RepoSibling", target: Path, re
     name: str = sibling.rfilename
     for again in (False, True):
         path = Path(hf_hub_download(model, name, revision=commit, local_dir=target, force_download=again))
-        fault = fault_of(path, sibling)
+        fault = download_fault(path, sibling)
         if not fault:
             record.add(name, path, digest_of(sibling))
             return name
     raise RunError(f"{path}: {fault}, twice; the disk or the network corrupts data")
 
 
-def fault_of(path: Path, sibling: "RepoSibling") -> str:
+def download_fault(path: Path, sibling: "RepoSibling") -> str:
     """What is wrong with a file; '' where nothing is."""
     size, digest = path.stat().st_size, digest_of(sibling)
     if sibling.size is not None and size != sibling.size:

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from llama405b import ranks
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
-from llama405b.data.text import documents, expand
+from llama405b.data.documents import documents, expand
 from llama405b.ranks import Ranks
 from llama405b.step import IGNORE_INDEX
 

@@ -6,7 +6,7 @@ import torch
 
 from llama405b.contract.errors import UserError
 from llama405b.data.batches import NOT_LEARNT, Batches
-from llama405b.data.text import documents, expand
+from llama405b.data.documents import documents, expand
 from llama405b.ranks import Ranks
 
 

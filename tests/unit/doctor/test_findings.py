@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from llama405b.contract import reader
 from llama405b.contract.checkup import Checkup
-from llama405b_tools.doctor.facts import HostFacts, PeerReach
+from llama405b_tools.doctor.host_facts import HostFacts, PeerReach
 from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.findings import Peers
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
@@ -235,7 +235,7 @@ def test_the_line_by_which_nccl_falls_back():
 
 
 def test_the_odd_one_out():
-    from llama405b_tools.doctor.deep import judge
+    from llama405b_tools.doctor.stress import judge
 
     devices = [{"rank": i, "host": f"h{i // 2}", "local_rank": i % 2, "tflops": 700.0} for i in range(8)]
     devices[5]["tflops"] = 610.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llama405b.contract import checkpoints, reader
-from llama405b_tools.doctor.facts import HostFacts
+from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.remote import carried, sampler
 from llama405b_tools.top.state.frames import Frame
 
@@ -72,7 +72,7 @@ def test_the_probe_speaks_as_doctor_reads(tmp_path):
 
 @pytest.mark.parametrize("name", ["sampler", "hostprobe"])
 def test_it_is_one_file(name):
-    tree = ast.parse(carried.source(name), feature_version=(3, 6))
+    tree = ast.parse(carried.program_text(name), feature_version=(3, 6))
     imported = {
         (node.module if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
         for node in ast.walk(tree)

@@ -6,7 +6,7 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Metrics, NodeState, NodeStatus, Phase
-from llama405b_tools.remote.messages.runs import Beat
+from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.remote.messages.stream import News, NodeNews
 from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch
 from llama405b_tools.run.judge import Failure

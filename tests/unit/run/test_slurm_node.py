@@ -6,8 +6,8 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b_tools.machine.addresses import Address
-from llama405b_tools.remote.facts import place_of
-from llama405b_tools.remote.messages.launch import Place
+from llama405b_tools.remote.launch_facts import place_of
+from llama405b_tools.remote.messages.launch import RunPlace
 from llama405b_tools.run import slurm_node
 from llama405b_tools.run.jobs import JobRequest
 from llama405b_tools.run.plan import Terms
@@ -50,7 +50,7 @@ def test_the_nodes_meet_where_the_others_see_the_first_one(run):
 
 
 def test_cache_and_scratch_are_each_nodes_own(run, monkeypatch):
-    places = {"cache": Place("/nvme/hf", True), "scratch": Place("/nvme/7", True)}
+    places = {"cache": RunPlace("/nvme/hf", True), "scratch": RunPlace("/nvme/7", True)}
     plan = meet(run, a=where("10.0.0.1", places=places), b=where("10.0.0.2"))
     assert plan.node("a").env["HF_HOME"] == "/nvme/hf"
     assert plan.node("a").env["TMPDIR"] == "/nvme/7"

@@ -12,7 +12,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.start import Started, StartFault
 from llama405b_tools.run import start as starting
 from llama405b_tools.run.backends import OnHosts
-from llama405b_tools.run.start import StartError, start
+from llama405b_tools.run.start import StartError, start_run
 
 NAMES = ("a", "b", "c")
 
@@ -40,7 +40,7 @@ def actions(fleet, name):
 
 
 def test_every_host_is_told_to_keep_it(fleet, plan, tmp_path):
-    start(plan, {"TOKEN": "t"}, fleet)
+    start_run(plan, {"TOKEN": "t"}, fleet)
     assert alive(fleet) == list(NAMES)
     assert fleet.fakes["b"].heard[0][1].secrets == {"TOKEN": "t"}
     assert (tmp_path / "runs/r/plan.json").exists()
@@ -62,7 +62,7 @@ def test_every_host_is_told_to_keep_it(fleet, plan, tmp_path):
 def test_one_that_does_not_start_ends_all(fleet, plan, name, fault):
     fleet.fakes[name].faults["start"] = fault
     with pytest.raises(StartError) as failed:
-        start(plan, {}, fleet)
+        start_run(plan, {}, fleet)
     assert f"{name}: " in str(failed.value)
     assert alive(fleet) == []
     assert not [other for other in NAMES if other != name and "stop" not in actions(fleet, other)]
@@ -71,7 +71,7 @@ def test_one_that_does_not_start_ends_all(fleet, plan, name, fault):
 def test_the_head_is_asked_first_and_alone(fleet, plan):
     fleet.fakes["a"].faults["start"] = reader.dumps(Started(StartFault.TAKEN))
     with pytest.raises(StartError):
-        start(plan, {}, fleet)
+        start_run(plan, {}, fleet)
     assert "start" not in actions(fleet, "b") + actions(fleet, "c")
 
 
@@ -79,25 +79,25 @@ def test_the_head_is_asked_first_and_alone(fleet, plan):
 def test_a_terminal_that_dies_between_the_two_steps_leaves_nothing(fleet, plan, fault):
     fleet.fakes["b"].faults["keep"] = fault
     with pytest.raises((KeyboardInterrupt, StartError)):
-        start(plan, {}, fleet)
+        start_run(plan, {}, fleet)
     assert alive(fleet) == []
 
 
 def test_an_answer_that_never_comes_is_named(fleet, plan):
     fleet.fakes["c"].keep = list
     with pytest.raises(StartError, match="c: did not answer within"):
-        start(plan, {}, fleet)
+        start_run(plan, {}, fleet)
     assert alive(fleet) == []
 
 
 def test_what_cannot_be_asked_is_not_called_ended(fleet, plan):
     fleet.fakes["b"].faults |= {"start": HostError("gone"), "stop": HostError("gone")}
     with pytest.raises(StartError, match="once b can be reached"):
-        start(plan, {}, fleet)
+        start_run(plan, {}, fleet)
 
 
 def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):
-    start(plan, {}, fleet)
+    start_run(plan, {}, fleet)
     fleet.fakes["c"].faults["stop"] = HostError("gone")
     ends = OnHosts("r", Path("hosts")).end(fleet, "r", "me@here", 30.0)
     assert [name for name, end in ends.items() if isinstance(end, HostError)] == ["c"]

@@ -8,7 +8,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge
-from llama405b_tools.run.query import ask, failures_of, newest_checkpoint
+from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint
 
 
 def plan(name="r", created=1.0):
@@ -26,7 +26,7 @@ def fleet(monkeypatch, tmp_path):
 
 
 def test_a_run_that_lives(fleet):
-    run, seen = ask(fleet, None)
+    run, seen = ask_hosts(fleet, None)
     assert (run, failures_of(seen)) == ("r", [])
 
 
@@ -35,25 +35,25 @@ def test_the_host_where_it_began_is_first(fleet):
     for name, cause in causes.items():
         host = fleet.fakes[name]
         host.alive, host.status = False, over(name, cause).node.status
-    failures = failures_of(ask(fleet, "r")[1])
+    failures = failures_of(ask_hosts(fleet, "r")[1])
     assert [failure.cause for failure in failures] == list(causes.values())
     assert judge.first_failure(failures).host == "b"
 
 
 def test_a_host_that_cannot_be_asked_is_a_failure_and_hides_no_other(fleet):
     fleet.fakes["a"].faults["status"] = HostError("gone")
-    run, seen = ask(fleet, None)
+    run, seen = ask_hosts(fleet, None)
     assert (run, [failure.cause.kind for failure in failures_of(seen)]) == ("r", [CauseKind.UNREACHABLE])
     fleet.fakes["b"].faults["status"] = HostError("gone")
     with pytest.raises(HostError):
-        ask(fleet, None)
+        ask_hosts(fleet, None)
 
 
 def test_a_host_that_does_not_know_the_run(fleet):
     fleet.fakes["b"].plan = None
-    assert [failure.cause.kind for failure in failures_of(ask(fleet, "r")[1])] == [CauseKind.NO_RUN]
+    assert [failure.cause.kind for failure in failures_of(ask_hosts(fleet, "r")[1])] == [CauseKind.NO_RUN]
     with pytest.raises(UserError):
-        ask(fleet, "other")
+        ask_hosts(fleet, "other")
 
 
 def test_the_newest_checkpoint_that_any_host_sees(fleet):

@@ -18,7 +18,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
 from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartRequest
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.text.tables import table
 
@@ -107,4 +107,4 @@ def _replay(hosts: Sequence[Host], said: Said) -> Cost:
 
 def _status(hosts: Sequence[Host]) -> None:
     with Fleet(hosts) as found, contextlib.suppress(UserError):  # that there is no run yet
-        ask(found, None)
+        ask_hosts(found, None)

@@ -15,7 +15,8 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote import wire
+from llama405b_tools.remote import chain_protocol
+from llama405b_tools.remote.chain_protocol import BrokenLinkError, FileList
 from llama405b_tools.remote.messages.chain import (
     LOOK,
     Hop,
@@ -26,7 +27,6 @@ from llama405b_tools.remote.messages.chain import (
     RelaySees,
     SendRequest,
 )
-from llama405b_tools.remote.wire import BrokenLinkError, FileList
 
 READY_S, SILENT_S = 30.0, 180.0
 
@@ -132,13 +132,13 @@ class Chain:
                 self.origin_fault = self._follow(self.origin.host, dialogue).fault
                 return
             with contextlib.closing(self._link(first, below)) as link:
-                wire.source(Path(self.origin.path), self.files, self.token, link, lambda _: None)
+                chain_protocol.source(Path(self.origin.path), self.files, self.token, link, lambda _: None)
         except (OSError, HostError, BrokenLinkError, reader.MalformedError) as error:
             self.origin_fault = str(error)
 
-    def _link(self, first: str, below: NextHop) -> wire.Link:
+    def _link(self, first: str, below: NextHop) -> chain_protocol.Link:
         try:
-            return wire.connect(below)
+            return chain_protocol.connect(below)
         except BrokenLinkError:
             return self.fleet.connection(first).tunnel(below.port)
 

@@ -13,8 +13,8 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote import wire
-from llama405b_tools.remote.wire import FileList
+from llama405b_tools.remote import chain_protocol
+from llama405b_tools.remote.chain_protocol import FileList
 from llama405b_tools.text.shell import shell_path
 from llama405b_tools.text.tables import table
 
@@ -116,7 +116,7 @@ def _files_of(origin: Origin) -> FileList:
     """The files here; a host lists its own."""
     if origin.host:
         return []
-    files = wire.list_files(Path(origin.path))
+    files = chain_protocol.list_files(Path(origin.path))
     if not files:
         raise UserError(f"{origin.path}: there is no file in it; name a checkpoint directory")
     return files

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from llama405b.contract.phrases import given
-from llama405b_tools.doctor.facts import HostFacts
+from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
 from llama405b_tools.doctor.visit import Visit

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llama405b.contract import config, weights
 from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
-from llama405b_tools.doctor.facts import HostFacts, PeersReply
+from llama405b_tools.doctor.host_facts import HostFacts, PeersReply
 from llama405b_tools.doctor.rules.findings import Finding, Peers
 from llama405b_tools.doctor.rules.of_host import BAD, Needs
 from llama405b_tools.hosts.dialogue import Dialogue

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.remote.messages.runs import HostRun
+from llama405b_tools.remote.messages.status import HostRun
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.endings import failure_words

@@ -23,9 +23,9 @@ ACTIONS = {  # action: module and function, imported when asked for: most of an 
     "status": ("describe", "status"),
     "stop": ("ending", "end"),
     "orphans": ("ending", "orphans"),
-    "ask": ("ending", "ask"),
+    "ask": ("ending", "pass_request"),
     "stream": ("streaming", "stream"),
-    "probe": ("facts", "probe"),
+    "probe": ("launch_facts", "probe"),
     "relay": ("relay", "relay"),
     "send": ("relay", "send_from_here"),
 }

@@ -15,11 +15,11 @@ def command(name: str) -> str:
 
 
 @functools.cache
-def source(name: str) -> str:
+def program_text(name: str) -> str:
     """The text of ``sampler`` or ``hostprobe``."""
     return (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
 
 
 def standard_input(name: str, request: Mapping[str, Any]) -> str:
     """What ``command`` reads: the program, and the line of JSON that tells it what to do."""
-    return f"{len(source(name))}\n{source(name)}{json.dumps(request)}\n"
+    return f"{len(program_text(name))}\n{program_text(name)}{json.dumps(request)}\n"

@@ -12,7 +12,7 @@ from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import Metrics, NodeState, NodeStatus, StopMark
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages.runs import Beat, HostRun, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.status import Beat, HostRun, StatusReply, StatusRequest
 
 NEWEST_RUNS = 20
 LAST_BYTES = 4096  # of the metrics, in which their last line is

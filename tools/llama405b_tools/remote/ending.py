@@ -89,7 +89,7 @@ def orphans(request: OrphansRequest) -> OrphansReply:
     return OrphansReply(tuple(found))
 
 
-def ask(request: AskRequest) -> Asked:
+def pass_request(request: AskRequest) -> Asked:
     """Write a request for the trainer to find; for the head, whose rank 0 looks for them."""
     run = run_of(request.run)
     plan = read_plan(run)

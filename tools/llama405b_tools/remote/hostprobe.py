@@ -249,7 +249,7 @@ def kill_user_processes():
 def disks(request):
     """Filesystems that could hold weights or checkpoints, and spare drives; rates where this user may write."""
     wanted = [os.path.expanduser(path) for path in request["paths"] if path]
-    places = [place(path, request.get("rates")) for path in wanted]
+    places = [nearest_directory(path, request.get("rates")) for path in wanted]
     return {"filesystems": filesystems() + places, "unmounted_nvme": spare_drives()}
 
 
@@ -271,7 +271,7 @@ def filesystems():
     return found
 
 
-def place(path, with_rates):
+def nearest_directory(path, with_rates):
     """A directory that a run would write, or the nearest there is above it."""
     here = path
     while not os.path.isdir(here) and here not in ("", "/"):

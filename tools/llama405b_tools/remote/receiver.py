@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, ParamSpec
 
 from llama405b.contract import reader
-from llama405b_tools.remote import wire
+from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
 
 P = ParamSpec("P")
@@ -50,7 +50,9 @@ class Receiver:
             OSError: This host's disk fails.
         """
         link = self._accept()
-        files: wire.FileList = list(reader.loads(wire.Offer, wire.line(link), "what is to come").files)
+        files: chain_protocol.FileList = list(
+            reader.loads(chain_protocol.Offer, chain_protocol.line(link), "what is to come").files
+        )
         for name, _ in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise OSError(f"{name!r} leads out of the directory")
@@ -65,7 +67,7 @@ class Receiver:
         least = mine
         if below:
             least = [min(pair) for pair in zip(mine, self._connect(below, files), strict=True)]
-        wire.send(link, f"{reader.dumps(wire.Present(tuple(least)))}\n".encode())
+        chain_protocol.send(link, f"{reader.dumps(chain_protocol.Present(tuple(least)))}\n".encode())
         self.total = sum(size for _, size in files)
         for (name, size), have, begin in zip(files, mine, least, strict=True):
             self.file = name
@@ -78,21 +80,25 @@ class Receiver:
         """The connection of whoever knows the token."""
         while True:
             link, _ = self.listener.accept()
-            link.settimeout(wire.STALL_S)
-            with contextlib.suppress(OSError, wire.BrokenLinkError):
-                if hmac.compare_digest(wire.line(link, limit=200).strip(), self.token):
+            link.settimeout(chain_protocol.STALL_S)
+            with contextlib.suppress(OSError, chain_protocol.BrokenLinkError):
+                if hmac.compare_digest(chain_protocol.line(link, limit=200).strip(), self.token):
                     return link
             link.close()
 
-    def _connect(self, below: NextHop, files: wire.FileList) -> list[int]:
+    def _connect(self, below: NextHop, files: chain_protocol.FileList) -> list[int]:
         """Connect to the next host, and hear what everybody below has; without it the chain ends here."""
         for address in below.addresses:
             try:
-                self.next = socket.create_connection((address, below.port), wire.CONNECT_S)
-                self.next.settimeout(wire.STALL_S)
-                wire.send(self.next, f"{below.token}\n{reader.dumps(wire.Offer(tuple(files)))}\n".encode())
-                return list(reader.loads(wire.Present, wire.line(self.next), "what the next host has").sizes)
-            except (OSError, wire.BrokenLinkError, ValueError):
+                self.next = socket.create_connection((address, below.port), chain_protocol.CONNECT_S)
+                self.next.settimeout(chain_protocol.STALL_S)
+                chain_protocol.send(
+                    self.next, f"{below.token}\n{reader.dumps(chain_protocol.Offer(tuple(files)))}\n".encode()
+                )
+                return list(
+                    reader.loads(chain_protocol.Present, chain_protocol.line(self.next), "what the next host has").sizes
+                )
+            except (OSError, chain_protocol.BrokenLinkError, ValueError):
                 self.next = None
         return [size for _, size in files]
 
@@ -106,7 +112,7 @@ class Receiver:
             return partial.stat().st_size
         return 0
 
-    def _receive(self, link: wire.Link, name: str, size: int, have: int, begin: int) -> None:
+    def _receive(self, link: chain_protocol.Link, name: str, size: int, have: int, begin: int) -> None:
         """Receive a file from ``begin`` on, and pass it on; what is here already (``have``) is not written again."""
         target = _Target(self.root / name, size, have, self._known(name, size))
         self.done += begin
@@ -114,19 +120,19 @@ class Receiver:
             try:
                 position = begin
                 while position < size:
-                    chunk = link.recv(min(wire.CHUNK, size - position))
+                    chunk = link.recv(min(chain_protocol.CHUNK, size - position))
                     if not chunk:
-                        raise wire.BrokenLinkError(f"the host before stopped at byte {position} of {name}")
+                        raise chain_protocol.BrokenLinkError(f"the host before stopped at byte {position} of {name}")
                     if fresh := chunk[max(0, have - position) :]:
                         disk.do(target.write, fresh)
                     onward.do(self._pass_on, chunk)
                     position += len(chunk)
                     self.done += len(chunk)
-                said = wire.exactly(link, 64)
+                said = chain_protocol.exactly(link, 64)
                 onward.do(self._pass_on, said)
                 disk.wait()
             except (TimeoutError, ConnectionError) as error:
-                raise wire.BrokenLinkError(str(error)) from None
+                raise chain_protocol.BrokenLinkError(str(error)) from None
         self._settle(name, target, said.decode())
 
     def _settle(self, name: str, target: "_Target", said: str) -> None:
@@ -245,7 +251,7 @@ def _hash_into(digest: "hashlib._Hash", path: Path, size: int) -> None:
     with path.open("rb") as file:
         left = size
         while left:
-            chunk = file.read(min(wire.CHUNK, left))
+            chunk = file.read(min(chain_protocol.CHUNK, left))
             if not chunk:
                 raise OSError(f"{path} became shorter")
             digest.update(chunk)

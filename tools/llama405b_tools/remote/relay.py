@@ -10,8 +10,9 @@ from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.phrases import reason_of
-from llama405b_tools.remote import wire
-from llama405b_tools.remote.facts import addresses
+from llama405b_tools.remote import chain_protocol
+from llama405b_tools.remote.chain_protocol import BrokenLinkError
+from llama405b_tools.remote.launch_facts import addresses
 from llama405b_tools.remote.messages.chain import (
     LOOK,
     Hop,
@@ -23,7 +24,6 @@ from llama405b_tools.remote.messages.chain import (
     SendRequest,
 )
 from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
-from llama405b_tools.remote.wire import BrokenLinkError
 
 
 def relay(request: RelayRequest) -> None:
@@ -84,12 +84,12 @@ def send_from_here(request: SendRequest) -> None:
         nonlocal done
         done = position
 
-    files = wire.list_files(root)
+    files = chain_protocol.list_files(root)
     total = sum(size for _, size in files)
     with _Telling(lambda: RelayNews(done, total)):
         try:
-            with contextlib.closing(wire.connect(request.below)) as link:
-                wire.source(root, files, request.below.token, link, progress)
+            with contextlib.closing(chain_protocol.connect(request.below)) as link:
+                chain_protocol.source(root, files, request.below.token, link, progress)
         except (OSError, BrokenLinkError) as error:
             fault = str(error)
     _say(RelayNews(done, total, end=True, fault=fault))

@@ -19,7 +19,7 @@ GONE = (
 )
 
 
-def state_of(job: str) -> str:
+def job_state(job: str) -> str:
     """A job's state as Slurm writes it (PENDING, RUNNING, COMPLETED, …); COMPLETED where Slurm has forgotten it.
 
     Raises:
@@ -38,7 +38,7 @@ def why_pending(job: str) -> str:
 
 def alive(job: str) -> bool:
     """Whether anything of a job may still run."""
-    return state_of(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
+    return job_state(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
 
 
 def call(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":

@@ -15,7 +15,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run import jobs
-from llama405b_tools.run.query import ask
+from llama405b_tools.run.query import ask_hosts
 
 STOP_TIMEOUT_S = 60.0  # beside the grace
 Ends = dict[str, Ended | HostError]  # what became of each host's part
@@ -98,7 +98,7 @@ class InJob:
 
     def hosts(self) -> tuple[Host, ...]:
         """See ``Backend``."""
-        hosts = jobs.hosts_of(self.name)
+        hosts = jobs.job_hosts(self.name)
         if not hosts:
             raise UserError(f"{jobs.words_of(self.name)}; it has no nodes to ask yet")
         return hosts
@@ -107,23 +107,23 @@ class InJob:
         """See ``Backend``."""
         if not jobs.waits(self.name):
             return None
-        state = slurm.state_of(jobs.job_of(self.name))
+        state = slurm.job_state(jobs.job_of(self.name))
         return Waiting(jobs.words_of(self.name), is_over=state in slurm.GONE)
 
     def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """See ``Backend``; then Slurm says what lives, and the files how it ended."""
-        gone = jobs.end(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
-        told = replies(ask(fleet, run)[1])
+        gone = jobs.end_job(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
+        told = replies(ask_hosts(fleet, run)[1])
         return {name: Ended(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
 
     def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
         """See ``Backend``."""
-        gone = jobs.end(self.directory, plan.slurm_job, fleet.hosts, "", 0.0)
+        gone = jobs.end_job(self.directory, plan.slurm_job, fleet.hosts, "", 0.0)
         return {name: Ended(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
 
     def cancel(self) -> bool:
         """See ``Backend``."""
-        return jobs.end(self.directory, jobs.job_of(self.name), (), "", 0.0)
+        return jobs.end_job(self.directory, jobs.job_of(self.name), (), "", 0.0)
 
 
 def backend_of(run: str | None, hosts_file: Path) -> Backend:

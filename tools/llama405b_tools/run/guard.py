@@ -34,7 +34,7 @@ from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, follow
 from llama405b_tools.run.guard_record import machine_id, of_run
 from llama405b_tools.run.launch import launch, resumed
-from llama405b_tools.run.query import ask, newest_checkpoint
+from llama405b_tools.run.query import ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.start import StartError, stop_this
 
@@ -112,7 +112,7 @@ def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     if (known and known.state.state in GUARDING and not known.gone) or not _is_same(request, fleet, plan):
         return None
     try:
-        _, seen = ask(fleet, request.run)
+        _, seen = ask_hosts(fleet, request.run)
     except UserError:
         return None  # what is wrong launch says
     if {found.created for found in replies(seen).values() if found and found.alive} == {plan.created}:

@@ -60,7 +60,7 @@ def submit(request: LaunchRequest, options: str) -> str:
     if run.path.exists() and request.resume == "no":
         raise UserError(f"--run: {request.run!r} exists here; take another name, or continue it with --resume auto")
     earlier = read_record(JobRecord, run.job)
-    if earlier and slurm.state_of(earlier.job) not in slurm.GONE:
+    if earlier and slurm.job_state(earlier.job) not in slurm.GONE:
         raise UserError(
             f"--run: {request.run!r} is job {earlier.job} already; `llama405b stop --run {request.run}` ends it"
         )
@@ -116,7 +116,7 @@ def _options(text: str) -> list[str]:
         raise UserError(f'--slurm: {text!r} cannot be read ({error}); write it as "-N 4 -p gpu"') from None
 
 
-def end(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
+def end_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
     """End a job: with a grace by the node runners, which look for the word in their files, then by Slurm.
 
     Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.
@@ -129,10 +129,10 @@ def end(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) ->
         ask_to_stop(run, hosts, by, grace_s)
     if slurm.alive(job) and grace_s:
         _until_gone(job, grace_s + 20)
-    if slurm.state_of(job) not in slurm.GONE:
+    if slurm.job_state(job) not in slurm.GONE:
         slurm.call(["scancel", job])
         _until_gone(job, KILL_WAIT_S)
-    return slurm.state_of(job) in slurm.GONE
+    return slurm.job_state(job) in slurm.GONE
 
 
 def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
@@ -143,16 +143,16 @@ def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> N
 
 def _until_gone(job: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while slurm.state_of(job) not in slurm.GONE and time.monotonic() < deadline:
+    while slurm.job_state(job) not in slurm.GONE and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
 def waits(run: str) -> bool:
     """Whether the job of a run has no nodes: not yet, or (requeued) not again."""
-    return not hosts_of(run) or slurm.state_of(job_of(run)) == "PENDING"
+    return not job_hosts(run) or slurm.job_state(job_of(run)) == "PENDING"
 
 
-def hosts_of(run: str) -> tuple[Host, ...]:
+def job_hosts(run: str) -> tuple[Host, ...]:
     """The nodes of a run that is a job, as hosts whose files are here; () before the job has begun."""
     where = f"job {job_of(run)}"
     nodes = read_plan(RunDir.here(run)).nodes
@@ -192,7 +192,7 @@ def await_plan(run: str) -> Plan:
         if (words := words_of(run)) != said:
             print(words, flush=True)
             said = words
-        if slurm.state_of(job) in slurm.GONE:
+        if slurm.job_state(job) in slurm.GONE:
             raise RunError(f"job {job} ended before its nodes met; see runs/{run}/slurm-{job}.log")
         time.sleep(POLL_S)
     return plan
@@ -201,7 +201,7 @@ def await_plan(run: str) -> Plan:
 def words_of(run: str) -> str:
     """One line on a job that has no nodes yet, or none any more."""
     job = job_of(run)
-    state = slurm.state_of(job)
+    state = slurm.job_state(job)
     why = ""
     if state == "PENDING":
         why = f" ({slurm.why_pending(job)})"

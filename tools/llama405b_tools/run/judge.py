@@ -10,7 +10,7 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import NodeState, NodeStatus, Phase
 from llama405b.contract.words import STUCK
-from llama405b_tools.remote.messages.runs import Beat, HostRun
+from llama405b_tools.remote.messages.status import Beat, HostRun
 
 HEARD_WITHIN_S = 20.0  # a host not heard for longer is out of reach: of its ranks nothing is known
 SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.RESUME, Phase.CHECKPOINT)

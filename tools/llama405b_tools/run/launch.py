@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe
+from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
-from llama405b_tools.run.start import start
+from llama405b_tools.run.start import start_run
 from llama405b_tools.text.fold import fold_names
 
 UNPROVED = (
@@ -26,11 +26,11 @@ def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again
         RunError: A host is not fit, or did not start; nothing is left running, or it says where something may be.
     """
     began = time.monotonic()
-    answers, way = probe(request, hosts, fleet, again=again)
+    answers, way = probe_hosts(request, hosts, fleet, again=again)
     parts = [part_of(host, answers[host.name], way) for host in hosts]
     plan = plan_of(request, parts, answers, way, time.time())
     check_training(request, plan)
-    start(plan, request.secrets, fleet, again=again)
+    start_run(plan, request.secrets, fleet, again=again)
     took = f"up in {time.monotonic() - began:.1f} s"
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])

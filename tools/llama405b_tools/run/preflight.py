@@ -21,7 +21,7 @@ from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest, WeightsCheck
-from llama405b_tools.remote.messages.runs import StatusReply, StatusRequest
+from llama405b_tools.remote.messages.status import StatusReply, StatusRequest
 from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons, used_parts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names
@@ -45,7 +45,9 @@ class Way:
 Facts = Mapping[str, LaunchFacts]  # by host
 
 
-def probe(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> tuple[Facts, Way]:
+def probe_hosts(
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False
+) -> tuple[Facts, Way]:
     """Ask every host whether the run can start there, and find out where they meet.
 
     ``again``: a restart, at which whatever is wrong is a host's fault, and may pass.

@@ -12,7 +12,7 @@ from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.runs import HostRun, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.status import HostRun, StatusReply, StatusRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.text.fold import fold_names
@@ -23,7 +23,7 @@ STATUS_TIMEOUT_S = 30.0
 Seen = dict[str, HostRun | HostError | None]  # what each host says of a run; None: it does not know it
 
 
-def ask(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
+def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
     """Find the run that is meant, and what each host says of it.
 
     Raises:

@@ -25,8 +25,8 @@ from llama405b.contract.plan import Plan, read_plan
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.machine.sameness import disagreements
-from llama405b_tools.remote import facts
-from llama405b_tools.remote.messages.launch import Place
+from llama405b_tools.remote import launch_facts
+from llama405b_tools.remote.messages.launch import RunPlace
 from llama405b_tools.remote.node import NodeRunner
 from llama405b_tools.remote.secrets import read_secrets, write_secrets
 from llama405b_tools.run import jobs
@@ -52,7 +52,7 @@ class NodeWhere:
     cores: int = 1
     torch: str = ""
     rdma: Rdma = Rdma()
-    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)  # cache and scratch
+    places: Mapping[str, RunPlace] = dataclasses.field(default_factory=dict)  # cache and scratch
 
 
 def main() -> int:
@@ -103,13 +103,13 @@ def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
         job=this,
         head=target,
         mine=mine,
-        own=facts.addresses(),
+        own=launch_facts.addresses(),
         machine=socket.gethostname(),
-        gpus=len(visible) or facts.n_gpus(),
+        gpus=len(visible) or launch_facts.n_gpus(),
         cores=len(os.sched_getaffinity(0)),
-        torch=facts.version_of("torch"),
-        rdma=facts.rdma(),
-        places={key: facts.place_of(os.path.expandvars(path)) for key, path in places.items()},
+        torch=launch_facts.version_of("torch"),
+        rdma=launch_facts.rdma(),
+        places={key: launch_facts.place_of(os.path.expandvars(path)) for key, path in places.items()},
     )
 
 

@@ -37,7 +37,7 @@ class StartError(RunError):
         self.plan = plan
 
 
-def start(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False) -> None:
+def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False) -> None:
     """Start the node runner on every host; if one does not start, stop them all.
 
     ``again``: a restart, which a stop that somebody asked for meanwhile forbids.

@@ -15,7 +15,7 @@ from textual.geometry import Size
 from textual.widgets import Static
 
 from llama405b_tools.logs import first_error
-from llama405b_tools.run.query import ask
+from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import HostRow, Picture, Verdict
@@ -207,7 +207,7 @@ class TopApp(App[int]):
 
         def look() -> None:
             try:
-                lines = first_error.find(fleet, *ask(fleet, run or None))[1]
+                lines = first_error.find(fleet, *ask_hosts(fleet, run or None))[1]
             except Exception as error:  # noqa: BLE001 - said on screen, which goes on
                 lines = [str(error)]
             self.call_from_thread(self._text, FIRST_ERROR, lines)

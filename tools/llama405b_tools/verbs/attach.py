@@ -14,7 +14,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.run.attach import build_session, operator_socket, window_command
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.query import ask
+from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.verbs.arguments import verb_parser
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if backend.elsewhere:
         raise UserError("attach: a Slurm job has no tmux; `llama405b logs -f` shows every rank")
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask(fleet, args.run)
+        run, seen = ask_hosts(fleet, args.run)
     live = [fleet.hosts[name] for name, found in replies(seen).items() if found and found.alive]
     if not live:
         raise UserError(f"run {run} is not running on any host; `llama405b logs --run {run}` shows what it said")

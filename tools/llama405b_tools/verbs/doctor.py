@@ -14,10 +14,10 @@ from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
 from llama405b.contract.schema import Config
-from llama405b_tools.doctor.deep import check
 from llama405b_tools.doctor.report import print_report
 from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.of_host import BAD, WARN
+from llama405b_tools.doctor.stress import check
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet

@@ -78,7 +78,7 @@ def in_slurm(request: LaunchRequest, options: str) -> int:
     except KeyboardInterrupt:
         print("\nno longer following; the job continues")
         return STOPPED_FOLLOWING
-    with Fleet(jobs.hosts_of(request.run)) as fleet:
+    with Fleet(jobs.job_hosts(request.run)) as fleet:
         return follow(fleet, plan).code
 
 

@@ -14,11 +14,11 @@ from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.logs import first_error
+from llama405b_tools.logs.output import Show
 from llama405b_tools.logs.reader import Reader
-from llama405b_tools.logs.show import Show
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import is_guarded
-from llama405b_tools.run.query import ask
+from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.verbs.arguments import verb_parser
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(backend.hosts()) as fleet:
         if unknown := [name for name in args.host if name not in fleet.hosts]:
             raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; take one of {', '.join(fleet.hosts)}")
-        run, seen = ask(fleet, backend.run)
+        run, seen = ask_hosts(fleet, backend.run)
         if args.first_error:
             failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
             print("\n".join(lines))

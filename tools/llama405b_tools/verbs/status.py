@@ -9,13 +9,13 @@ from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.runs import HostRun
+from llama405b_tools.remote.messages.status import HostRun
 from llama405b_tools.run import judge
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import guard_line
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.run.query import Seen, ask, failures_of, progress
+from llama405b_tools.run.query import Seen, ask_hosts, failures_of, progress
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         print(waiting.words)
         return code_for(waiting.is_over)
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask(fleet, backend.run)
+        run, seen = ask_hosts(fleet, backend.run)
     failures = failures_of(seen)
     if args.json:
         print(json.dumps(_record(run, seen, failures)))

@@ -17,7 +17,7 @@ from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, Orp
 from llama405b_tools.run import guard_record
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
 from llama405b_tools.run.endings import not_ended
-from llama405b_tools.run.query import ask, check_hosts, progress
+from llama405b_tools.run.query import ask_hosts, check_hosts, progress
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--run cannot be used with --orphans, which looks at every run")
     if args.orphans:
         with Fleet(read_hosts(args.hosts)) as fleet:
-            return orphans(fleet, end=args.end)
+            return print_orphans(fleet, end=args.end)
     return end_run(backend_of(args.run, args.hosts), grace_s)
 
 
@@ -51,7 +51,7 @@ def end_run(backend: Backend, grace_s: float) -> int:
             print(after.words)
         return code_for(not gone)
     with Fleet(backend.hosts()) as fleet:
-        run = check_run_name(backend.run or ask(fleet, None)[0])
+        run = check_run_name(backend.run or ask_hosts(fleet, None)[0])
         check_hosts(fleet, run)
         guard_record.dismiss(run)
         ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
@@ -79,7 +79,7 @@ def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
     print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{hint}")
 
 
-def orphans(fleet: Fleet, *, end: bool) -> int:
+def print_orphans(fleet: Fleet, *, end: bool) -> int:
     """Print, and on request end, the processes of runs whose node runner is gone."""
     requests = {name: OrphansRequest(end) for name in fleet.hosts}
     outcomes = fleet.ask_all("orphans", requests, OrphansReply, STOP_TIMEOUT_S)

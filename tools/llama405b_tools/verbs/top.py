@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     backend: Backend = OnHosts(args.run, Path("hosts"))
     if not args.hosts:
         backend = backend_of(args.run, Path("hosts"))
-    hosts = backend.hosts() if backend.elsewhere else hosts_of(args.hosts)
+    hosts = backend.hosts() if backend.elsewhere else named_hosts(args.hosts)
     with Fleet(hosts) as fleet:
         live = Live(fleet, backend.run, args.interval, elsewhere=backend.elsewhere)
         return _show(args, live, fleet, hang_after_s)
@@ -101,7 +101,7 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def hosts_of(words: Sequence[str]) -> tuple[Host, ...]:
+def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
     """The hosts of a hosts file, or those that are named.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from llama405b.contract.phrases import and_more
-from llama405b_tools.doctor.facts import NO_DISKS, NOBODY, HostFacts
+from llama405b_tools.doctor.host_facts import NO_DISKS, NOBODY, HostFacts
 from llama405b_tools.machine import fabric, gpus
 from llama405b_tools.machine.addresses import is_private
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from llama405b.contract.phrases import given
 from llama405b.contract.requests import RequestKind
-from llama405b_tools.remote.messages.runs import HostRun
+from llama405b_tools.remote.messages.status import HostRun
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Reach:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class RunPlace:
     """A directory in full, and whether it is there or can be made."""
 
     path: str
@@ -72,6 +72,6 @@ class LaunchFacts:
     head: Mapping[str, Reach]  # by address of the head
     workdir: str
     writable: bool
-    places: Mapping[str, Place]
+    places: Mapping[str, RunPlace]
     free_bytes: int
     weights_fault: str  # "": the checkpoint is whole and fits, or was not asked for

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from llama405b.contract.events import RunEvent
 from llama405b.contract.records import Metrics, NodeStatus
-from llama405b_tools.remote.messages.runs import Beat
+from llama405b_tools.remote.messages.status import Beat
 
 Marks = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, bytes read
 

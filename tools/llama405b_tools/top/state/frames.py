@@ -10,7 +10,7 @@ from typing import Annotated
 
 from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import NodeStatus
-from llama405b_tools.remote.messages.runs import Beat
+from llama405b_tools.remote.messages.status import Beat
 
 Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, ranks
 Processes = tuple[tuple[int, str, int, int, str, str], ...]  # pid, state, ticks, bytes, rank, command

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from llama405b_tools.machine import gpus
 from llama405b_tools.machine.gpus import Gpu
-from llama405b_tools.remote.messages.runs import Beat
+from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import share
 from llama405b_tools.text.fold import fold_numbers

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llama405b.contract.records import NodeState, Phase
 from llama405b_tools.machine import gpus
-from llama405b_tools.remote.messages.runs import Beat
+from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.top.state import verdicts

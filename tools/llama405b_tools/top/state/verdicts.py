@@ -13,7 +13,7 @@ from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
 from llama405b.contract.words import STUCK, said_by_rank
 from llama405b_tools.machine.gpus import Gpu
-from llama405b_tools.remote.messages.runs import Beat
+from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.judge import Failure, first_failure
 from llama405b_tools.text.clean import clean

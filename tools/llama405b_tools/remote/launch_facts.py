@@ -23,7 +23,7 @@ from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages.launch import LaunchFacts, Place, ProbeRequest, Reach, WeightsCheck
+from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest, Reach, RunPlace, WeightsCheck
 
 
 def probe(request: ProbeRequest) -> None:
@@ -93,11 +93,11 @@ def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Rea
     return dataclasses.replace(found, interface="lo" if found.mine.startswith("127.") else interface)
 
 
-def place_of(path: str) -> Place:
+def place_of(path: str) -> RunPlace:
     """A directory that the run is to write, in full, and whether it can be made and written."""
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if parent.exists())
-    return Place(str(full), there.is_dir() and os.access(there, os.W_OK | os.X_OK))
+    return RunPlace(str(full), there.is_dir() and os.access(there, os.W_OK | os.X_OK))
 
 
 def version_of(package: str) -> str:
