@@ -10,13 +10,14 @@ Seconds of wall time and of this machine's CPU, by getrusage; hosts may be alias
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import UserError
 from llama405b_tools.bench.fleet import fleet
 from llama405b_tools.bench.logs import logs
-from llama405b_tools.bench.top import top
+from llama405b_tools.bench.top import LEAST_S, top
 from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.verbs.arguments import add_hosts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,14 +26,16 @@ def main(argv: Sequence[str]) -> int:
         prog="llama405b bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("fleet", "logs", "top"))
-    parser.add_argument(
-        "hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]"
-    )
-    parser.add_argument("--lines", type=int, default=200_000, help="of log, for logs [200000]")
-    parser.add_argument("--seconds", type=float, default=60.0, help="to watch, for top [60]")
-    parser.add_argument("--no-launch", action="store_true", help="for fleet: only the fan-outs and status")
-    parser.add_argument("--repeat", type=int, default=3, help="the least of so many tries [3]")
+    add_hosts(parser)
+    parser.add_argument("--lines", type=int, default=200_000, help="lines of log to write, for logs [200000]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds to watch, for top [60]")
+    parser.add_argument("--no-launch", action="store_true", help="measure only the fan-outs and status, for fleet")
+    parser.add_argument("--repeat", type=int, default=3, help="tries, of which the fastest counts [3]")
     args = parser.parse_args(argv)
+    if args.seconds < LEAST_S:
+        raise UserError(
+            f"--seconds: {args.seconds:g} s; it takes at least {LEAST_S:g}, for a few refreshes to be measured"
+        )
     hosts = read_hosts(args.hosts)
     if args.what == "logs":
         return logs(hosts, args.hosts, args.lines, args.repeat)

@@ -30,6 +30,7 @@ from llama405b_tools.text.tables import table
 from llama405b_tools.top import sources
 from llama405b_tools.top.state.frames import Frame
 
+LEAST_S = 5.0
 INTERVAL_S = 2.0
 COLUMNS, LINES = 120, 40
 RUN_HOSTS = 64  # whose launch a machine that plays all hosts can take
