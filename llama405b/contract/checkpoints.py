@@ -1,4 +1,4 @@
-"""Names of checkpoints, and which are complete. Knows directories, not what is in the files."""
+"""Names of checkpoints, and which are complete. Knows directories, not file contents."""
 
 import contextlib
 import re
@@ -11,24 +11,24 @@ MANIFEST = "manifest.json"  # written last: a directory without it is not a chec
 
 
 def step_of(path: Path) -> int:
-    """The step a checkpoint was saved after.
+    """Return the step after which a checkpoint was saved.
 
     Raises:
         UserError: Its name is not ``step-<8 digits>``.
     """
     match = STEP_DIR.fullmatch(path.name)
     if not match:
-        raise UserError(f"{path}: not named step-<8 digits>; name a checkpoint directory")
+        raise UserError(f"{path}: its name is not step-<8 digits>; name a checkpoint directory")
     return int(match[1])
 
 
 def committed(root: Path) -> list[Path]:
-    """Checkpoint directories by step, oldest first."""
+    """List the checkpoint directories by step, oldest first."""
     with contextlib.suppress(FileNotFoundError):
         return sorted(path for path in root.iterdir() if STEP_DIR.fullmatch(path.name))
     return []
 
 
 def newest_complete(root: Path) -> Path | None:
-    """The newest checkpoint that was written to its end, as far as its files tell; it was not verified."""
+    """Return the newest checkpoint that looks complete; it is not verified."""
     return next((path for path in reversed(committed(root)) if (path / MANIFEST).exists()), None)

@@ -1,4 +1,4 @@
-"""What ``doctor --deep`` measures on the hosts: lines of rank 0, each ``SIGN`` and a part of the result as JSON."""
+"""What ``doctor --deep`` measures on the hosts: rank 0 prints lines of ``SIGN`` and a part of the result as JSON."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ SIGN = "checkup "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostLink:
-    """Between two hosts, both directions at once."""
+    """Rate between two hosts, in both directions at the same time."""
 
     a: str
     b: str
@@ -16,7 +16,7 @@ class HostLink:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSpeed:
-    """One rank's."""
+    """Speed of one rank's device."""
 
     rank: int
     host: str
@@ -26,10 +26,10 @@ class RankSpeed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkup:
-    """The result, or a part of it: the parts' links together, and the rest from the last."""
+    """The result, or a part of it: links add up over the parts, all else is in the last part."""
 
     links: tuple[HostLink, ...] = ()
-    device: str = ""  # cpu | cuda; "": a part
+    device: str = ""  # cpu | cuda; "": not the last part
     devices: tuple[RankSpeed, ...] = ()
     all_gather_gb_per_s: float = 0.0  # bus bandwidth
     all_reduce_gb_per_s: float = 0.0

@@ -1,7 +1,7 @@
 """The configuration: ``schema``'s dataclasses, filled from a preset, a TOML file and flags, in that order.
 
-Knows how settings are written and which values fit each other. Knows nothing of torch, so that the operator's tools
-can check a training command before any host starts it. A flag is the TOML path: ``--optimizer.lr 3e-5``.
+Knows how settings are written and which values are compatible. Does not use torch, so the operator's tools can
+check a training command before any host starts it. A flag is the TOML path: ``--optimizer.lr 3e-5``.
 """
 
 import collections
@@ -25,18 +25,18 @@ from llama405b.contract.schema import TYPES, Config, Training, fields
 from llama405b.contract.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
-DEMO_MODEL = "models/demo"  # made on the spot by rank 0 where it is missing
+DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
 PRESET_DIR = Path(__file__).parent / "presets"
 ABOVE_ZERO = (  # other numbers may be 0
     "data.seq_len", "training.global_batch_size", "training.micro_batch_size", "optimizer.lr", "optimizer.eps",
     "timeouts.load", "timeouts.step",
 )  # fmt: skip
 SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
-Setting = tuple[Json, str]  # a value, and where it was said: "my.toml:7", "--optimizer.lr" or "preset demo"
+Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
 
 
 def preset_names() -> list[str]:
-    """Names that ``--preset`` takes."""
+    """List the names that ``--preset`` accepts."""
     return sorted(path.stem for path in PRESET_DIR.glob("*.toml"))
 
 
@@ -44,13 +44,13 @@ def read_preset(name: str) -> dict[str, Setting]:
     """Read a preset's settings; none for ''.
 
     Raises:
-        UserError: There is none of that name.
+        UserError: There is no preset of that name.
     """
     known = preset_names()
     if not name:
         return {}
     if name not in known:
-        raise UserError(f"--preset: no preset {name!r}{_nearest(name, known)}; take one of {', '.join(known)}")
+        raise UserError(f"--preset: {name!r} is not a preset{_nearest(name, known)}; use one of {', '.join(known)}")
     return {key: (value, f"preset {name}") for key, (value, _) in read_toml(PRESET_DIR / f"{name}.toml").items()}
 
 
@@ -58,7 +58,7 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
     """Read ``[section] key = value`` pairs as dotted keys, each with its file and line; none without a file.
 
     Raises:
-        UserError: The file cannot be read, is not TOML, or holds a key or value that is none of ours.
+        UserError: The file cannot be read, is not TOML, or holds an unknown key or an invalid value.
     """
     if path is None:
         return {}
@@ -72,13 +72,13 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
         line = last_of(re.findall(r"at line (\d+)", str(error)), "1")
         raise UserError(f"{path}:{line}: not valid TOML ({error}); correct it") from None
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
-        raise UserError(f"{path}: not readable as TOML ({' '.join(str(error).split())}); correct it") from None
+        raise UserError(f"{path}: cannot be read as TOML ({' '.join(str(error).split())}); correct it") from None
     settings: dict[str, Setting] = {}
     for section, table in tables.items():
         where = f"{path}:{_line_of(text, section)}"
         if not isinstance(table, dict):
             sections = ", ".join(f"[{field.name}]" for field in dataclasses.fields(Config))
-            raise UserError(f"{where}: {section!r} stands outside a section; put it under one of {sections}")
+            raise UserError(f"{where}: {section!r} is outside a section; move it under one of {sections}")
         for key, value in table.items():
             where = f"{path}:{_line_of(text, section, key)}"
             dotted = known_key(f"{section}.{key}", where)
@@ -87,7 +87,7 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
 
 
 def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part a command line into settings (``--section.key VALUE``) and the rest."""
+    """Split a command line into settings (``--section.key VALUE``) and the rest."""
     flags: list[str] = []
     others: list[str] = []
     pending = list(args)
@@ -106,7 +106,7 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
     """Read ``--section.key VALUE`` and ``--section.key=VALUE``.
 
     Raises:
-        UserError: A flag is unknown, has no value, or one of the wrong type.
+        UserError: A flag is unknown, or its value is missing or of the wrong type.
     """
     settings: dict[str, Setting] = {}
     rest = list(args)
@@ -128,7 +128,7 @@ def resolve(settings: Mapping[str, Setting]) -> Config:
     """Build the configuration.
 
     Raises:
-        UserError: Values that do not fit each other.
+        UserError: Values are out of range or incompatible.
     """
     chosen: dict[str, dict[str, Json]] = collections.defaultdict(dict)
     for key, (value, _) in settings.items():
@@ -151,7 +151,7 @@ def to_flags(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def to_toml(config: Config) -> str:
-    """Write every field, so that a run's settings can be read and used again."""
+    """Write every field, so that a run's settings can be read back and reused."""
     lines: list[str] = []
     for section, values in dataclasses.asdict(config).items():
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]
@@ -159,7 +159,7 @@ def to_toml(config: Config) -> str:
 
 
 def refuse_unknown(words: Sequence[str]) -> None:
-    """Refuse what no parser took."""
+    """Refuse arguments that no parser accepted."""
     for word in words:
         if word.startswith("--"):
             known_key(word[2:].partition("=")[0], word.partition("=")[0])
@@ -167,7 +167,7 @@ def refuse_unknown(words: Sequence[str]) -> None:
 
 
 def help_text() -> str:
-    """One line a field: flag, default, meaning."""
+    """Format one line per field: flag, default, meaning."""
     lines = [f"presets: {', '.join(preset_names())}", "", "settings (as flags, or as [section] key in TOML):"]
     for key, type_, default, text in fields():
         if typing.get_origin(type_) is Literal and (choices := " | ".join(typing.get_args(type_))) not in text:
@@ -177,10 +177,10 @@ def help_text() -> str:
 
 
 def accumulation(training: Training, world: int) -> int:
-    """Forwards per rank and step: global batch / (micro batch x ranks).
+    """Compute the forward passes per rank and step: global batch / (micro batch x ranks).
 
     Raises:
-        UserError: It does not divide; names the nearest sizes that do.
+        UserError: It does not divide evenly; names the nearest sizes that do.
     """
     unit = training.micro_batch_size * world
     if training.global_batch_size % unit:
@@ -188,30 +188,30 @@ def accumulation(training: Training, world: int) -> int:
         nearest = " or ".join(str(size) for size in (below, below + unit) if size)
         raise UserError(
             f"--training.global_batch_size: {training.global_batch_size} sequences do not divide into micro-batches of "
-            f"{training.micro_batch_size} on {world} ranks; take {nearest}"
+            f"{training.micro_batch_size} on {world} ranks; use {nearest}"
         )
     return training.global_batch_size // unit
 
 
 def check_world(config: Config, world: int) -> int:
-    """Check a configuration against the number of ranks; returns the forwards per rank and step.
+    """Check a configuration against the number of ranks; returns the forward passes per rank and step.
 
     Raises:
-        UserError: The batch does not divide, or its accumulation would give wrong gradients.
+        UserError: The batch does not divide evenly, or accumulation would give wrong gradients.
     """
     forwards = accumulation(config.training, world)
     if config.parallel.fsdp == "fsdp1" and config.parallel.cpu_offload and forwards > 1:
-        raise UserError(  # torch's FSDP1 then takes the newest gradient instead of the sum
-            f"--parallel.fsdp: fsdp1 with cpu_offload cannot accumulate {forwards} micro-batches; take fsdp2, or "
+        raise UserError(  # torch's FSDP1 would then use the newest gradient instead of the sum
+            f"--parallel.fsdp: fsdp1 with cpu_offload cannot accumulate {forwards} micro-batches; use fsdp2, or "
             f"--training.global_batch_size {config.training.micro_batch_size * world}"
         )
     return forwards
 
 
 def known_key(key: str, where: str) -> str:
-    """Return ``key``; refuse it, and name the nearest, if it is no setting."""
+    """Return ``key``; if it is not a setting, refuse it and name the nearest one."""
     if key not in TYPES:
-        raise UserError(f"{where}: there is no setting {key!r}{_nearest(key, TYPES)}; see `llama405b train --help`")
+        raise UserError(f"{where}: {key!r} is not a setting{_nearest(key, TYPES)}; see `llama405b train --help`")
     return key
 
 
@@ -219,7 +219,7 @@ def convert(key: str, value: Json, where: str) -> Any:
     """Return ``value`` as the field's type.
 
     Raises:
-        UserError: It is of another type, or none of the allowed words.
+        UserError: It is of another type, or not one of the allowed words.
     """
     type_ = TYPES[key]
     if typing.get_origin(type_) is tuple:
@@ -228,10 +228,10 @@ def convert(key: str, value: Json, where: str) -> Any:
         words = typing.get_args(type_)
         if value in words:
             return value
-        raise UserError(f"{where}: {key} is {value!r}; take one of {', '.join(words)}")
+        raise UserError(f"{where}: {key} is {value!r}; use one of {', '.join(words)}")
     if _is(value, type_):
         return type_(value)
-    raise UserError(f"{where}: {key} is {value!r}; it takes a value of type {type_.__name__}")
+    raise UserError(f"{where}: {key} is {value!r}; use a value of type {type_.__name__}")
 
 
 def _convert_list(key: str, value: Json, where: str) -> tuple[Json, ...]:
@@ -244,7 +244,7 @@ def _convert_list(key: str, value: Json, where: str) -> tuple[Json, ...]:
     ):
         return tuple(inner(each) for each in value)
     takes = "a list" if is_free else f"{len(allowed)} values"
-    raise UserError(f"{where}: {key} is {value!r}; it takes {takes} of type {inner.__name__}")
+    raise UserError(f"{where}: {key} is {value!r}; use {takes} of type {inner.__name__}")
 
 
 def _is(value: Json, type_: type) -> bool:
@@ -256,7 +256,7 @@ def _is(value: Json, type_: type) -> bool:
 
 
 def _from_text(text: str, type_: Any, flag: str) -> Json:
-    """Read a flag's text as its field's type; text that does not parse comes back as it is."""
+    """Read a flag's text as its field's type; text that does not parse is returned unchanged."""
     if typing.get_origin(type_) is tuple:
         if text.startswith("["):
             try:
@@ -274,7 +274,7 @@ def _from_text(text: str, type_: Any, flag: str) -> Json:
 
 
 def _out_of_range(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that are less than they may be, and the sentence on each."""
+    """Yield settings below their minimum, with a message for each."""
     for key, type_, _, _ in fields():
         value = operator.attrgetter(key)(config)
         if type_ in (int, float) and value <= 0 and key in ABOVE_ZERO:
@@ -284,17 +284,17 @@ def _out_of_range(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _misfits(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that cannot work beside the others, and the sentence on each."""
+    """Yield settings that are incompatible with others, with a message for each."""
     model, training, optimizer, parallel = config.model, config.training, config.optimizer, config.parallel
     every, keep, betas = config.checkpoint.every, config.checkpoint.keep, list(optimizer.betas)
     lr, min_lr = optimizer.lr, optimizer.min_lr
-    only_bf16 = "flash-attn computes in BF16 only; take sdpa, or other numerics than fp32"
-    only_cuda = "torch refuses fsdp1 on CPU; take fsdp2"
+    only_bf16 = "flash-attn computes in BF16 only; use sdpa, or numerics other than fp32"
+    only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
     for key, is_wrong, fault in (
-        ("model.path", not model.path, "no model given; name a checkpoint directory, or a preset"),
+        ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
         ("checkpoint.keep", every and keep < 2, f"checkpoint.keep is {keep}; keep at least 2, so that one always verifies"),
-        ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; give one of them"),
+        ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
         ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),
         ("model.attention", model.attention == "flash_attention_2" and parallel.numerics == "fp32", only_bf16),
@@ -305,7 +305,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:
-    """The line that holds a key; tomllib does not tell."""
+    """Find the line that holds a key; tomllib does not report it."""
     wanted = {(section, key), ("", section), ("", f"{section}.{key}")}
     current = ""
     for number, line in enumerate(text.splitlines(), 1):

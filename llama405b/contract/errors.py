@@ -1,6 +1,6 @@
-"""Errors that end a program with one sentence, and the exit codes all programs share.
+"""Errors that end a program with one sentence, and the exit codes that all programs share.
 
-UserError            refused input: nothing was changed     exit 2
+UserError            bad input: nothing was changed         exit 2
 └── RunError         a host or the run is at fault          exit 1
 """
 
@@ -22,5 +22,5 @@ class RunError(UserError):
 
 
 def code_for(faults: Sized | bool) -> int:
-    """FAILED where there are any, else GOOD."""
+    """FAILED if there are any faults, else GOOD."""
     return FAILED if faults else GOOD

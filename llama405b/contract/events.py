@@ -1,6 +1,6 @@
-"""What there is to tell of a run, as it happens: ``runs/<run>/events/<writer>.jsonl``, one writer each.
+"""Events of a run, as they happen: ``runs/<run>/events/<writer>.jsonl``, one writer each.
 
-An event is never changed; readers merge the files. What a person reads is made from it where it is shown.
+An event is never changed; readers merge the files. Whoever shows an event words it.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ class EventKind(enum.StrEnum):
     """What happened."""
 
     STARTED = "started"  # training begins after ``step``, from the model's weights
-    RESUMED = "resumed"  # from the checkpoint ``path``, of ``step``
+    RESUMED = "resumed"  # from the checkpoint ``path`` of ``step``
     PASSED_OVER = "passed over"  # the checkpoint ``path``, renamed aside: ``detail`` says why
     SAVED = "saved"  # the checkpoint ``path`` after ``step``
-    STOPPED = "stopped"  # after ``step``, as somebody asked
-    REFUSED = "refused"  # the trainer its input: ``cause``
-    FAILED = "failed"  # the run, as its guard saw it: ``cause``
+    STOPPED = "stopped"  # after ``step``, on request
+    REFUSED = "refused"  # the trainer refused its input: ``cause``
+    FAILED = "failed"  # the run failed, as its guard saw it: ``cause``
     RESTARTED = "restarted"  # by the guard, from ``path`` ("": the model's weights), for the ``count``-th time
     ANSWERED = (
-        "answered"  # the request ``request``: carried out after ``step``, with ``path``; or not, and ``detail`` why
+        "answered"  # the request ``request`` was carried out after ``step``, with ``path``; or ``detail`` says why not
     )
 
 

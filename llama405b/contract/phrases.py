@@ -1,25 +1,25 @@
-"""Pieces that sentences for people are made of. Pure."""
+"""Building blocks of messages for people. Pure."""
 
 from collections.abc import Sequence, Sized
 
 
 def given(form: str, value: str | float | None) -> str:
-    """``form`` with the value in its ``{}``; '' where there is none, or it is empty or 0."""
+    """Format ``form`` with the value; '' if the value is None, empty or 0."""
     return form.format(value) if value else ""
 
 
 def and_more(items: Sized, shown: int = 1) -> str:
-    """`` and 3 more``, beside the ``shown`` first; '' where those are all."""
+    """Write `` and 3 more`` after the first ``shown``; '' if there are no more."""
     return given(" and {} more", max(0, len(items) - shown))
 
 
 def last_of(lines: Sequence[str], otherwise: str = "") -> str:
-    """The last line; ``otherwise`` where there is none."""
+    """Return the last line; ``otherwise`` if there is none."""
     return [otherwise, *lines][-1]
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file could not be read or written, without its path, which the sentence says already."""
+    """Say why a file could not be read or written, without its path, which the message already names."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)

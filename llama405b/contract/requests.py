@@ -1,7 +1,7 @@
-"""What an operator asks of a run that trains: ``runs/<run>/requests/<id>.json``, a file each, written by the head's agent.
+"""An operator's requests to a training run: one file each, ``runs/<run>/requests/<id>.json``, written by the head's agent.
 
-Rank 0 looks for new ones between steps, all ranks carry them out together, and an ``answered`` event says how it went.
-To end a run is asked of each host's node runner instead (``records.StopMark``), which also can end what no longer steps.
+Rank 0 looks for new ones between steps, all ranks carry them out together, and an ``answered`` event reports the result.
+Requests to stop go to each host's node runner instead (``records.StopMark``), which can also end a run that hangs.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import enum
 
 
 class RequestKind(enum.StrEnum):
-    """What is asked."""
+    """What is requested."""
 
     SAVE = "save"  # a checkpoint after this step
     PROFILE = "profile"  # the next ``steps`` steps, a trace for each rank
@@ -19,9 +19,9 @@ class RequestKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
-    """One thing asked of a run."""
+    """One request to a run."""
 
-    id: str  # of the file
+    id: str  # also the file's name
     kind: RequestKind
     by: str  # user@machine
     time: float  # head's clock, seconds since the epoch

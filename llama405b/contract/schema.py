@@ -1,4 +1,4 @@
-"""Every setting there is: frozen dataclasses with units, defaults and help. No torch; reading them is ``config``'s."""
+"""Every setting: frozen dataclasses with units, defaults and help texts. No torch; ``config`` reads them."""
 
 import dataclasses
 import typing
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
-# What each choice of numerics costs, in bytes per parameter: weight + gradient + two moments.
+# Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
 BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
-COMPUTE_BYTES = {"fp32-master": 2, "pure-bf16": 2, "fp32": 4}  # of a parameter that is gathered
+COMPUTE_BYTES = {"fp32-master": 2, "pure-bf16": 2, "fp32": 4}  # of a gathered parameter
 
 
 def option(default: Any, text: str) -> Any:
@@ -18,39 +18,39 @@ def option(default: Any, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained."""
+    """The model to train."""
 
-    path: str = option("", "checkpoint directory in Hugging Face form (config.json, *.safetensors)")
+    path: str = option("", "checkpoint directory in Hugging Face format (config.json, *.safetensors)")
     load: Literal["auto", "rank0", "local"] = option(
-        "auto", "rank0: rank 0 reads and sends; local: each rank reads its own rows; auto: local if all can"
+        "auto", "rank0: rank 0 reads the files and sends; local: each rank reads its own rows; auto: local if all can"
     )
     attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = option(
-        "auto", "auto: flash-attn where installed and on CUDA, else PyTorch's SDPA"
+        "auto", "auto: flash-attn if installed and on CUDA, else PyTorch's SDPA"
     )
-    activation_checkpointing: bool = option(True, "recompute each decoder layer in the backward")
-    layers: int = option(0, "train a model of the first N decoder layers, to try things out; 0: all")
-    weights: Literal["files", "random"] = option("files", "random: made up on rank 0, in the files' place")
+    activation_checkpointing: bool = option(True, "recompute each decoder layer in the backward pass")
+    layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
+    weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Data:
-    """What it is trained on."""
+    """The data to train on."""
 
-    paths: tuple[str, ...] = option((), "files, folders or globs of text, code, .md, .jsonl; or 'stdlib'")
+    paths: tuple[str, ...] = option((), "files, folders or globs (text, code, .md, .jsonl), or 'stdlib'")
     seq_len: int = option(4096, "tokens per sequence")
-    seed: int = option(0, "of the shuffle")
+    seed: int = option(0, "seed of the shuffle")
     max_bytes: int = option(0, "read at most this many bytes of text; 0: all")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Training:
-    """How long, and in which steps."""
+    """Number and size of the steps."""
 
-    global_batch_size: int = option(64, "sequences per step over all ranks; accumulation is derived from it")
-    micro_batch_size: int = option(1, "sequences per forward on one rank")
-    max_steps: int = option(0, "steps; 0: as many as epochs give")
-    epochs: float = option(1.0, "passes over the data, where max_steps is 0")
-    seed: int = option(0, "of every random generator")
+    global_batch_size: int = option(64, "sequences per step over all ranks; determines gradient accumulation")
+    micro_batch_size: int = option(1, "sequences per forward pass on each rank")
+    max_steps: int = option(0, "number of steps; 0: as set by epochs")
+    epochs: float = option(1.0, "passes over the data, if max_steps is 0")
+    seed: int = option(0, "seed of every random generator")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,23 +61,23 @@ class Optimizer:
     min_lr: float = option(0.0, "learning rate at the end of the decay")
     warmup: int = option(0, "steps of linear warmup")
     decay: Literal["cosine", "linear", "constant"] = option("cosine", "from lr to min_lr after the warmup")
-    betas: tuple[float, float] = option((0.9, 0.95), "of AdamW")
-    eps: float = option(1e-8, "of AdamW")
-    weight_decay: float = option(0.1, "on matrices; vectors (norms) have none")
-    max_norm: float = option(1.0, "global gradient norm is clipped to this; 0: not clipped")
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW betas")
+    eps: float = option(1e-8, "AdamW epsilon")
+    weight_decay: float = option(0.1, "on matrices, not on vectors (norms)")
+    max_norm: float = option(1.0, "clip the global gradient norm to this; 0: no clipping")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parallel:
-    """How the model is laid over the ranks."""
+    """How the model is split over the ranks."""
 
-    fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fully_shard, or FullyShardedDataParallel")
+    fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fsdp2: fully_shard; fsdp1: FullyShardedDataParallel")
     wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
-    cpu_offload: bool = option(False, "weights, gradients and optimizer live in CPU memory")
+    cpu_offload: bool = option(False, "keep weights, gradients and optimizer state in CPU memory")
     numerics: Numerics = option(
         "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA where there is a GPU")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA if there is a GPU")
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
     forward_prefetch: bool = option(False, "fsdp1 only")
@@ -88,22 +88,22 @@ class Parallel:
 class Checkpoint:
     """When and where the run is saved."""
 
-    dir: str = option("", "one directory that all hosts see; default: <run>/checkpoints")
+    dir: str = option("", "a directory that all hosts share; default: <run>/checkpoints")
     every: int = option(100, "steps between checkpoints (the last step is always saved); 0: never")
-    keep: int = option(2, "newest checkpoints kept; at least 2")
+    keep: int = option(2, "how many of the newest checkpoints to keep; at least 2")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timeouts:
-    """When a collective that does not return ends the run."""
+    """How long a collective may block before the run ends."""
 
-    load: int = option(3600, "seconds, until the first step is done, and while a checkpoint is written")
-    step: int = option(600, "seconds, otherwise")
+    load: int = option(3600, "seconds, until the first step is done and while a checkpoint is written")
+    step: int = option(600, "seconds, at all other times")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
-    """Everything a training run is told."""
+    """All settings of a training run."""
 
     model: Model = Model()
     data: Data = Data()
@@ -115,7 +115,7 @@ class Config:
 
 
 def fields() -> Iterator[tuple[str, Any, Any, str]]:
-    """Every field as ``(section.key, type, default, help)``."""
+    """Yield every field as ``(section.key, type, default, help)``."""
     for section, cls in typing.get_type_hints(Config).items():
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):

@@ -1,4 +1,4 @@
-"""Whether a file says only what its owner wrote. Standard library; knows permissions, not contents."""
+"""Check that only a file's owner can write it. Standard library only; knows permissions, not contents."""
 
 import grp
 import os
@@ -10,23 +10,23 @@ from llama405b.contract.errors import UserError
 
 
 def refuse_others_writing(path: Path) -> None:
-    """Refuse a file that others than its owner (and root) may write: what it says would be run on every host.
+    """Refuse a file that anyone but its owner (and root) can write: its commands run on every host.
 
-    A group of the owner's alone, as Ubuntu makes one for every user, may write.
+    The owner's private group, which Ubuntu creates for every user, may write it.
 
     Raises:
-        UserError: Others may write it, or it belongs to a stranger.
-        OSError: There is no such file.
+        UserError: Others can write it, or it belongs to another user.
+        OSError: The file does not exist.
     """
     info = path.stat()
     if not stat.S_ISREG(info.st_mode):
         return
     if info.st_uid not in (os.getuid(), 0):
-        raise UserError(f"{path}: it belongs to another user ({_user(info.st_uid)}); copy it to a file of your own")
+        raise UserError(f"{path}: belongs to another user ({_user(info.st_uid)}); copy it to a file of your own")
     if info.st_mode & stat.S_IWOTH:
-        raise UserError(f"{path}: everybody may write it, and so run commands as you; type: chmod o-w {path}")
+        raise UserError(f"{path}: everyone can write it, and so run commands as you; run: chmod o-w {path}")
     if info.st_mode & stat.S_IWGRP and not _private_group(info.st_gid, info.st_uid):
-        raise UserError(f"{path}: its group may write it, and so run commands as you; type: chmod g-w {path}")
+        raise UserError(f"{path}: its group can write it, and so run commands as you; run: chmod g-w {path}")
 
 
 def _private_group(gid: int, uid: int) -> bool:

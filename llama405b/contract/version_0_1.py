@@ -1,4 +1,4 @@
-"""What version 0.1 wrote in words, read as values: why a host's part of a run ended. Its words are fixed; ours are never read."""
+"""Parse the reasons that version 0.1 wrote as text: why a run ended on a host. Those texts are fixed; ours are never parsed."""
 
 import re
 import signal
@@ -7,7 +7,7 @@ from typing import Any
 
 from llama405b.contract.causes import Cause, CauseKind
 
-FORMS = (  # of ``reason`` in a status, in the order in which they are tried; the groups are fields of ``Cause``
+FORMS = (  # of ``reason`` in a status, in the order they are tried; the groups are fields of ``Cause``
     (
         r"rank (?P<rank>\d+) exited with (?P<exit_code>\d+): lost contact with another rank in phase (?P<phase>\w+)",
         CauseKind.LOST_PEER,
@@ -24,7 +24,7 @@ READERS: Mapping[str, Callable[[str], Any]] = {"phase": str, "signal": SIGNALS.g
 
 
 def cause_of(host: str, reason: str) -> Cause:
-    """The cause that a reason tells; of kind UNKNOWN, in its own words, where it is of no known form."""
+    """Parse a reason into a cause; a reason of no known form becomes UNKNOWN, with its text as detail."""
     for form, kind in FORMS:
         if match := re.match(form, reason):
             found = {name: READERS.get(name, int)(text) for name, text in match.groupdict().items()}

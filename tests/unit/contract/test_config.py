@@ -36,21 +36,21 @@ def test_flags_win_over_the_file_over_the_preset(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[optimizer]\nlr = 1\n\nlrr = 2\n", ":4: there is no setting 'optimizer.lrr' (did you mean 'optimizer.lr'?)"),
-        ("[optimiser]\nlr = 1\n", ":2: there is no setting 'optimiser.lr' (did you mean 'optimizer.lr'?)"),
-        ('[optimizer]\n# lr = 3\nlr = "x"\n', ":3: optimizer.lr is 'x'; it takes a value of type float"),
-        ("[training]\nmax_steps = 1.5\n", ":2: training.max_steps is 1.5; it takes a value of type int"),
-        ("[parallel]\ncpu_offload = 1\n", ":2: parallel.cpu_offload is 1; it takes a value of type bool"),
+        ("[optimizer]\nlr = 1\n\nlrr = 2\n", ":4: 'optimizer.lrr' is not a setting (did you mean 'optimizer.lr'?)"),
+        ("[optimiser]\nlr = 1\n", ":2: 'optimiser.lr' is not a setting (did you mean 'optimizer.lr'?)"),
+        ('[optimizer]\n# lr = 3\nlr = "x"\n', ":3: optimizer.lr is 'x'; use a value of type float"),
+        ("[training]\nmax_steps = 1.5\n", ":2: training.max_steps is 1.5; use a value of type int"),
+        ("[parallel]\ncpu_offload = 1\n", ":2: parallel.cpu_offload is 1; use a value of type bool"),
         (
             '[parallel]\nnumerics = "bf16"\n',
-            ":2: parallel.numerics is 'bf16'; take one of fp32-master, pure-bf16, fp32",
+            ":2: parallel.numerics is 'bf16'; use one of fp32-master, pure-bf16, fp32",
         ),
-        ("[optimizer]\nbetas = [0.9]\n", ":2: optimizer.betas is [0.9]; it takes 2 values of type float"),
-        ("lr = 1\n", ":1: 'lr' stands outside a section"),
+        ("[optimizer]\nbetas = [0.9]\n", ":2: optimizer.betas is [0.9]; use 2 values of type float"),
+        ("lr = 1\n", ":1: 'lr' is outside a section"),
         ("[optimizer\n", ":1: not valid TOML"),
         ("[optimizer]\nlr = 1" + "0" * 400 + "\n", ":2: optimizer.lr is 1"),
-        ("[training]\nmax_steps = 1" + "0" * 5000 + "\n", ": not readable as TOML"),
-        ("[data]\npaths = " + "[" * 5000 + "\n", ": not readable as TOML"),
+        ("[training]\nmax_steps = 1" + "0" * 5000 + "\n", ": cannot be read as TOML"),
+        ("[data]\npaths = " + "[" * 5000 + "\n", ": cannot be read as TOML"),
     ],
 )
 def test_a_bad_file_is_named_by_line(tmp_path, text, words):
@@ -62,9 +62,9 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--lr", "1"], "--lr: there is no setting 'lr' (did you mean 'optimizer.lr'?)"),
+        (["--lr", "1"], "--lr: 'lr' is not a setting (did you mean 'optimizer.lr'?)"),
         (["--optimizer.lr"], "--optimizer.lr: no value given"),
-        (["--optimizer.lr", "fast"], "--optimizer.lr: optimizer.lr is 'fast'; it takes a value of type float"),
+        (["--optimizer.lr", "fast"], "--optimizer.lr: optimizer.lr is 'fast'; use a value of type float"),
         (["--parallel.cpu_offload", "perhaps"], "--parallel.cpu_offload: parallel.cpu_offload is 'perhaps'"),
         (["--checkpoint.keep", "1"], "--checkpoint.keep: checkpoint.keep is 1; keep at least 2"),
         (["--optimizer.min_lr", "1"], "--optimizer.min_lr: min_lr 1.0 is above lr 1e-05"),
@@ -74,9 +74,9 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         ),
         (
             ["--parallel.fsdp", "fsdp1", "--parallel.device", "cpu"],
-            "--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2",
+            "--parallel.fsdp: torch does not support fsdp1 on CPU; use fsdp2",
         ),
-        (["--preset", "demmo"], "--preset: no preset 'demmo' (did you mean 'demo'?)"),
+        (["--preset", "demmo"], "--preset: 'demmo' is not a preset (did you mean 'demo'?)"),
         (["stray"], "stray: not expected here"),
         (["--optimizer.lr", "inf"], "--optimizer.lr: optimizer.lr is inf"),
         (["--training.seed", "9" * 30], "--training.seed: training.seed is"),
@@ -102,8 +102,8 @@ def test_offload_takes_on_and_off_and_nothing():
 def test_accumulation_divides_or_names_what_does():
     training = schema.Training(global_batch_size=48, micro_batch_size=2)
     assert config.accumulation(training, 8) == 3
-    assert "take 42 or 56" in refusal(config.accumulation, training, 7)
-    assert "take 64" in refusal(config.accumulation, training, 32)
+    assert "use 42 or 56" in refusal(config.accumulation, training, 7)
+    assert "use 64" in refusal(config.accumulation, training, 32)
 
 
 def test_fsdp1_with_offload_does_not_accumulate():
