@@ -1,7 +1,7 @@
-"""The training command line: ``llama405b train``, and what launch plans for every rank.
+"""The training command line: ``llama405b train``, and the command that launch plans for every rank.
 
-Needs no torch: launch checks with ``parse`` what the ranks will be told, before any host starts. A flag that the
-trainer refuses inside a detached tmux session would be seen by nobody.
+Needs no torch: launch checks the ranks' command with ``parse`` before any host starts. Nobody would see the
+trainer refuse a flag inside a detached tmux session.
 """
 
 import argparse
@@ -19,10 +19,10 @@ MAX_WORLD = 1_000_000
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence."""
+    """An argument parser whose errors are one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse."""
+        """Raise the error as a UserError."""
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
@@ -39,7 +39,7 @@ class Command:
 
 
 def check_resume(resume: str) -> None:
-    """Refuse what can be no checkpoint: it must be no, auto, a step, or a path that ends in step-<8 digits>."""
+    """Refuse a value of --resume that is not no, auto, a step, or a path that ends in step-<8 digits>."""
     if not re.fullmatch("no|auto|[0-9]{1,8}", resume) and not re.fullmatch("step-[0-9]{8}", Path(resume).name):
         raise UserError(
             f"--resume: {resume!r} is not a checkpoint; write no, auto, a step, or a path that ends in step-<8 digits>"
@@ -50,30 +50,30 @@ def parse(argv: Sequence[str]) -> Command:
     """Parse a training command.
 
     Raises:
-        UserError: Anything in it is wrong.
+        UserError: Any part of it is invalid.
     """
     parser = OneLineParser(
         prog="llama405b train",
-        description="Train a Llama. One process per rank, under torchrun; `llama405b launch` starts it on every host.",
+        description="Train a Llama. Runs as one process per rank under torchrun; `llama405b launch` starts it on every host.",
         epilog=config.help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--preset", default="", help="settings to start from")
-    parser.add_argument("--config", type=Path, help="TOML file of settings, over the preset's")
+    parser.add_argument("--preset", default="", help="named settings to start from")
+    parser.add_argument("--config", type=Path, help="TOML file of settings; overrides the preset")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]"
     )
     parser.add_argument("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
     parser.add_argument(
-        "--dry-run", action="store_true", help="shard the model on the meta device, and say what it takes"
+        "--dry-run", action="store_true", help="shard the model on the meta device and report what it needs"
     )
-    parser.add_argument("--world", type=int, default=1, help="ranks, with --dry-run [1]")
+    parser.add_argument("--world", type=int, default=1, help="number of ranks for --dry-run [1]")
     flags, others = config.split_flags(argv)
     known, rest = parser.parse_known_args(others)
     config.refuse_unknown(rest)
     if not 1 <= known.world <= MAX_WORLD:
-        raise UserError(f"--world: {known.world} ranks; it takes 1 to {MAX_WORLD}")
+        raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
     check_resume(known.resume)
     settings = config.read_preset(known.preset) | config.read_toml(known.config) | config.read_flags(flags)
     if known.dry_run:  # the shape needs no data

@@ -1,4 +1,4 @@
-"""Files that no reader ever sees half of. Knows nothing of what is in them."""
+"""Files that no reader ever sees half-written. Knows nothing about their contents."""
 
 import contextlib
 import dataclasses
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace ``path`` with ``text`` so that a reader sees the old file or the new one, never a part.
+    """Replace ``path`` with ``text`` so that a reader sees either the old file or the new one.
 
     Raises:
-        OSError: The directory cannot be made or written.
+        OSError: The directory cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -36,10 +36,10 @@ def write_atomic(path: Path, text: str) -> None:
 def write_json(path: Path, record: "DataclassInstance | dict[str, Json]") -> None:
     """``write_atomic`` a dataclass (or plain value) as one line of JSON.
 
-    On a full disk a file that is there is written over in place, where it has its blocks: a status must still be said.
+    On a full disk an existing file is overwritten in place, reusing its blocks: a status must still get out.
 
     Raises:
-        OSError: The directory cannot be made or written.
+        OSError: The directory cannot be created or written.
     """
     text = json.dumps(record, default=dataclasses.asdict) + "\n"
     try:
@@ -52,7 +52,7 @@ def write_json(path: Path, record: "DataclassInstance | dict[str, Json]") -> Non
 
 
 def read_record(kind: type[T], path: Path) -> T | None:
-    """Read a file that holds one record; None where there is none (yet), or none that can be read."""
+    """Read a file that holds one record; None if it does not exist (yet) or cannot be parsed."""
     try:
         return reader.loads(kind, path.read_bytes(), path.name)
     except (OSError, reader.MalformedError):
@@ -60,7 +60,7 @@ def read_record(kind: type[T], path: Path) -> T | None:
 
 
 def read_records(kind: type[T], path: Path, last: int) -> list[T]:
-    """Read the last records of a file that holds one a line; lines that are not such records are left out."""
+    """Read the last records of a file with one per line; lines that do not parse are skipped."""
     found: list[T] = []
     try:
         lines = path.read_bytes().splitlines()[-last:]
@@ -73,10 +73,10 @@ def read_records(kind: type[T], path: Path, last: int) -> list[T]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, in one write.
+    """Append a line to a file, in one write.
 
     Raises:
-        OSError: The directory cannot be made or written.
+        OSError: The directory cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

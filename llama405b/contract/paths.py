@@ -1,34 +1,34 @@
 """Every file under ``runs/<run>/``, and who writes it: the contract between the trainer and the operator's tools.
 
-Every file has one writer. ``HOST`` is a name of the hosts file, ``N`` a rank::
+Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank::
 
     plan.json                        launch        what runs where (``plan.Plan``)
     config.toml                      rank 0        the configuration as resolved
-    metrics.jsonl                    rank 0        a ``Metrics`` for each step
+    metrics.jsonl                    rank 0        one ``Metrics`` per step
     model/HOST/                      that host's first rank   the model's small files, as rank 0 sent them
     heartbeat/rank-N.json            rank N        ``Heartbeat``
     status/HOST.json                 node runner   ``NodeStatus`` of that host
-    status/HOST.ends.jsonl           node runner   the ``NodeStatus`` with which each attempt ended
-    status/HOST.lock                 node runner   held (flock) while that host's node runner lives
+    status/HOST.ends.jsonl           node runner   the last ``NodeStatus`` of each attempt
+    status/HOST.lock                 node runner   held (flock) while that host's node runner is running
     status/HOST.start.lock           agent         held while it starts the run on that host
-    status/HOST.stop                 agent         who asked for the end, and the grace
+    status/HOST.stop                 agent         who asked the run to stop, and the grace period
     status/.HOST.secrets             agent         until the node runner has read it
-    logs/HOST/torchrun.log           node runner   the words of torchrun itself
-    logs/HOST/times                  node runner   when which part of each log arrived
+    logs/HOST/torchrun.log           node runner   torchrun's own output
+    logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
-    events/WRITER.jsonl              that writer   a ``RunEvent`` a line: rank-0, and on the operator's machine guard
+    events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, and guard (on the operator's machine)
     requests/ID.json                 agent         a ``RunRequest``, on the head
-    diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks that were asked for
+    diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the operator's machine)
 
-A run that is a Slurm job has these too::
+A run that is a Slurm job also has these::
 
     slurm.json                       launch        which job it is
-    request.json                     launch        what the nodes make the plan from
-    job.sh                           launch        what every node starts
-    slurm-<job>.log                  Slurm         what the nodes print
-    status/.slurm.secrets            launch        until every node has its own
+    request.json                     launch        the nodes' input for making the plan
+    job.sh                           launch        the script that every node starts
+    slurm-<job>.log                  Slurm         the nodes' output
+    status/.slurm.secrets            launch        until every node has its own copy
     status/HOST.where                that node     its addresses and resources
 """
 
@@ -36,7 +36,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-UMASK = 0o077  # a run's files are its owner's alone
+UMASK = 0o077  # only the owner can read a run's files
 
 
 class _Below:
@@ -50,7 +50,7 @@ class _Below:
 
 
 class _BelowEach:
-    """A path inside the run's directory for each host, rank or writer, which stands in its name."""
+    """A path inside the run's directory for each host, rank or writer, whose name is part of the path."""
 
     def __init__(self, form: str) -> None:
         self.form = form
@@ -92,7 +92,7 @@ class RunDir:
 
     @classmethod
     def here(cls, name: str) -> "RunDir":
-        """A run of this working directory."""
+        """Return a run in this working directory."""
         return cls(Path("runs") / name)
 
     @property
@@ -101,5 +101,5 @@ class RunDir:
         return self.path.name
 
     def diagnosis(self, what: str, rank: int, step: int, suffix: str) -> Path:
-        """Written by that rank, when somebody asks for it."""
+        """Return the path of a diagnosis, which that rank writes on request."""
         return self.path / "diagnosis" / f"{what}-rank-{rank}-step-{step}.{suffix}"

@@ -9,20 +9,20 @@ from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-REHEARSAL = "-rehearsal"  # at the end of a run's name: its checkpoints may be deleted
+REHEARSAL = "-rehearsal"  # suffix of a run's name: its checkpoints may be deleted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Node:
-    """One host's part in a run."""
+    """One host's part of a run."""
 
     name: str
     slots: int
     first_rank: int
     workdir: str
     python: str
-    address: str  # its own, on the training network
-    interface: str  # that carries the address
+    address: str  # on the training network
+    interface: str  # has that address
     env: Mapping[str, str]
 
 
@@ -33,34 +33,34 @@ class Plan:
     run: str
     attempt: int
     created: float  # operator's clock, seconds since the epoch
-    rdzv_id: str  # fresh for every attempt
+    rdzv_id: str  # new for every attempt
     endpoint: str  # host:port of the rendezvous store, on the head
-    program: tuple[str, ...]  # what follows torchrun's own arguments
+    program: tuple[str, ...]  # follows torchrun's own arguments
     secrets: tuple[str, ...]  # names only
     nodes: tuple[Node, ...]
     checkpoint_dir: str = ""
-    owner: str = ""  # who launched it, for whoever finds it running
-    setup: str = ""  # a shell line that goes before torchrun
+    owner: str = ""  # who launched it, shown to others who find it running
+    setup: str = ""  # a shell line that runs before torchrun
     refuse_sockets: bool = False  # end the run if NCCL falls back to TCP although there is RDMA
-    grace_s: float = 0.0  # for the trainer to save, where SIGTERM comes without a word
-    slurm_job: str = ""  # the job it runs in, if it does
+    grace_s: float = 0.0  # for the trainer to save, if SIGTERM comes without a stop request
+    slurm_job: str = ""  # the job it runs in, if any
 
     @property
     def trains(self) -> bool:
-        """Whether it runs our trainer, which saves when asked to stop and writes heartbeats."""
+        """Whether it runs our trainer, which saves on a stop request and writes heartbeats."""
         return self.program[:2] == ("-m", "llama405b.train")
 
     @property
     def world(self) -> int:
-        """Ranks over all hosts."""
+        """Number of ranks over all hosts."""
         return sum(node.slots for node in self.nodes)
 
     def node(self, name: str) -> Node:
-        """The part of one of its hosts."""
+        """Return the part of one of its hosts."""
         return next(node for node in self.nodes if node.name == name)
 
     def find(self, name: str) -> Node | None:
-        """The part of a host; None where it has none."""
+        """Return the part of a host; None if it has none."""
         return next((node for node in self.nodes if node.name == name), None)
 
 
@@ -68,15 +68,15 @@ NO_PLAN = Plan("", 0, 0.0, "", "", (), (), ())
 
 
 def read_plan(run: RunDir) -> Plan:
-    """The newest plan of a run; ``NO_PLAN``, which has no nodes, where there is none that can be read."""
+    """Read the newest plan of a run; ``NO_PLAN``, which has no nodes, if none can be read."""
     return read_record(Plan, run.plan) or NO_PLAN
 
 
 def check_run_name(run: str) -> str:
-    """Return the name.
+    """Return the name if it is valid.
 
     Raises:
-        UserError: It would not do as a directory and a tmux server.
+        UserError: It is not usable as a directory and a tmux server name.
     """
     if not RUN_NAME.fullmatch(run):
         raise UserError(f"--run: {run!r} is not a valid run name; use letters, digits, '.', '_' and '-', at most 100")

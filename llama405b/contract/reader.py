@@ -1,8 +1,8 @@
-"""The one reader of what another process or machine wrote: JSON in, a frozen dataclass out, or a clause on what is wrong.
+"""The one parser for data from other processes and machines: JSON in, a frozen dataclass or an error message out.
 
-Knows types, not meanings. A type's hints say what is taken: ``int``, ``float`` (whole numbers too), ``str``, ``bool``, ``Path``,
-enums of strings, ``Literal``, other dataclasses, ``X | None``, tuples and mappings of any of these; ``Any`` is JSON as it is. A
-key that is not known is passed over, so that a newer writer can be read; one that is missing takes its default. Depth and
+Knows types, not meanings. Type hints say what is accepted: ``int``, ``float`` (whole numbers too), ``str``, ``bool``, ``Path``,
+enums of strings, ``Literal``, other dataclasses, ``X | None``, tuples and mappings of any of these; ``Any`` is any JSON.
+Unknown keys are ignored, so that records of a newer version can be read; missing keys take their defaults. Depth and
 size are bounded.
 """
 
@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 if TYPE_CHECKING:
     Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 else:
-    Json = Any  # in a type's hints: as it is
+    Json = Any  # in type hints: any JSON value
 
 T = TypeVar("T")
 Parser: TypeAlias = Callable[[Json], T]  # a value; returns it as its type
 AnyParser: TypeAlias = Parser[Any]
-Hints: TypeAlias = tuple[Any, ...]  # what a type takes in its brackets
-MOST = 1e18  # of a number
+Hints: TypeAlias = tuple[Any, ...]  # a type's arguments, in brackets
+MOST = 1e18  # largest number accepted
 MAX_DEPTH = 12
 MAX_ITEMS = 100_000  # of one tuple or mapping
 MAX_TEXT = 1 << 26  # characters of one message
 
 
 class MalformedError(ValueError):
-    """A value that is not of its type; the message says where it stands."""
+    """A value is not of its type; the message says where."""
 
 
 class _MisfitError(Exception):
-    """A clause on what is wrong, and the way to it, which grows as the parsers are left."""
+    """A clause on what is wrong, and the path to it, which grows on the way out of nested parsers."""
 
     def __init__(self, clause: str, way: str = "") -> None:
         self.clause, self.way = clause, way
@@ -48,14 +48,14 @@ class _MisfitError(Exception):
 
 
 class SoundOnly:
-    """In ``Annotated``: of a tuple items that are malformed are left out, and ``X | None`` is None rather than refused."""
+    """In ``Annotated``: malformed items of a tuple are dropped, and a malformed ``X | None`` becomes None."""
 
 
 def loads(kind: type[T], text: str | bytes, where: str) -> T:
-    """Parse JSON text as a dataclass (or another type that hints may name).
+    """Parse JSON text as a dataclass (or any other type that hints may name).
 
     Raises:
-        MalformedError: It is not JSON, too large, or not of the type.
+        MalformedError: The text is not JSON, too large, or not of the type.
     """
     if len(text) > MAX_TEXT:
         raise MalformedError(f"{where} is larger than {MAX_TEXT >> 20} MiB")
@@ -80,12 +80,12 @@ def read(kind: type[T], value: Json, where: str) -> T:
 
 
 def dumps(record: object) -> str:
-    """Write a dataclass, or plain values with dataclasses among them, as one line of JSON, as ``loads`` reads it."""
+    """Write a dataclass, or plain values that contain dataclasses, as one line of JSON that ``loads`` reads."""
     return json.dumps(record, default=_members, separators=(",", ":"))
 
 
 def _members(record: Any) -> dict[str, Any] | str:
-    """The members of a dataclass; those that have their default go without saying."""
+    """The members of a dataclass, without those that have their default."""
     if isinstance(record, PurePath):
         return str(record)
     found = {}
@@ -98,7 +98,7 @@ def _members(record: Any) -> dict[str, Any] | str:
 
 @functools.cache
 def _parser(hint: Any, depth: int) -> AnyParser:
-    """The function that reads a type, made once for each."""
+    """The function that parses a type, made once per type."""
     if depth == 0:
         return _refuse_depth
     if origin := typing.get_origin(hint):
@@ -117,7 +117,7 @@ def _dataclass(kind: Any, depth: int) -> AnyParser:
     parsers: dict[str, AnyParser] = {}
 
     def parse(value: Json) -> Any:
-        if not parsers:  # not while the type's own parser is being made: a type may hold itself
+        if not parsers:  # not while the type's own parser is being made: a type may contain itself
             parsers.update({field.name: _parser(hints[field.name], depth) for field in dataclasses.fields(kind)})
         if not isinstance(value, dict):
             raise _MisfitError(" is not an object")
@@ -170,7 +170,7 @@ def _sound_only(arguments: Hints, depth: int) -> AnyParser:
 
 
 def _sound(values: list[Json], item: Parser[T]) -> Iterator[T]:
-    """Those that are of the type."""
+    """The values that are of the type."""
     for value in values:
         try:
             yield item(value)
@@ -275,7 +275,7 @@ def _refuse_depth(_value: Json) -> typing.Never:
 
 
 _PLAIN: dict[Any, AnyParser] = {str: _text, Path: _path, bool: _truth, int: _whole, float: _number, Any: _as_it_is}
-_GENERIC: dict[Any, Callable[[Hints, int], AnyParser]] = {  # by origin; takes its arguments
+_GENERIC: dict[Any, Callable[[Hints, int], AnyParser]] = {  # by origin; called with its arguments
     tuple: _tuple,
     dict: _mapping,
     collections.abc.Mapping: _mapping,

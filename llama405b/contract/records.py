@@ -1,6 +1,6 @@
-"""What the files of a run say: a dataclass for each kind of record. Knows meanings and units, not files.
+"""Records in a run's files: one dataclass per kind. Knows meanings and units, not files.
 
-Times are seconds since the epoch by the clock of whoever writes; between hosts they may differ.
+Times are seconds since the epoch by the writer's clock; clocks may differ between hosts.
 """
 
 import dataclasses
@@ -10,17 +10,17 @@ from llama405b.contract.causes import Cause
 
 
 class NodeState(enum.StrEnum):
-    """What torchrun does on a host."""
+    """State of torchrun on a host."""
 
     STARTING = "starting"
     RUNNING = "running"
     EXITED = "exited"
     KILLED = "killed"
-    STOPPED = "stopped"  # when somebody asked for it
+    STOPPED = "stopped"  # on request
 
 
 class Phase(enum.StrEnum):
-    """What a rank does."""
+    """What a rank is doing."""
 
     START = "start"
     DATA = "data"
@@ -35,23 +35,23 @@ class Phase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """What became of torchrun on one host, as its node runner saw it."""
+    """State of torchrun on one host, as its node runner saw it."""
 
     host: str
     state: NodeState
     attempt: int  # 1, 2, …: counts launches of this run
     pid: int  # of the node runner
     pid_start: int  # its start time in clock ticks since boot: a pid alone can be reused
-    exit_code: int | None = None  # of torchrun, when it exited
-    signal: int | None = None  # that ended it, when killed
-    cause: Cause | None = None  # where it did not end well
+    exit_code: int | None = None  # of torchrun, if it exited
+    signal: int | None = None  # the one that killed it, if killed
+    cause: Cause | None = None  # if it did not end well
     time: float = 0.0
-    reason: str = ""  # of version 0.1, in place of ``cause``
+    reason: str = ""  # version 0.1 wrote this instead of ``cause``
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Where one rank is; written at most once a second, from the first moment of loading on."""
+    """Where one rank is; written at most once per second, from the start of loading on."""
 
     rank: int
     host: str
@@ -63,8 +63,8 @@ class Heartbeat:
     done_bytes: int = 0
     total_bytes: int = 0
     cause: Cause | None = None  # why it failed, and in which phase
-    data_s: float | None = None  # of the last step, this rank's own: until it had its batch
-    optimizer_s: float | None = None  # and clipping and the update
+    data_s: float | None = None  # this rank's wait for its batch in the last step
+    optimizer_s: float | None = None  # clipping and the update, in the last step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class Metrics:
     backward_s: float
     optimizer_s: float  # clipping and update
     step_tokens: int = 0  # target tokens of this step, over all ranks; 0: written by version 0.1
-    flops_per_token: int = 0  # of the model, forward and backward; 0: not known
+    flops_per_token: int = 0  # of the model, forward and backward; 0: unknown
     attempt: int = 0  # launch of this run that took the step; 0: written by version 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopMark:
-    """Who asked for a run to end on a host; while it is there no restart follows."""
+    """Who asked a run to stop on a host; while the mark exists, the run is not restarted."""
 
     by: str
     grace_s: float = 0.0  # for the trainer to save first
@@ -98,7 +98,7 @@ class StopMark:
 
 
 class GuardStage(enum.StrEnum):
-    """What a guard does."""
+    """What a guard is doing."""
 
     WATCHING = "watching"
     RECOVERING = "recovering"
@@ -117,12 +117,12 @@ class GuardState:
     run: str
     pid: int
     pid_start: int
-    machine: str  # where it runs
+    machine: str  # the one it runs on
     limit: int  # restarts without progress that it allows
     state: GuardStage = GuardStage.WATCHING
     message: str = ""  # for people
     restarts: int = 0
-    in_vain: int = 0  # restarts since the newest checkpoint last became newer
+    in_vain: int = 0  # restarts since the last new checkpoint
     checkpoint: str = ""  # newest known
     time: float = 0.0
     cause: Cause | None = None  # of the last incident

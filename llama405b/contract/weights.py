@@ -1,8 +1,8 @@
-"""What a Hugging Face checkpoint directory holds, read with the standard library alone.
+"""What a Hugging Face checkpoint directory holds, read with the standard library only.
 
 Knows the safetensors layout (8 bytes little-endian header length, a JSON header, the tensors' bytes; see the
 format description in the safetensors repository), the index file, and which tensors a Llama must have. Reads
-headers, never tensors, so that a 812 GB checkpoint is checked in milliseconds. Knows nothing of torch or ranks.
+headers, never tensors, so that an 812 GB checkpoint is checked in milliseconds. Knows nothing of torch or ranks.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from llama405b.contract.phrases import and_more
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SMALL_FILES = (  # what a rank without the directory needs of it
+SMALL_FILES = (  # what a rank needs if it does not have the directory
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -34,7 +34,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor stands."""
+    """Where one tensor is stored."""
 
     file: Path
     dtype: str  # a key of DTYPE_BYTES
@@ -48,7 +48,7 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Size of one of its rows: of what is below its first dimension."""
+        """Size of one row: one index of the first dimension."""
         return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
 
 
@@ -69,7 +69,7 @@ class Llama:
     max_positions: int
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name in a checkpoint, and its shape (out features first)."""
+        """Return every parameter's name in a checkpoint, and its shape (out features first)."""
         hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
@@ -95,10 +95,10 @@ class Llama:
         return sum(math.prod(shape) for shape in self.tensors().values())
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Model FLOPs of training on one token: six for each weight of a matrix product, and causal attention.
+        """Count the model FLOPs of training on one token: six per weight of a matrix product, and causal attention.
 
-        As PaLM, appendix B, counts them (arXiv:2204.02311), but with half of the attention matrix, which a causal mask
-        leaves; recomputed activations do not count.
+        Counted as in PaLM, appendix B (arXiv:2204.02311), but with only the half of the attention matrix that a causal
+        mask leaves; recomputed activations do not count.
         """
         matrices = sum(math.prod(shape) for name, shape in self.tensors().items() if name.endswith("_proj.weight"))
         attention = self.layers * self.heads * self.head_dim * seq_len
@@ -106,17 +106,17 @@ class Llama:
 
 
 def read_llama(directory: Path, layers: int = 0) -> Llama:
-    """Read the model's shape from ``config.json``; ``layers``: of a model cut down to that many (0: all).
+    """Read the model's shape from ``config.json``; ``layers``: keep only the first that many (0: all).
 
     Raises:
-        UserError: There is no such directory, or it does not hold a Llama.
+        UserError: The directory does not exist, or does not hold a Llama.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; fetch the model into it, or set --model.path to where it is")
+        raise UserError(f"{directory}: no such directory; download the model into it, or point --model.path at it")
     config = read_hf_json(directory / "config.json")
     llama = parse_llama(config, str(directory / "config.json"))
     if layers > llama.layers:
-        raise UserError(f"--model.layers: {layers}, but {directory} has {llama.layers}; lower it, or leave it out")
+        raise UserError(f"--model.layers: {layers}, but {directory} has {llama.layers}; lower it, or omit it")
     return dataclasses.replace(llama, layers=layers or llama.layers)
 
 
@@ -124,7 +124,7 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     """Read the model's shape from a parsed ``config.json``.
 
     Raises:
-        UserError: It is not a LlamaForCausalLM's.
+        UserError: It does not describe a LlamaForCausalLM.
     """
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
     if config.get("model_type") != "llama" or "LlamaForCausalLM" not in architectures:
@@ -138,7 +138,7 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
         if value is None:
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
-            raise UserError(f"{where}: {key} is {value!r}, not a whole number from 1 on; fetch config.json again")
+            raise UserError(f"{where}: {key} is {value!r}, not a positive whole number; download config.json again")
         return value
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
@@ -158,32 +158,32 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
 
 
 def read_tensors(directory: Path) -> dict[str, TensorInfo]:
-    """List the checkpoint's tensors, checking that every safetensors file is whole.
+    """List the checkpoint's tensors, checking that every safetensors file is complete.
 
     Raises:
-        UserError: A file is missing, truncated or not safetensors, or the index names what no file holds.
+        UserError: A file is missing, truncated or not safetensors, or the index names a tensor that no file holds.
     """
     index = directory / INDEX
     if index.is_file():
         return _read_listed(index)
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
-    raise UserError(f"{directory}: neither {INDEX} nor {SINGLE} is here; fetch the weights in safetensors form")
+    raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}; download the weights in safetensors format")
 
 
 def _read_listed(index: Path) -> dict[str, TensorInfo]:
     weight_map = read_hf_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: it has no weight_map; fetch the file again")
+        raise UserError(f"{index}: has no weight_map; download the file again")
     files = [index.parent / name for name in sorted(set(map(str, weight_map.values())))]
     if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; fetch them")
+        raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; download them")
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         tensors |= read_header(file)
     for name, said in weight_map.items():
         if name not in tensors or tensors[name].file.name != said:
-            raise UserError(f"{index}: it puts {name} in {said}, which does not hold it; fetch both again")
+            raise UserError(f"{index}: lists {name} in {said}, which does not contain it; download both again")
     return tensors
 
 
@@ -197,23 +197,23 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if actual < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, actual - 8):
-            raise UserError(f"{path}: not a safetensors file, or cut short at {actual} bytes; fetch it again")
+            raise UserError(f"{path}: not a safetensors file, or truncated at {actual} bytes; download it again")
         try:
             header = json.loads(file.read(length))
             infos, end = _tensors_of(header, path, 8 + length)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            raise UserError(f"{path}: its safetensors header cannot be read; fetch it again") from None
+            raise UserError(f"{path}: its safetensors header cannot be read; download it again") from None
     if actual != 8 + length + end:
-        raise UserError(f"{path}: {actual} bytes where its header says {8 + length + end}; fetch it again")
+        raise UserError(f"{path}: {actual} bytes, but its header says {8 + length + end}; download it again")
     return infos
 
 
 def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[dict[str, TensorInfo], int]:
-    """The tensors of a parsed header, and where their bytes end; the format wants them to leave no gap.
+    """The tensors of a parsed header, and where their bytes end; the format allows no gaps.
 
     Raises:
-        ValueError: They overlap, leave a gap, or do not have the size that shape and dtype say.
-        UserError: A dtype that cannot be trained.
+        ValueError: Tensors overlap, leave a gap, or their size does not match shape and dtype.
+        UserError: A dtype cannot be trained.
     """
     infos, end = {}, 0
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -231,12 +231,12 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[dict
 
 
 def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: bool = False) -> Llama:
-    """Check all that can be known of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
+    """Check what can be checked of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
 
     ``random``: its weights will not be read.
 
     Raises:
-        UserError: Anything that would fail later, on every host, after minutes of loading.
+        UserError: Something would fail later, on every host, after minutes of loading.
     """
     llama = read_llama(directory, layers)
     check_seq_len(llama, seq_len)
@@ -246,11 +246,11 @@ def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: 
     tensors = read_tensors(directory)
     for name, shape in llama.tensors().items():
         if not (info := tensors.get(name)):
-            raise UserError(f"{directory}: no file holds {name}, which config.json asks for; fetch the weights again")
+            raise UserError(f"{directory}: no file contains {name}, which config.json needs; download the weights")
         if info.shape != shape:
             raise UserError(
-                f"{info.file}: {name} is {list(info.shape)} where config.json asks for "
-                f"{list(shape)}; the two are of different models"
+                f"{info.file}: {name} is {list(info.shape)}, but config.json requires "
+                f"{list(shape)}; download both from the same model"
             )
         if info.dtype not in ("F32", "F16", "BF16"):
             raise UserError(f"{info.file}: {name} is {info.dtype}; only F32, F16 and BF16 can be trained")
@@ -258,32 +258,32 @@ def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: 
 
 
 def check_seq_len(llama: Llama, seq_len: int) -> None:
-    """Refuse sequences longer than the model's positions."""
+    """Refuse sequences longer than the model's position limit."""
     if seq_len > llama.max_positions:
         raise UserError(
-            f"--data.seq_len: {seq_len} is over the model's limit of {llama.max_positions} positions; lower it"
+            f"--data.seq_len: {seq_len} exceeds the model's limit of {llama.max_positions} positions; lower it"
         )
 
 
 def check_tokenizer(directory: Path, llama: Llama) -> None:
-    """Refuse a tokenizer that is missing, not whole, or has ids that the embedding has no rows for."""
+    """Refuse a tokenizer that is missing, incomplete, or has ids beyond the embedding's rows."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"{path}: no tokenizer here; fetch tokenizer.json of the same model")
+        raise UserError(f"{path}: no such file; download tokenizer.json of the same model")
     tokenizer = read_hf_json(path)
     if not (ids := _token_ids(tokenizer)):
-        raise UserError(f"{path}: not a tokenizer that can be read; fetch it again")
+        raise UserError(f"{path}: not a readable tokenizer; download it again")
     if (directory / "tokenizer_config.json").is_file():
         read_hf_json(directory / "tokenizer_config.json")
     if max(ids) >= llama.vocab:
         raise UserError(
             f"{path}: its largest id is {max(ids)}, but the model has {llama.vocab} embeddings; "
-            "use the tokenizer that belongs to the model"
+            "use the model's own tokenizer"
         )
 
 
 def _token_ids(tokenizer: Mapping[str, Any]) -> list[int]:
-    """The ids of a parsed ``tokenizer.json``; none where it is not whole."""
+    """The ids of a parsed ``tokenizer.json``; none if it is incomplete."""
     try:
         model = tokenizer["model"]
         vocab = model["vocab"]
@@ -299,14 +299,14 @@ def read_hf_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        UserError: The file is missing or does not hold one.
+        UserError: The file is missing, or does not hold a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; a Hugging Face checkpoint has this file") from None
+        raise UserError(f"{path}: {error.strerror or error}; a Hugging Face checkpoint must have this file") from None
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON; fetch it again") from None
+        raise UserError(f"{path}: not valid JSON; download it again") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object; fetch it again")
+        raise UserError(f"{path}: not a JSON object; download it again")
     return value

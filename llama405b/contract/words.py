@@ -1,4 +1,4 @@
-"""Causes in words, for whoever prints them. Nothing reads these words but people."""
+"""Causes as text, for people only: no program parses it."""
 
 import signal
 
@@ -7,9 +7,9 @@ from llama405b.contract.phrases import given
 
 STUCK = {
     "T": "it is stopped by a signal",
-    "D": "it waits for a disk or driver that does not answer",
+    "D": "it is waiting for a disk or driver that does not respond",
 }  # by process state
-SAID_BY_RANK = {  # what a rank tells of its own end; else its detail alone
+SAID_BY_RANK = {  # how a rank reports its own end; other kinds: the detail alone
     CauseKind.LOST_PEER: "lost contact with another rank in phase {phase}: {detail}",
     CauseKind.FOLLOWED: "stopped with rank {peer}: {detail}",
 }
@@ -23,7 +23,7 @@ WORDS = {
     CauseKind.TORCHRUN_FAILED: "torchrun failed; see {detail}",
     CauseKind.RANK_KILLED: "rank {rank} was killed by {signal}",
     CauseKind.SOCKETS: "NCCL fell back to TCP sockets although RDMA ports are up ({detail}); "
-    "set NCCL_IB_HCA with --env, or take --allow-sockets",
+    "set NCCL_IB_HCA with --env, or add --allow-sockets",
     CauseKind.VANISHED: "its processes are gone without a word; was the machine restarted?",
     CauseKind.HUNG: "hung: rank {rank} is silent for {age_s:.0f} s, in phase {phase} at step {step}",
     CauseKind.UNREACHABLE: "cannot be reached: {detail}",
@@ -32,7 +32,7 @@ WORDS = {
 
 
 def words(cause: Cause) -> str:
-    """A clause that says what happened; '' where the kind says all."""
+    """Say in a clause what happened; '' if the kind says it all."""
     if cause.kind in WORDS:
         return _filled(WORDS[cause.kind], cause) + given("; {}", STUCK.get(cause.process_state))
     if cause.rank is None:
@@ -41,12 +41,12 @@ def words(cause: Cause) -> str:
 
 
 def said_by_rank(cause: Cause) -> str:
-    """What the rank itself says of its end; '' where it says nothing."""
+    """Word what the rank itself reported about its end; '' if nothing."""
     return _filled(SAID_BY_RANK.get(cause.kind, "{detail}"), cause)
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Name a signal: ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -107,13 +107,13 @@ def test_07_missing_shard(hosts, refused, demo):
         "--model.path",
         "/root/torn",
         code=2,
-        words=["node-1: ", "model-00002-of-00002.safetensors: missing of 2 files", "fetch them"],
+        words=["node-1: ", "model-00002-of-00002.safetensors: missing of 2 files", "download them"],
     )
 
 
 def test_08_truncated_shard(hosts, refused, demo):
     hosts.exec(1, "sh", "-c", f"cp -r {demo} /root/cut && truncate -s -1 /root/cut/model-00002-of-00002.safetensors")
-    refused("--model.path", "/root/cut", code=2, words=["bytes where its header says", "fetch it again"])
+    refused("--model.path", "/root/cut", code=2, words=["bytes, but its header says", "download it again"])
 
 
 def test_09_busy_port(hosts, refused):

@@ -214,7 +214,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
         (["--preset", "demo", "--", "x.py"], "settings are for the trainer"),
         (
             ["--preset", "demo", "--data.seq_len", "100000", "--model.path", "{demo}"],
-            "over the model's limit of 1024 positions",
+            "exceeds the model's limit of 1024 positions",
         ),
         (["--port", "{port}", "--preset", "demo"], "--port: {port} is in use on the head"),
         (["--preset", "demo", "--run", "old"], "--run: 'old' exists on node-a"),

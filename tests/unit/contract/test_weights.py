@@ -80,9 +80,9 @@ def test_a_truncated_shard_says_both_sizes(copy):
     shard = sorted(copy.glob("*.safetensors"))[0]
     size = shard.stat().st_size
     os.truncate(shard, size - 7)
-    assert refusal(copy) == f"{shard}: {size - 7} bytes where its header says {size}; fetch it again"
+    assert refusal(copy) == f"{shard}: {size - 7} bytes, but its header says {size}; download it again"
     os.truncate(shard, 3)
-    assert "not a safetensors file, or cut short at 3 bytes" in refusal(copy)
+    assert "not a safetensors file, or truncated at 3 bytes" in refusal(copy)
 
 
 def test_not_a_safetensors_file(copy):
@@ -98,7 +98,7 @@ def test_not_a_llama(copy):
 
 def test_config_of_another_model(copy):
     edit(copy / "config.json", num_hidden_layers=9)
-    assert "no file holds model.layers.2." in refusal(copy)
+    assert "no file contains model.layers.2." in refusal(copy)
     edit(copy / "config.json", num_hidden_layers=2, intermediate_size=100)
     assert "mlp." in refusal(copy)
 
@@ -107,7 +107,7 @@ def test_tokenizer_that_does_not_fit(copy):
     edit(copy / "config.json", vocab_size=100)
     assert "its largest id is 2047, but the model has 100 embeddings" in refusal(copy)
     (copy / "tokenizer.json").unlink()
-    assert "no tokenizer here" in refusal(copy)
+    assert "tokenizer.json: no such file" in refusal(copy)
 
 
 @pytest.mark.parametrize("value", ["big", None, [1], 0, -1, 1.5, True, 10**12, float("inf")])
@@ -121,7 +121,7 @@ def test_a_number_that_is_none(copy, value):
 )
 def test_a_tokenizer_that_cannot_be_read(copy, model):
     edit(copy / "tokenizer.json", model=model)
-    assert "tokenizer.json: not a tokenizer that can be read; fetch it again" in refusal(copy)
+    assert "tokenizer.json: not a readable tokenizer; download it again" in refusal(copy)
 
 
 def rewrite_header(shard, change):
@@ -151,4 +151,4 @@ def test_a_header_that_lies(copy, change, words):
 
 
 def test_sequences_over_the_limit(demo):
-    assert "--data.seq_len: 2048 is over the model's limit of 1024 positions" in refusal(demo, 2048)
+    assert "--data.seq_len: 2048 exceeds the model's limit of 1024 positions" in refusal(demo, 2048)
