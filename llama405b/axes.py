@@ -1,7 +1,7 @@
-"""The ranks as a mesh with named axes, as arithmetic alone. Knows sizes and places; nothing of torch or groups.
+"""The ranks as a mesh with named axes: arithmetic only. Knows sizes and places; nothing of torch or groups.
 
 Axes from the outermost to the innermost: ``pp`` pipeline stages, ``dp_replicate`` copies of the model, ``dp_shard`` shards of each copy,
-``cp`` parts of a sequence, ``tp`` parts of each matrix. Innermost neighbours have neighbouring ranks, and so share a host.
+``cp`` parts of a sequence, ``tp`` parts of each matrix. Innermost neighbors have adjacent ranks, and so share a host.
 """
 
 import dataclasses
@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DP = ("dp_replicate", "dp_shard")  # over which the batch is shared out
-SHARD = ("dp_shard",)  # over which each parameter is
+DP = ("dp_replicate", "dp_shard")  # split the batch
+SHARD = ("dp_shard",)  # split each parameter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axes:
-    """How many ranks there are along each axis."""
+    """Number of ranks along each axis."""
 
     dp_shard: int
     pp: int = 1
@@ -33,15 +33,15 @@ class Axes:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.size(NAMES)
 
     def size(self, names: Sequence[str]) -> int:
-        """Ranks along these axes together."""
+        """Return the number of ranks along these axes together."""
         return math.prod(getattr(self, name) for name in names)
 
     def place(self, rank: int, names: Sequence[str]) -> Place:
-        """Where a rank is along these axes together, the first of them outermost."""
+        """Return a rank's place along these axes together, the first of them outermost."""
         found, rest = 0, rank
         indices = {}
         for name in reversed(NAMES):

@@ -1,4 +1,4 @@
-"""What a rank shows of itself when it is asked: a profile of some steps, its memory, where its threads are. Files below the run."""
+"""Diagnoses of a rank, on request: a profile of some steps, its memory, its threads' stacks. Files in the run's directory."""
 
 import faulthandler
 import json
@@ -12,7 +12,7 @@ from llama405b.ranks import Ranks
 
 
 def write_stacks(run: RunDir, me: Ranks, step: int) -> Path:
-    """Write where every thread of this process is; returns the file."""
+    """Write the stack of every thread of this process; returns the file."""
     path = _place(run.diagnosis("stacks", me.rank, step, "txt"))
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -22,7 +22,7 @@ def write_stacks(run: RunDir, me: Ranks, step: int) -> Path:
 def write_memory(run: RunDir, me: Ranks, step: int) -> Path:
     """Write what this rank's memory holds; returns the file.
 
-    On CUDA torch's snapshot (https://pytorch.org/memory_viz opens it), else the process's own counts, in bytes.
+    On CUDA this is torch's snapshot (open it with https://pytorch.org/memory_viz), else the process's counts, in bytes.
     """
     if me.on_gpu:
         path = _place(run.diagnosis("memory", me.rank, step, "pickle"))
@@ -37,7 +37,7 @@ def write_memory(run: RunDir, me: Ranks, step: int) -> Path:
 
 
 class Profile:
-    """Records what this rank does, as a trace that Perfetto opens, from now until it is finished."""
+    """Records a trace of this rank for Perfetto, from now until ``finish``."""
 
     def __init__(self, run: RunDir, me: Ranks, request: str, first_step: int, steps: int) -> None:
         self.request, self.last_step = request, first_step + steps - 1

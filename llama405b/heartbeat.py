@@ -1,6 +1,6 @@
-"""Where this rank is, said on disk at most once a second. Knows the clock and the contract; nothing of training.
+"""Where this rank is, written to disk at most once per second. Knows the clock and the contract; nothing of training.
 
-Only the training thread writes: a rank that hangs falls silent, and that silence is the signal.
+Only the training thread writes: a rank that hangs falls silent, and the silence is the signal.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Pulse:
         self._write()
 
     def phase(self, phase: Phase) -> None:
-        """Enter a phase; always written."""
+        """Enter a phase; always writes."""
         now = time.time()
         self.record = dataclasses.replace(
             self.record, phase=phase, phase_since=now, time=now, done_bytes=0, total_bytes=0
@@ -35,15 +35,15 @@ class Pulse:
         self._write()
 
     def stepped(self, metrics: Metrics) -> None:
-        """A step was done."""
+        """Record a finished step."""
         self._beat(step=metrics.step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
 
     def loaded(self, done_bytes: int, total_bytes: int) -> None:
-        """So much of the weights is here."""
+        """Record how much of the weights is loaded."""
         self._beat(done_bytes=done_bytes, total_bytes=total_bytes)
 
     def failed(self, cause: Cause) -> None:
-        """Say why this rank ends."""
+        """Record why this rank ends."""
         self.record = dataclasses.replace(self.record, cause=cause)
         self.phase(Phase.FAILED)
 
@@ -55,5 +55,5 @@ class Pulse:
             self._write()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk here is no reason for all ranks to end
+        with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
             write_json(self.run.heartbeat(self.me.rank), self.record)

@@ -1,4 +1,4 @@
-"""What the operator asks of a run that trains, as rank 0 finds it between two steps. Knows files; carries nothing out."""
+"""The operator's requests to a training run, as rank 0 finds them between steps. Knows files; carries nothing out."""
 
 import time
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.requests import RunRequest
 from llama405b.ranks import Ranks
 
-LOOK_EVERY_S = 1.0  # a directory on a network disk is not free
-MAX_STEPS = 100  # of one profile: a trace of more cannot be opened
+LOOK_EVERY_S = 1.0  # listing a directory on a network disk costs time
+MAX_STEPS = 100  # per profile: a longer trace cannot be opened
 
 
 class Inbox:
-    """The requests of this attempt; what was asked before it began is not its business."""
+    """The requests of this attempt; earlier ones are ignored."""
 
     def __init__(self, run: RunDir, me: Ranks) -> None:
         self.directory, self.me = run.requests, me
@@ -22,7 +22,7 @@ class Inbox:
         self.looked_at = 0.0
 
     def new(self) -> Iterator[RunRequest]:
-        """Requests that came since the last look, on rank 0; files that are not requests are passed over."""
+        """Yield the requests since the last look, on rank 0; files that are not requests are skipped."""
         if not self.me.leads or time.monotonic() < self.looked_at + LOOK_EVERY_S:
             return
         self.looked_at = time.monotonic()

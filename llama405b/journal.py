@@ -1,6 +1,6 @@
-"""What rank 0 tells of the run: metrics and events in files, and lines on standard output. The other ranks tell nothing.
+"""What rank 0 reports about the run: metrics and events in files, and lines on standard output. Other ranks report nothing.
 
-The only part of the trainer that prints while it trains.
+The only part of the trainer that prints during training.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Journal:
         self.run, self.me = run, me
         self.writer = f"rank-{me.rank}"
         self.tokens = 0  # target tokens so far
-        self.steps = 0  # of the run, in all
+        self.steps = 0  # total steps of the run
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -39,11 +39,11 @@ class Journal:
             return
         place = str(path or "")
         event = RunEvent(time.time(), self.writer, kind, self.me.attempt, step, place, 0, cause, request, detail)
-        with contextlib.suppress(OSError):  # a full disk here is no reason for all ranks to end
+        with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
             append_line(self.run.events(self.writer), reader.dumps(event))
 
     def resumed_at(self, done: int, steps: int) -> None:
-        """Keep the metrics up to step ``done``, which the run goes on from; it has ``steps`` in all."""
+        """Keep the metrics up to step ``done``, after which the run resumes; ``steps``: its total."""
         self.steps = steps
         if not self.me.leads:
             return
@@ -64,7 +64,7 @@ class Journal:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Metrics of earlier attempts; what follows a line that a kill cut short is dropped."""
+    """Read the metrics of earlier attempts; what follows a line truncated by a kill is dropped."""
     found: list[Metrics] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():

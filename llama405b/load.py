@@ -2,8 +2,8 @@
 
 ``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its rows; it never holds more than
 one unit. ``local``: each rank reads its own rows and nothing crosses the network. Knows safetensors and point-to-
-point sends; not the optimizer or the data. Weights travel in the files' dtype and are converted on arrival. Random
-weights, for a rehearsal, go the same way: only what stands in the files' place differs.
+point sends; not the optimizer or the data. Weights are sent in the files' dtype and converted on arrival. Random
+weights, for a rehearsal, take the same path: only the source differs.
 """
 
 import dataclasses
@@ -45,10 +45,10 @@ def load(
     offload: bool = False,
     random: weights.Llama | None = None,
 ) -> str:
-    """Fill the sharded meta model; returns what was done, for the log. ``random``: a shape to make weights up for.
+    """Fill the sharded meta model; returns what was done, for the log. ``random``: the shape to generate weights for.
 
     Raises:
-        UserError: The checkpoint is not whole where it is read, or ``local`` was asked for and a rank cannot read it.
+        UserError: The checkpoint is not complete, or ``local`` was requested and a rank cannot read it.
     """
     files: _Files
     if random:
@@ -69,20 +69,20 @@ def load(
 
 
 def materialise(model: nn.Module, me: Ranks, *, offload: bool = False) -> None:
-    """Give the sharded meta model memory, its tied head and its rotary buffers; the weights are still undefined."""
+    """Give the sharded meta model memory, its tied head and its rotary buffers; the weights stay undefined."""
     model.to_empty(device="cpu" if offload else me.device)
     tie_head(model)
     restore_buffers(model, model.config, me.device)
 
 
 def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
-    """The rows ``[start, stop)`` of a rank: torch.chunk's split, which DTensor's Shard(0) uses."""
+    """Return the rows ``[start, stop)`` of a rank: torch.chunk's split, which DTensor's Shard(0) uses."""
     each = -(-n_rows // world)
     return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
 
 
 class _Files:
-    """The checkpoint's files, each mapped once: rows are views of the page cache, and cost no memory of ours."""
+    """The checkpoint's files, each mapped once: rows are views of the page cache and cost us no memory."""
 
     came = "read the weights"
 
@@ -91,7 +91,7 @@ class _Files:
         self.mapped: dict[Path, mmap.mmap] = {}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``[start, stop)`` of a tensor in the file's dtype, to be read only."""
+        """Return rows ``[start, stop)`` of a tensor in the file's dtype, read-only."""
         info = self.layout[name]
         if info.file not in self.mapped:
             with info.file.open("rb") as file:
@@ -110,7 +110,7 @@ class _Files:
 
 
 class _Random(_Files):
-    """Made-up weights in the files' place: the same for the same name and rows. Norms are 1, the rest is N(0, 0.02)."""
+    """Random weights instead of files: the same for the same name and rows. Norms are 1, the rest is N(0, 0.02)."""
 
     came = "made random weights"
 
@@ -129,14 +129,14 @@ class _Random(_Files):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a rank sees of the checkpoint."""
+    """What one rank sees of the checkpoint."""
 
     error: str
     digest: int
 
 
 def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, _Files]:
-    """Agree on how to load, and on what the files hold: this rank's own where it reads them, else rank 0's."""
+    """Agree on how to load, and on what the files hold: as this rank sees it if it reads them, else as rank 0 does."""
     own, error = _read(directory)
     how = _way(directory, how, ranks.agreed(_Seen(error, _digest(own))))
     known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.leads}
@@ -147,14 +147,14 @@ def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, _Files]:
 
 
 def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
-    """The way that suits what each rank sees: rank0 or local."""
+    """Choose rank0 or local by what each rank sees."""
     if everyone[0].error:
         raise UserError(everyone[0].error)
     lacking = [rank for rank, seen in enumerate(everyone) if seen.digest != everyone[0].digest]
     if how == "local" and lacking:
         raise UserError(
             f"--model.load: rank {lacking[0]} cannot read the same files in {directory}"
-            f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or take rank0"
+            f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or use rank0"
         )
     if how == "auto":
         return "rank0" if lacking else "local"
@@ -162,7 +162,7 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
 
 
 def _read(directory: Path) -> tuple[Layout, str]:
-    """What the files hold; or nothing, and why."""
+    """Return what the files hold; if they cannot be read, nothing and why."""
     try:
         return weights.read_tensors(directory), ""
     except UserError as error:
@@ -179,11 +179,11 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 class _Filler:
-    """Fills a rank's shards of one unit after the other."""
+    """Fills a rank's shards, unit by unit."""
 
     def __init__(self, files: _Files, me: Ranks) -> None:
         self.files, self.me = files, me
-        # One for what is sent or received, used again for every unit: malloc would keep a hole for each.
+        # One buffer for all sends or receives, reused for every unit: malloc would leave a hole for each.
         self.buffer = torch.empty(0, dtype=torch.uint8, device=me.device)
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ class _Filler:
                 shard.copy_(piece[begin : begin + size].view(DTYPES[self.files.layout[name].dtype]).view(shard.shape))
 
     def _send(self, unit: Unit) -> None:
-        """Pack every rank's rows, send them all at once, and take rank 0's own meanwhile."""
+        """Pack every rank's rows, send them all at once, and read rank 0's own meanwhile."""
         packed = [self._spans(unit, self.me.axes.place(rank, SHARD)) for rank in range(1, self.me.world)]
         pieces = self._scratch(sum(size for _, size in packed)).split([size for _, size in packed])
         sends = []
@@ -231,9 +231,9 @@ class _Filler:
         return rows_of(self.files.layout[name].shape[0], shard.rank, shard.size)
 
     def _spans(self, unit: Unit, shard: Place) -> tuple[dict[str, tuple[tuple[int, int], int, int]], int]:
-        """For each tensor a rank's rows and where they stand in its piece (begin, size); and the piece's size, in bytes.
+        """A rank's rows of each tensor and their place in its piece (begin, size); and the piece's size, in bytes.
 
-        Wider dtypes come first, so that each tensor begins at a multiple of its element size; so does each piece, at 16.
+        Wider dtypes come first, so that each tensor is aligned to its element size; pieces are aligned to 16.
         """
         begin, spans, layout = 0, {}, self.files.layout
         for name in sorted(unit, key=lambda name: -weights.DTYPE_BYTES[layout[name].dtype]):

@@ -1,28 +1,28 @@
-"""Whether an error says that another rank went away: then that rank's own words matter, not this one's.
+"""Whether an error means that another rank went away: then that rank's message matters, not this one's.
 
-The one place that reads what gloo, NCCL and torch's store write. ``tests/data/foreign/lost-peer`` has a recording of each.
+The only place that parses messages of gloo, NCCL and torch's store; ``tests/data/foreign/lost-peer`` has recordings.
 """
 
 import torch.distributed as dist
 
-SIGNS = (  # a part of the message that stands in no other
+SIGNS = (  # parts of messages that occur in no other message
     "Connection closed by peer",  # gloo
     "Connection reset",  # gloo, torch's store
     "Broken pipe",  # gloo, torch's store
-    "Timed out waiting",  # gloo, where a peer is silent
+    "Timed out waiting",  # gloo, if a peer is silent
     "Socket Timeout",  # torch's store
-    "wait timeout after",  # torch's store, where nobody came
+    "wait timeout after",  # torch's store, if nobody came
     "timed out",  # NCCL's watchdog, torch's store
 )
 
 
 def says_lost_peer(message: str) -> bool:
-    """Whether a message is of one of the known forms."""
+    """Return whether a message is of a known form."""
     return any(sign in message for sign in SIGNS)
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether an error is that of a peer that went away, by its type or its message."""
+    """Return whether an error means that a peer went away, by its type or message."""
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or says_lost_peer(
         str(error)
     )

@@ -1,4 +1,4 @@
-"""Bring data, model and optimizer to where training begins, in the order in which the data flows."""
+"""Prepare data, model and optimizer for the first step, in the order in which the data flows."""
 
 import base64
 import os
@@ -31,7 +31,7 @@ from llama405b.trainer import StopSignal, Trainer
 
 
 def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopSignal) -> Trainer:
-    """Bring data, model and optimizer to where training begins: from the model's weights, or from a checkpoint.
+    """Prepare data, model and optimizer for the first step, from the model's weights or from a checkpoint.
 
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
@@ -48,7 +48,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         checkpoints.prove_shared()
     start, passed_over = checkpoints.find(resume)
     for each in passed_over:
-        journal.log(f"passed over {each}; renamed to …aside")
+        journal.log(f"skipped {each}; renamed to …aside")
         journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
     if me.leads:
         write_atomic(run.config, to_toml(config))
@@ -65,7 +65,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     else:
         journal.event(EventKind.STARTED, step=0)
         if resume == "auto":
-            journal.log("no checkpoint yet: starting from the model's weights")
+            journal.log("no checkpoint yet; starting from the model's weights")
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{accumulate} micro-batch{'es' * (accumulate != 1)} on each of {me.world} rank{'s' * (me.world != 1)}"
     journal.log(f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
@@ -78,10 +78,10 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
 
 
 def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) -> Path:
-    """Give every host the model's small files (configuration, tokenizer); only rank 0's needs the directory.
+    """Give every host the model's small files (configuration, tokenizer); only rank 0's host needs the directory.
 
     Raises:
-        UserError: On every rank, where rank 0's directory is not a whole Llama checkpoint that fits the sequences.
+        UserError: On every rank, if rank 0's directory is not a complete Llama checkpoint that fits the sequences.
     """
     directory, random = Path(config.model.path), config.model.weights == "random"
     small: dict[str, str] = {}  # in base64
@@ -107,7 +107,7 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
 def build_module(
     config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse, journal: Journal
 ) -> torch.nn.Module:
-    """The sharded model with its weights (or, where a checkpoint follows, with memory for them).
+    """Build the sharded model with its weights (or only their memory, if a checkpoint will fill it).
 
     Raises:
         UserError: The configuration does not fit the model or the device.
@@ -120,7 +120,7 @@ def build_module(
     began = time.monotonic()
     if parallel.fsdp == "fsdp1":
         if not me.on_gpu:
-            raise UserError("--parallel.fsdp: torch refuses fsdp1 on CPU; take fsdp2")
+            raise UserError("--parallel.fsdp: torch does not support fsdp1 on CPU; use fsdp2")
         module = fsdp1.load_wrapped(None if random else weights_in, hf_config, attention, parallel, me)
         how = "rank 0 broadcast the weights"
     else:
@@ -128,7 +128,7 @@ def build_module(
         fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
         if start:
             load.materialise(module, me, offload=parallel.cpu_offload)
-            how = "weights come from the checkpoint"
+            how = "the weights come from the checkpoint"
         else:
             made_up = llama if random else None
             how = load.load(

@@ -1,8 +1,8 @@
-"""Who this process is among the ranks, and what the ranks tell each other outside of training.
+"""This process's place among the ranks, and what the ranks exchange outside of training.
 
-Knows torchrun's environment and process groups; not the model. Ranks count in the order of the hosts file: the
-node runner says which rank a host begins with (``LLAMA405B_FIRST_RANK``), since the c10d rendezvous orders hosts
-by address and process id instead.
+Knows torchrun's environment and process groups; not the model. Ranks follow the order of the hosts file: the node
+runner sets each host's first rank (``LLAMA405B_FIRST_RANK``), because the c10d rendezvous orders hosts by address
+and process id.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's place."""
+    """This process's place among the ranks."""
 
     rank: int
     world: int
@@ -36,22 +36,22 @@ class Ranks:
 
     @property
     def axes(self) -> Axes:
-        """The mesh of all ranks; today every one of them is a shard."""
+        """The mesh of all ranks; for now each rank is a shard."""
         return Axes(dp_shard=self.world)
 
     @property
     def dp(self) -> Place:
-        """Among those that share the batch out."""
+        """Place among the ranks that split the batch."""
         return self.axes.place(self.rank, DP)
 
     @property
     def shard(self) -> Place:
-        """Among those that share each parameter out."""
+        """Place among the ranks that shard each parameter."""
         return self.axes.place(self.rank, SHARD)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it computes on one."""
+        """Whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
     @property
@@ -61,18 +61,16 @@ class Ranks:
 
 
 def join(device: str, timeout_s: int) -> Ranks:
-    """Join the process group: gloo for CPU tensors always, NCCL beside it on CUDA.
+    """Join the process group: gloo for CPU tensors, and on CUDA also NCCL.
 
     Without torchrun's environment this is a run of one rank.
 
     Raises:
-        UserError: CUDA was asked for and there is none.
+        UserError: CUDA was requested and is not available.
     """
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
-        raise UserError(
-            "--parallel.device: cuda was asked for, but torch sees no GPU here; take cpu, or fix the driver"
-        )
+        raise UserError("--parallel.device: cuda was requested, but torch sees no GPU; use cpu, or fix the driver")
     me = place(cuda=cuda and device != "cpu")
     if me.on_gpu:
         torch.cuda.set_device(me.device)
@@ -87,7 +85,7 @@ def join(device: str, timeout_s: int) -> Ranks:
 
 
 def place(*, cuda: bool = False) -> Ranks:
-    """This process's place, from the environment alone."""
+    """Read this process's place from the environment alone."""
     local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     first = os.environ.get("LLAMA405B_FIRST_RANK")
     rank = int(os.environ.get("RANK", 0)) if first is None else int(first) + local_rank
@@ -98,19 +96,19 @@ def place(*, cuda: bool = False) -> Ranks:
 
 
 def set_timeout(timeout_s: int) -> None:
-    """Change the default group's timeout: loading is slow and skewed between ranks, steps are not."""
+    """Change the default group's timeout: loading is slow and uneven between ranks, steps are not."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
 
 
 def from_rank0(value: T, kind: Any = None) -> T:
-    """Give every rank rank 0's value; see ``agreed``."""
+    """Return rank 0's value on every rank; see ``agreed``."""
     return agreed(value, kind)[0]
 
 
 def agreed(value: T, kind: Any = None) -> list[T]:
-    """Give every rank all ranks' values, in order of rank, through CPU memory, as JSON.
+    """Return all ranks' values, by rank, on every rank; sent as JSON through CPU memory.
 
-    ``kind``: their type, where it is no dataclass or plain type, but like ``dict[str, int]``.
+    ``kind``: their type, needed if it is generic, like ``dict[str, int]``.
 
     Raises:
         MalformedError: Another rank sent something else.
@@ -132,7 +130,7 @@ def agreed(value: T, kind: Any = None) -> list[T]:
 
 
 class FollowedError(UserError):
-    """Another rank refused its input, and so all do."""
+    """Another rank refused its input, so all ranks stop."""
 
     def __init__(self, peer: int, words: str) -> None:
         super().__init__(f"stopped with rank {peer}: {words}")
@@ -141,11 +139,11 @@ class FollowedError(UserError):
 
 @contextlib.contextmanager
 def refusing_together() -> Iterator[None]:
-    """What any rank refuses inside, all refuse, with the words of the lowest of them, so that none waits for one that left.
+    """If any rank refuses inside, all do, with the message of the lowest such rank, so that none waits for one that left.
 
     Raises:
-        UserError: This rank's own.
-        FollowedError: Another's.
+        UserError: This rank refused.
+        FollowedError: Another rank refused.
     """
     error = ""
     try:
@@ -160,14 +158,14 @@ def refusing_together() -> Iterator[None]:
 
 
 def greatest_of(mine: Sequence[int]) -> list[int]:
-    """The greatest of all ranks' values, place by place; every rank gets the same. Through CPU memory."""
+    """Return the maximum over all ranks of each value, on every rank. Uses CPU memory."""
     values = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return [int(value) for value in values]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``value`` over all ranks."""
+    """Return the sum of ``value`` over all ranks, on every rank."""
     total = value.clone()
     dist.all_reduce(total)
     return total

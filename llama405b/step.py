@@ -20,12 +20,12 @@ IGNORE_INDEX = -100  # a target that does not count: padding, or a prompt
 
 
 class NonFiniteError(RunError):
-    """The loss or the gradient of a step is NaN or infinite; the weights are those of the step before."""
+    """The loss or gradient of a step is NaN or infinite; the weights are still those of the previous step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did."""
+    """Result of a step."""
 
     loss: float  # nats per target token, over all ranks
     grad_norm: float  # L2, over all ranks, before clipping
@@ -44,8 +44,8 @@ def train_step(
 ) -> StepResult:
     """Run the micro-batches (``tokens_BS``, ``targets_BS``, on the device), clip, and update the weights once.
 
-    Every micro-batch's gradient is reduced and sharded at once: accumulating whole gradients would not fit.
-    ``lap`` is told the name of each part as it ends: forward, backward, optimizer.
+    Every micro-batch's gradient is reduced and sharded immediately: accumulating whole gradients would not fit.
+    ``lap`` is called with the name of each part as it ends: forward, backward, optimizer.
 
     Raises:
         NonFiniteError: On every rank, before the weights change.
@@ -59,7 +59,7 @@ def train_step(
     for x_BS, y_BS in microbatches:
         nll_micro = _nll(model(input_ids=x_BS, use_cache=False).logits, y_BS)
         lap("forward")
-        # FSDP averages over ranks; times their number, over the global count, the average becomes the global mean.
+        # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
         (nll_micro * (dp_size / n_targets)).backward()
         nll += nll_micro.detach()
         lap("backward")

@@ -1,4 +1,4 @@
-"""How long the parts of a step take. On CUDA by events, so that measuring does not make the GPU wait."""
+"""How long the parts of a step take. Uses CUDA events, so that measuring does not stall the GPU."""
 
 import time
 from collections import defaultdict
@@ -8,18 +8,18 @@ import torch
 
 
 class Laps:
-    """Marks the end of each part; a part may end more than once a step (micro-batches)."""
+    """Marks the end of each part; a part may end more than once per step (micro-batches)."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.marks: list[tuple[str, Any]] = [("", self._now())]
 
     def end(self, part: str) -> None:
-        """The part called ``part`` ends here."""
+        """Mark the end of ``part``."""
         self.marks.append((part, self._now()))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by part; waits for the device."""
+        """Return the seconds by part; waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
         total: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""The training program, one process a rank, under torchrun (``-m llama405b.train``)."""
+"""The training program, one process per rank, under torchrun (``-m llama405b.train``)."""
 
 import dataclasses
 import os
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ending_of(error: Exception, pulse: Pulse | None) -> Cause:
-    """Why this rank ends, as a value."""
+    """Return why this rank ends, as a value."""
     kind, peer, detail = CauseKind.RANK_EXIT, None, str(error)
     if is_lost_peer(error):
         kind, detail = CauseKind.LOST_PEER, detail[:300]
@@ -72,7 +72,7 @@ def ending_of(error: Exception, pulse: Pulse | None) -> Cause:
 
 
 def tell_end(cause: Cause, pulse: Pulse | None) -> None:
-    """Say why this rank ends: on standard error, in its heartbeat, and among the events where all refuse."""
+    """Report why this rank ends: on standard error, in its heartbeat, and as an event if all ranks refuse."""
     print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
     if pulse is None:
         return
@@ -82,10 +82,10 @@ def tell_end(cause: Cause, pulse: Pulse | None) -> None:
 
 
 def run_and_leave() -> NoReturn:
-    """Run as a program, and end at once, without the interpreter's own end.
+    """Run as a program and exit immediately, without the interpreter's shutdown.
 
-    In that torch's threads abort a rank while its peers die (its exit code and words would be lost), and a signal that
-    asks for a stop finds no handler any more and kills.
+    During that shutdown torch's threads abort a rank while its peers die (losing its exit code and message), and a
+    stop signal finds no handler and kills the process.
     """
     code: object = FAILED
     try:

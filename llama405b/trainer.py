@@ -1,4 +1,4 @@
-"""The step loop: what is done in a step, after it, and when somebody asks. Knows its parts; builds none."""
+"""The step loop: a step, what follows it, and requests. Knows its parts; builds none."""
 
 import dataclasses
 import signal
@@ -27,9 +27,9 @@ from llama405b.timer import Laps
 
 
 class StopSignal:
-    """Whether the node runner asked this rank to save and end.
+    """Whether the node runner asked this rank to save and stop.
 
-    By SIGUSR1: SIGTERM stays what torchrun ends the survivors of a failure with, which must not wait for a step.
+    It sends SIGUSR1: SIGTERM is how torchrun ends the survivors of a failure, which must not wait for a step.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     batches: Batches
     checkpoints: store.Store
-    steps: range  # still to take
+    steps: range  # still to do
     journal: Journal
     pulse: Pulse
     stop: StopSignal
@@ -61,11 +61,11 @@ class Trainer:
     profile: Profile | None = None
 
     def take_steps(self) -> None:
-        """Take the steps, writing metrics, heartbeats and checkpoints; a stop that is asked for saves first.
+        """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
 
         Raises:
             UserError: A checkpoint could not be written.
-            RunError: The loss or the gradient is not finite; the last checkpoint stands.
+            RunError: The loss or the gradient is not finite; the last checkpoint is intact.
         """
         self.pulse.phase(Phase.TRAIN)
         for step in self.steps:
@@ -74,7 +74,7 @@ class Trainer:
             self.pulse.stepped(metrics)
             self.journal.metrics(metrics)
             if self.obey(step):
-                self.journal.log(f"stopped after step {step}, as asked")
+                self.journal.log(f"stopped after step {step}, as requested")
                 self.journal.event(EventKind.STOPPED, step=step)
                 return
 
@@ -102,7 +102,7 @@ class Trainer:
             )
         except NonFiniteError as error:
             raise NonFiniteError(
-                f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or look at "
+                f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or check "
                 "the data of this step, and resume"
             ) from None
         seconds = laps.seconds()
@@ -127,7 +127,7 @@ class Trainer:
         )
 
     def obey(self, step: int) -> bool:
-        """Do after a step what is due, and what was asked for; returns whether the run is to stop."""
+        """Do what is due or was requested after a step; returns whether to stop the run."""
         requests = list(self.inbox.new())
         counts = dict.fromkeys(RequestKind, 0)
         for request in requests:
@@ -138,7 +138,7 @@ class Trainer:
         if every and (step % every == 0 or ending or wanted[RequestKind.SAVE]):
             self.answer(requests, RequestKind.SAVE, step, self.save(step))
         elif wanted[RequestKind.SAVE]:
-            self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves nothing")
+            self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves no checkpoints")
         for kind, write in ((RequestKind.STACKS, write_stacks), (RequestKind.MEMORY, write_memory)):
             if wanted[kind]:
                 self.answer(requests, kind, step, write(self.run, self.me, step))
@@ -161,13 +161,13 @@ class Trainer:
         return path
 
     def finish_profile(self, step: int, *, ending: bool) -> None:
-        """Write the profile whose last step this was, or after which nothing follows."""
+        """Write the profile if this was its last step, or the run's."""
         if self.profile and (ending or step >= self.profile.last_step):
             path, request, self.profile = self.profile.finish(), self.profile.request, None
             self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request)
 
     def begin_profile(self, requests: Sequence[RunRequest], n_steps: int, step: int) -> None:
-        """Begin the profile that is asked for, one at a time."""
+        """Start a requested profile, one at a time."""
         asked = [request.id for request in requests if request.kind is RequestKind.PROFILE]
         if n_steps and not self.profile:
             first, asked = asked[:1], asked[1:]
@@ -178,7 +178,7 @@ class Trainer:
     def answer(
         self, requests: Sequence[RunRequest], kind: RequestKind, step: int, path: Path | None, why: str = ""
     ) -> None:
-        """Say of all requests of a kind that they were carried out, or why not."""
+        """Report for all requests of a kind that they were carried out, or why not."""
         for request in requests:
             if request.kind is kind:
                 self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)

@@ -244,7 +244,7 @@ def test_the_ranks_own_sentence_is_the_last_line(work, cli, demo, corpus):
     if not torch.cuda.is_available():  # before the ranks have met
         done = cli(work, "launch", "--run", "c", "--follow", *flags, "--parallel.device", "cuda")
         assert done.returncode == 1
-        assert "exited with 2: --parallel.device: cuda was asked for, but torch sees no GPU here" in done.stderr
+        assert "exited with 2: --parallel.device: cuda was requested, but torch sees no GPU" in done.stderr
 
 
 def test_a_directory_that_is_not_there_is_never_a_success(work, cli):

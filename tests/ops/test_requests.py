@@ -69,7 +69,7 @@ def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, co
     assert cli(work, "launch", "--run", "none", *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)
     refused = ask("none", RequestKind.SAVE)
-    assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves nothing")
+    assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves no checkpoints")
     (work / "runs/none/requests/odd.json").write_text("{")
     assert cli(work, "stop", "--run", "none", "--grace", 0).returncode == 0
     answered = [event for event in ask.events("none") if event.kind is EventKind.ANSWERED]
