@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there: written, verified, restored."""
+"""Checkpoints that are complete or absent: written, verified, restored."""

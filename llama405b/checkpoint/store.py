@@ -1,12 +1,12 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or absent.
 
-Written by DCP into ``step-N.<run>.tmp``; every rank fsyncs and hashes its own files; rank 0 gathers the manifest, and
-only then is the directory renamed to ``step-N``. A committed directory is never written into, replaced or deleted for
+DCP writes into ``step-N.<run>.tmp``; every rank fsyncs and hashes its own files; rank 0 gathers the manifest, and
+only then is the directory renamed to ``step-N``. A committed directory is never changed, replaced, or deleted for
 being damaged. Resume reads only what verifies against its manifest: DCP itself loads torn directories and flipped
 bits without an error.
 
-Knows directories, hashes and DCP; not the loss or the data. What a checkpoint holds: model, optimizer (FP32 or
-BF16 as kept), and every rank's random state. The step number fixes schedule and data position.
+Knows directories, hashes and DCP; not the loss or the data. A checkpoint holds the model, the optimizer (in the dtype
+kept, FP32 or BF16), and every rank's random state. The step number determines schedule and data position.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
 class Fault(enum.StrEnum):
     """Why a checkpoint is not the one to resume from."""
 
-    DAMAGED = "damaged"  # what is there is not what was saved: no later look will find it whole
-    UNREADABLE = "unreadable"  # a permission, a mount or a disk keeps it back: it may be whole
-    LATER = "later"  # the run goes back to a step before it
+    DAMAGED = "damaged"  # its content is not what was saved: it will never verify
+    UNREADABLE = "unreadable"  # a permission, a mount or a disk prevents reading: it may be intact
+    LATER = "later"  # the run goes back to an earlier step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A checkpoint that resume does not take."""
+    """A checkpoint that resume does not use."""
 
     path: Path
     fault: Fault
@@ -63,7 +63,7 @@ class PassedOver:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seal:
-    """What the manifest says of a file."""
+    """What the manifest records about a file."""
 
     bytes: int
     sha256: str
@@ -71,7 +71,7 @@ class Seal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a directory a checkpoint: its files, by name, and who wrote them."""
+    """What makes a directory a checkpoint: its files by name, and what wrote them."""
 
     step: int
     files: Mapping[str, Seal]
@@ -80,19 +80,19 @@ class Manifest:
 
 
 class Store:
-    """The checkpoints of one run, in one directory that every host sees."""
+    """The checkpoints of one run, in a directory that all hosts share."""
 
     def __init__(self, root: Path, keep: int, me: Ranks, timeout_s: int = 1800, *, run: str = "run") -> None:
-        """``run``: its name, which marks the directories that it is still writing as its own."""
+        """``run``: its name, which marks unfinished directories as its own."""
         self.root, self.keep, self.me, self.run = root, keep, me, run
-        # DCP on the process group that trains can deadlock with it: it gets one of its own.
+        # DCP can deadlock with training on the same process group: it gets its own.
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def prove_shared(self) -> None:
-        """Check, with a token file, that all ranks see one directory and may write to it.
+        """Check, with a token file, that all ranks see the same directory and can write to it.
 
         Raises:
-            UserError: A rank does not; names it.
+            UserError: A rank does not, or cannot; names its host.
         """
         token = ranks.from_rank0(f".token-{uuid.uuid4().hex}")
         with ranks.refusing_together():
@@ -110,8 +110,8 @@ class Store:
         with ranks.refusing_together():
             if not (self.root / token).exists():
                 raise UserError(
-                    f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see in {self.root} what rank 0 "
-                    "wrote there; name a directory that all hosts share"
+                    f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see a file in {self.root} "
+                    "that rank 0 wrote; name a directory that all hosts share"
                 )
         dist.barrier(self.group)
         if self.me.leads:
@@ -121,7 +121,7 @@ class Store:
         """Write ``step-N``, then delete all but the newest ``keep``.
 
         Raises:
-            UserError: A rank could not write or read back its files, or the step is there already; earlier checkpoints
+            UserError: A rank could not write or read back its files, or the step exists already; earlier checkpoints
             are untouched.
         """
         final = self.root / f"step-{step:08d}"
@@ -144,11 +144,11 @@ class Store:
         return final
 
     def _partial(self, final: Path) -> Path:
-        """Where this run writes, or deletes, a checkpoint: no other run takes it for its own."""
+        """Where this run writes or deletes a checkpoint; the name tells other runs that it is not theirs."""
         return final.with_name(f"{final.name}.{self.run}.tmp")
 
     def _on_rank0(self, act: Callable[[], None], where: Path) -> None:
-        """Have rank 0 do something with the directory, and every rank refuse where it cannot."""
+        """Have rank 0 do something with the directory, and every rank refuse if it cannot."""
         with ranks.refusing_together():
             try:
                 if self.me.leads:
@@ -157,11 +157,11 @@ class Store:
                 raise UserError(f"{where}: cannot be written ({reason_of(error)}); free space, then resume") from None
 
     def _begin(self, partial: Path, final: Path) -> None:
-        """Make an empty directory to write into, after deleting those that this run left half written."""
+        """Create an empty directory to write into, after deleting those that this run left half-written."""
         if final.exists():
             raise UserError(
-                f"{final}: exists already, and a checkpoint is never replaced; another run may write here: "
-                "give this one a --checkpoint.dir of its own"
+                f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
+                "give this one its own --checkpoint.dir"
             )
         own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run)}\.tmp")
         for leftover in [path for path in self.root.iterdir() if own.fullmatch(path.name)]:
@@ -169,11 +169,11 @@ class Store:
         partial.mkdir()
 
     def find(self, resume: str) -> tuple[Path | None, list[PassedOver]]:
-        """The checkpoint that ``resume`` (no, auto, a step, a path) means, and newer ones, which were set aside.
+        """Find the checkpoint that ``resume`` (no, auto, a step, a path) names, and set newer ones aside.
 
         Raises:
-            UserError: A named checkpoint is not there or does not verify; ``auto`` finds checkpoints, but none that
-            verifies, or a newer one that cannot be read; or the directory holds checkpoints of another run.
+            UserError: A named checkpoint is missing or does not verify; ``auto`` finds checkpoints but none verifies, or
+            a newer one cannot be read; or the directory holds checkpoints of another run.
         """
         seen: list[str] = []
         self._on_rank0(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
@@ -181,8 +181,8 @@ class Store:
         if resume == "no":
             if present:
                 raise UserError(
-                    f"--checkpoint.dir: {self.root} holds checkpoints up to {present[-1].name}; take another directory, "
-                    "or go on with --resume auto"
+                    f"--checkpoint.dir: {self.root} holds checkpoints up to {present[-1].name}; use another directory, "
+                    "or continue with --resume auto"
                 )
             return None, []
         if resume == "auto":
@@ -192,20 +192,20 @@ class Store:
         return self._named(Path(resume), present)
 
     def _named(self, path: Path, present: list[Path]) -> tuple[Path, list[PassedOver]]:
-        """The checkpoint that was asked for; those after it are set aside, unless they are another run's."""
+        """The requested checkpoint; later ones are set aside, unless they belong to another run."""
         if unusable := self._verify(path):
-            raise UserError(f"--resume: {unusable}; take another, or auto")
+            raise UserError(f"--resume: {unusable}; use another one, or auto")
         later = [found for found in present if step_of(found) > step_of(path)]
         if later and path.parent.resolve() != self.root.resolve():
             raise UserError(
                 f"--checkpoint.dir: {self.root} holds checkpoints up to {later[-1].name}, of another run; "
-                "take another directory"
+                "use another directory"
             )
         self._set_aside(later)
         return path, [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
 
     def _newest(self, present: list[Path]) -> tuple[Path | None, list[PassedOver]]:
-        """The newest of these that verifies; newer ones that are damaged are set aside, any that may be whole is refused."""
+        """The newest of these that verifies; damaged newer ones are set aside, one that may be intact is an error."""
         passed_over: list[PassedOver] = []
         for path in reversed(present):
             unusable = self._verify(path)
@@ -214,19 +214,19 @@ class Store:
                 return path, passed_over
             if unusable.fault is Fault.UNREADABLE:
                 raise UserError(
-                    f"--resume auto: {unusable}; it may be whole: make it readable, or name the step to go back to "
+                    f"--resume auto: {unusable}; it may be intact: make it readable, or go back to an earlier step "
                     "with --resume STEP"
                 )
             passed_over.append(unusable)
         if passed_over:
             raise UserError(
-                f"--resume auto: {self.root} has {len(present)} checkpoints, and none verifies "
-                f"({'; '.join(map(str, passed_over))}); to start from the model's weights, take another --checkpoint.dir"
+                f"--resume auto: {self.root} has {len(present)} checkpoints, but none verifies "
+                f"({'; '.join(map(str, passed_over))}); to start from the model's weights, use another --checkpoint.dir"
             )
         return None, []
 
     def _set_aside(self, paths: list[Path]) -> None:
-        """Keep checkpoints under names that ``auto`` does not take."""
+        """Rename checkpoints so that ``auto`` does not find them."""
         mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
 
         def rename() -> None:
@@ -236,7 +236,7 @@ class Store:
         self._on_rank0(rename, self.root)
 
     def _verify(self, path: Path) -> PassedOver | None:
-        """Hash the files, shared out over the ranks; returns the first fault found, one that hides a checkpoint first."""
+        """Hash the files, split over the ranks; returns the first fault found, but an unreadable checkpoint first."""
         try:
             mine = _fault_of(path, self.me.rank, self.me.world)
         except OSError as error:
@@ -249,17 +249,17 @@ class Store:
         return name.startswith(f"__{self.me.rank}_") or (self.me.leads and not name.startswith("__"))
 
     def _commit(self, partial: Path, final: Path, step: int, files: Mapping[str, Seal]) -> None:
-        """Seal the manifest and give the directory its name."""
+        """Write the manifest and give the directory its final name."""
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         write_json(partial / MANIFEST, Manifest(step, dict(sorted(files.items())), self.me.world, versions))
         _fsync(partial / MANIFEST)
         _fsync(partial)
-        partial.rename(final)  # onto a checkpoint that another run put there meanwhile it raises
+        partial.rename(final)  # raises if another run put a checkpoint there meanwhile
         _fsync(self.root)
 
     def _retire(self, step: int) -> None:
         for old in [path for path in committed(self.root) if step_of(path) <= step][: -self.keep]:
-            doomed = self._partial(old)  # first the name, so that a kill leaves nothing that looks whole
+            doomed = self._partial(old)  # rename first, so that a kill leaves nothing that looks complete
             old.rename(doomed)
             shutil.rmtree(doomed)
 
@@ -274,7 +274,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: 
     dcp.load(state, storage_reader=files)
     asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # what is configured now counts
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # the current configuration wins
         group.update(settings)
     rng = state.get("rng", {}).get(str(me.rank), {})
     if "cpu" in rng:
@@ -285,7 +285,7 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: 
 
 
 def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
-    """The random generators of this rank."""
+    """The state of this rank's random generators."""
     state = {"cpu": torch.get_rng_state()}
     if me.on_gpu:
         state["cuda"] = torch.cuda.get_rng_state()
@@ -293,30 +293,30 @@ def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
 
 
 def _fault_of(path: Path, part: int, parts: int) -> PassedOver | None:
-    """The first fault of a checkpoint, looking at every ``parts``-th file from ``part`` on.
+    """The first fault of a checkpoint, checking every ``parts``-th file from ``part`` on.
 
     Raises:
-        OSError: A disk, a mount or a permission.
+        OSError: A disk, a mount or a permission prevents reading.
     """
     if not path.is_dir():
         return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
-    if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read it only from our own hand
-        return PassedOver(path, Fault.UNREADABLE, f"{path}: it belongs to another user")
+    if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read only our own
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
     damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
     try:
         manifest = reader.loads(Manifest, (path / MANIFEST).read_bytes(), MANIFEST)
     except (FileNotFoundError, reader.MalformedError):
-        return damaged(f"{path}: it has no manifest that can be read")
+        return damaged(f"{path}: has no readable manifest")
     if manifest.step != step_of(path):
-        return damaged(f"{path}: its manifest is of step {manifest.step}")
+        return damaged(f"{path}: its manifest is for step {manifest.step}")
     for name, seal in list(manifest.files.items())[part::parts]:
         file = path / name
         if not file.exists():
             return damaged(f"{file}: missing")
         if file.stat().st_size != seal.bytes:
-            return damaged(f"{file}: {file.stat().st_size} bytes where the manifest says {seal.bytes}")
+            return damaged(f"{file}: {file.stat().st_size} bytes, but the manifest says {seal.bytes}")
         if _sha256(file) != seal.sha256:
-            return damaged(f"{file}: its content differs from its checksum")
+            return damaged(f"{file}: its content does not match its checksum")
     return None
 
 

@@ -1,1 +1,1 @@
-"""What runs on a GPU host beside training: a module for each command."""
+"""Commands that run on a GPU host, other than training: one module each."""

@@ -1,7 +1,7 @@
-"""A few decoder layers of the true 405B shape on one GPU: step parts, peak memory, copy rates. Needs CUDA.
+"""A few decoder layers of the 405B shape on one GPU: parts of a step, peak memory, copy rates. Needs CUDA.
 
-Compares CPU offload with none, where both fit. One GPU shows no sharding over NCCL. The vocabulary is small, so
-that the layers are what is measured.
+Compares CPU offload with no offload, if both fit. One GPU does not measure sharding over NCCL. The vocabulary is
+small, so that the layers dominate.
 """
 
 import json
@@ -32,7 +32,7 @@ def bench_layers(layers: int, seq_len: int, steps: int) -> tuple[dict[str, Any],
         UserError: There is no GPU.
     """
     if not torch.cuda.is_available():
-        raise UserError("bench layers: torch sees no GPU here; run it on a GPU host")
+        raise UserError("bench layers: torch sees no GPU; run it on a GPU host")
     me = ranks.join("cuda", 600)
     results = {
         "offload": _measure(layers, seq_len, steps, me, Parallel(cpu_offload=True)),

@@ -1,8 +1,8 @@
-"""Time and memory of loading, beside the form that everybody uses.
+"""Time and memory of loading, compared with the usual way.
 
-Baseline: ``from_pretrained`` on rank 0, then ``set_model_state_dict(broadcast_from_rank0=True)``. Each form runs in
-fresh processes. Memory is rank 0's RssAnon + RssShmem (what it cannot drop; mapped file pages it can), sampled from
-another process: the peak, less the value before loading, less the bytes of rank 0's shards.
+Baseline: ``from_pretrained`` on rank 0, then ``set_model_state_dict(broadcast_from_rank0=True)``. Each way runs in
+fresh processes. Memory is rank 0's RssAnon + RssShmem (unreclaimable, unlike mapped file pages), sampled from another
+process: the peak, less the value before loading, less the bytes of rank 0's shards.
 """
 
 import collections
@@ -32,7 +32,7 @@ from llama405b.contract.schema import Numerics, Parallel
 from llama405b.model import llama as model
 from llama405b.parallel import fsdp2
 
-Figures = dict[str, float]  # of one form, by name
+Figures = dict[str, float]  # of one way of loading, by name
 GIB = 1 << 30
 SAMPLE_S = 0.002
 TIMEOUT_S = 600
@@ -44,7 +44,7 @@ FORMS = {"streamed": "rank 0 streams each rank its rows", "baseline": "from_pret
 
 
 def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | None) -> tuple[dict[str, Any], str]:
-    """Write a checkpoint of ``gb`` x 10^9 bytes in BF16, load it in both forms, and compare."""
+    """Write a BF16 checkpoint of ``gb`` x 10^9 bytes, load it both ways, and compare."""
     with contextlib.ExitStack() as leaving:
         scratch = directory or Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="llama405b-bench-")))
         llama = write_random(scratch, gb)
@@ -69,7 +69,7 @@ def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | No
         lines.append(f"{FORMS[form]:40} {found['seconds']:8.2f} {above / GIB:25.3f} GiB {above / unit:17.1f}")
     ratio = results["baseline"]["peak_above_shards_bytes"] / max(1, results["streamed"]["peak_above_shards_bytes"])
     speed = results["baseline"]["seconds"] / results["streamed"]["seconds"]
-    lines.append(f"the baseline takes {ratio:.1f} times the memory and {speed:.1f} times the time")
+    lines.append(f"the baseline needs {ratio:.1f} times the memory and {speed:.1f} times the time")
     return report, "\n".join(lines)
 
 
@@ -97,7 +97,7 @@ def write_random(directory: Path, gb: float) -> weights.Llama:
 
 
 def largest_unit(llama: weights.Llama) -> int:
-    """Parameters of the largest FSDP unit: a decoder layer, the embedding, or the head with its norm."""
+    """Count the parameters of the largest FSDP unit: a decoder layer, the embedding, or the head with its norm."""
     sizes: dict[str, int] = collections.Counter()
     for name, shape in llama.tensors().items():
         sizes[_unit(name)] += math.prod(shape)
@@ -111,7 +111,7 @@ def _unit(name: str) -> str:
 
 
 def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> Figures:
-    """Run one form on fresh ranks; rank 0's figures."""
+    """Load in one way on fresh ranks; returns rank 0's figures."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:
@@ -126,12 +126,12 @@ def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> Fi
             process.join(30 if found else 0)
             process.kill()
     if not found:
-        raise RunError(f"bench load: the ranks of {form!r} failed, or took over {TIMEOUT_S} s; see their output above")
+        raise RunError(f"bench load: the ranks of {form!r} failed or took over {TIMEOUT_S} s; see their output above")
     return found
 
 
 def _first_result(results: "Queue[Figures]", processes: Sequence[BaseProcess]) -> Figures:
-    """What rank 0 found; nothing where a rank fails, or the time is over."""
+    """Rank 0's figures; empty if a rank fails or time runs out."""
     deadline = time.monotonic() + TIMEOUT_S
     while results.empty() and time.monotonic() < deadline and not any(process.exitcode for process in processes):
         time.sleep(0.05)
@@ -149,7 +149,7 @@ def _rank(
     config = model.read_hf_config(directory)
     module = model.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
     fsdp2.shard(module, Parallel(numerics=numerics), me.device)
-    dist.barrier()  # connections and buffers of the first collective are not the load's
+    dist.barrier()  # do not count the connections and buffers of the first collective
     with _Peak() as peak:
         began = time.perf_counter()
         if form == "streamed":
@@ -197,6 +197,6 @@ def _sample(pid: int, pipe: Any) -> None:
 
 
 def unreclaimable_bytes(pid: int) -> int:
-    """RssAnon + RssShmem of a process, from /proc/<pid>/status (proc(5): in kB)."""
+    """Return RssAnon + RssShmem of a process, from /proc/<pid>/status (proc(5): in kB)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

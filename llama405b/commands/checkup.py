@@ -1,8 +1,8 @@
-"""What ``doctor --deep`` runs on every rank: matrix products on each device, and the links between hosts and over all.
+"""What ``doctor --deep`` runs on every rank: matrix products on each device, links between hosts, and collectives.
 
-Rank 0 prints lines of ``checkup {json}``, of which the last has the devices. Knows collectives and clocks; judges
-nothing. Bus bandwidths are those of nccl-tests (PERFORMANCE.md): all-gather S (n-1)/n / t, all-reduce 2 S (n-1)/n / t,
-for S bytes in all on n ranks.
+Rank 0 prints lines of ``checkup {json}``; the last one has the devices. Knows collectives and clocks; judges nothing.
+Bus bandwidths are defined as in nccl-tests (PERFORMANCE.md): all-gather S (n-1)/n / t, all-reduce 2 S (n-1)/n / t,
+for S bytes in total on n ranks.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _say(part: Checkup) -> None:
 
 
 def burn(me: Ranks) -> float:
-    """TFLOP/s of square matrix products, kept up for a while (CUDA: BF16, 20 s)."""
+    """Measure the TFLOP/s of sustained square matrix products (CUDA: BF16, 20 s)."""
     n, seconds, dtype = (8192, 20.0, torch.bfloat16) if me.on_gpu else (512, 1.0, torch.float32)
     a, b = (torch.randn(n, n, device=me.device, dtype=dtype) for _ in range(2))
     products, began = 0, _now(me)
@@ -56,13 +56,13 @@ def burn(me: Ranks) -> float:
 
 
 def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[HostLink]:
-    """GB/s between the first ranks of every two hosts, both directions at once; each link timed while all are busy."""
+    """Measure GB/s between the first ranks of every two hosts, both directions at once, while all links are busy."""
     count = len(hosts) + len(hosts) % 2
     places = list(range(count))
     mine = hosts.index(me.host) if me.rank == first[me.host] else -1
     buffer = torch.ones((256 if me.on_gpu else 8) << 20, dtype=torch.uint8, device=me.device)
     found: list[HostLink] = []
-    for _ in range(count - 1):  # a round-robin tournament: everybody has one partner in each round
+    for _ in range(count - 1):  # a round-robin tournament: each host has one partner per round
         dist.barrier()
         for a, b in zip(places[: count // 2], reversed(places[count // 2 :]), strict=True):
             if mine in (a, b) and max(a, b) < len(hosts):
@@ -75,7 +75,7 @@ def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[HostLink]:
 
 
 def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
-    """Seconds to send the buffer to a rank while receiving as much; the second of two tries."""
+    """Seconds to send the buffer to a rank while receiving as much; the second of two attempts."""
     into, took = torch.empty_like(buffer), 0.0
     for _ in range(2):
         began = _now(me)
@@ -87,7 +87,7 @@ def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
 
 
 def collectives(me: Ranks) -> tuple[float, float]:
-    """Bus bandwidth of an all-gather and an all-reduce over all ranks, GB/s."""
+    """Measure the bus bandwidth of an all-gather and an all-reduce over all ranks, in GB/s."""
     total = (1 << 30) if me.on_gpu else (16 << 20)
     each = total // 4 // me.world
     part = torch.ones(each, device=me.device)

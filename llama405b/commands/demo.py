@@ -1,4 +1,4 @@
-"""``llama405b demo DIR``: write a small Llama checkpoint, as Hugging Face ships one, to try things on."""
+"""``llama405b demo DIR``: write a small Llama checkpoint in Hugging Face format, for experiments."""
 
 import argparse
 import shutil
@@ -22,11 +22,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     how = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog="llama405b demo", description=__doc__, formatter_class=how)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a new directory")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the directory to create")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, as Llama 3.2 1B does")
     args = parser.parse_args(argv)
     make_demo(args.directory, tied=args.tied)
-    print(f"{args.directory}: a Llama of 3 million parameters and its tokenizer; train it with")
+    print(f"{args.directory}: a Llama with 3 million parameters and its tokenizer; train it with")
     print(f"  llama405b launch --preset demo --model.path {args.directory}")
     return 0
 
@@ -37,14 +37,14 @@ def make_demo(directory: Path, *, tied: bool = False, layers: int = 3, hidden: i
     The directory appears complete or not at all.
 
     Raises:
-        UserError: ``directory`` exists.
+        UserError: ``directory`` already exists, or cannot be created.
     """
     if directory.exists():
-        raise UserError(f"{directory}: exists already; name a new directory, or delete it")
+        raise UserError(f"{directory}: already exists; name another directory, or delete it")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{directory}: cannot be made ({error.strerror}); name another directory") from None
+        raise UserError(f"{directory}: cannot be created ({error.strerror}); name another directory") from None
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer = _train_tokenizer()

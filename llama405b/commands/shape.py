@@ -1,6 +1,6 @@
-"""What a configuration takes on N ranks: the true model, sharded on the meta device with a fake process group.
+"""What a configuration needs on N ranks: the full model, sharded on the meta device with a fake process group.
 
-Allocates no weights and talks to nobody. Knows shapes and dtypes; nothing of time or of activations' memory.
+Allocates no weights and uses no network. Knows shapes and dtypes; nothing about time or activation memory.
 """
 
 import json
@@ -21,10 +21,10 @@ GIB = 1 << 30
 
 
 def describe_shape(config: Config, preset: str, world: int) -> str:
-    """Lines that say units, parameters and bytes per rank.
+    """Describe units, parameters and bytes per rank, as lines of text.
 
     Raises:
-        UserError: Neither the model's directory nor the preset tells its shape, or the batch does not divide.
+        UserError: Neither the model's directory nor the preset gives its shape, or the batch does not divide evenly.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # heavy, and only needed here
 
@@ -49,7 +49,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
         [
             f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters",
             f"units        {len(layers)} decoder layers of {layers[0]:,}; {', '.join(others)}",
-            f"ranks        {world}: {mine:,} parameters on rank 0, the fullest",
+            f"ranks        {world}: {mine:,} parameters on rank 0, which holds the most",
             f"state        {numerics}: {each} bytes per parameter, {mine * each / GIB:,.1f} GiB of {where} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {config.training.global_batch_size} sequences of {config.data.seq_len} tokens: "
@@ -59,11 +59,11 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
 
 
 def _shape(config: Config, preset: str) -> LlamaConfig:
-    """The model's directory where it is here, else the shape that the preset is known to have."""
+    """The shape from the model's directory if it exists, else the preset's known shape."""
     directory = Path(config.model.path)
     known = json.loads((configuration.PRESET_DIR / "architectures.json").read_text())
     record = weights.read_hf_json(directory / "config.json") if directory.is_dir() else known.get(preset)
     if record is None:
-        weights.read_llama(directory)  # raises, and says what is missing
+        weights.read_llama(directory)  # raises; its message says what is missing
     weights.check_seq_len(weights.parse_llama(record, str(directory)), config.data.seq_len)
     return LlamaConfig(**record | {"num_hidden_layers": config.model.layers or record["num_hidden_layers"]})

@@ -1,1 +1,1 @@
-"""From documents to packed batches of tokens."""
+"""Turn documents into packed batches of tokens."""

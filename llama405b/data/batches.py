@@ -1,8 +1,8 @@
 """Packed batches of tokens, the same on any number of ranks.
 
-Knows tokens, steps and ranks; not the model. Text is tokenised once, by rank 0, into a file of uint32 (the high
-bit marks a token that is read but not learnt), which is sent to the hosts that lack it. Sequence ``i`` of a step
-depends on the seed, the step and ``i`` alone, so that a resumed run and any world size see the same batches.
+Knows tokens, steps and ranks; not the model. Rank 0 tokenizes the text once into a file of uint32 (the high bit marks
+a token that is read but not learned), which is sent to the hosts that lack it. Sequence ``i`` of a step depends only
+on the seed, the step and ``i``, so that a resumed run and any world size see the same batches.
 
 Shape suffixes: B sequences of a micro-batch, S positions, N tokens.
 """
@@ -44,20 +44,20 @@ class Batches:
 
     @property
     def n_sequences(self) -> int:
-        """Sequences in one epoch; each target token is in exactly one."""
+        """Number of sequences in one epoch; each target token is in exactly one."""
         return (len(self.tokens_N) - 1) // self.seq_len
 
     def steps(self, epochs: float, global_batch: int) -> int:
-        """Whole steps in so many epochs, at least one."""
+        """Return the number of whole steps in these epochs, at least one."""
         return max(1, int(epochs * self.n_sequences // global_batch))
 
     def sequence(self, index: int) -> int:
-        """Which packed sequence stands at ``index`` of the endless order."""
+        """Return the packed sequence at ``index`` of the endless order."""
         epoch, place = divmod(index, self.n_sequences)
         return int(_order(self.seed, epoch, self.n_sequences)[place])
 
     def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of a step (counted from 1), as ``(tokens_BS, targets_BS)`` on its device."""
+        """Return this rank's part of a step (counted from 1), as ``(tokens_BS, targets_BS)`` on its device."""
         each = global_batch // me.dp.size
         first = (step - 1) * global_batch + me.dp.rank * each
         windows = np.stack([self._window(self.sequence(first + i)) for i in range(each)])
@@ -75,7 +75,7 @@ class Batches:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _TokenFile:
     name: str
-    n_bytes: int  # 0: it is not here
+    n_bytes: int  # 0: not on this host
 
 
 @functools.lru_cache(maxsize=2)
@@ -85,10 +85,10 @@ def _order(seed: int, epoch: int, n_sequences: int) -> NDArray[np.int64]:
 
 
 def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> Batches:
-    """Tokenise on rank 0 (or find it done), bring the tokens to every host, and open them.
+    """Tokenize on rank 0 (or reuse its cache), bring the tokens to every host, and open them.
 
     Raises:
-        UserError: The paths name nothing, or hold less than one sequence.
+        UserError: A path matches nothing, or the text is shorter than one sequence.
     """
     path = Path()
     with ranks.refusing_together():
@@ -100,7 +100,7 @@ def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks) -> B
         _send(path, size // 4, me)
     if size // 4 <= config.seq_len:
         raise UserError(
-            f"--data.paths: {size // 4} tokens are less than one sequence of {config.seq_len}; "
+            f"--data.paths: {size // 4} tokens are fewer than one sequence of {config.seq_len}; "
             "add text, or lower --data.seq_len"
         )
     return Batches(np.memmap(path, dtype=np.uint32, mode="r"), config.seq_len, config.seed)
@@ -111,13 +111,13 @@ def _token_file(path: Path) -> _TokenFile:
 
 
 def _tokenised(config: Data, tokenizer_dir: Path, cache: Path) -> Path:
-    """The token file of these texts under this tokenizer; made where it is not there yet."""
+    """The token file of these texts and this tokenizer, created if it does not exist."""
     files = expand(config.paths)
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
-        raise UserError(f"{tokenizer_dir}: its tokenizer cannot be read ({why}); fetch tokenizer.json again") from None
+        raise UserError(f"{tokenizer_dir}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     known = hashlib.sha256(repr((stats, config.max_bytes, tokenizer.backend_tokenizer.to_str())).encode())
     path = cache / f"tokens-{known.hexdigest()[:16]}.bin"
@@ -132,7 +132,7 @@ def _tokenised(config: Data, tokenizer_dir: Path, cache: Path) -> Path:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, files: list[Path], max_bytes: int) -> Iterator[NDArray[np.uint32]]:
-    """Encode each document as prompt (not learnt), text, end of text."""
+    """Encode each document as prompt (not learned), text, end of text."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pending = documents(files, max_bytes)

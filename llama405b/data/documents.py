@@ -1,4 +1,4 @@
-"""Read documents out of files: text, code, Markdown, JSONL. Knows files; not tokens or ranks."""
+"""Read documents from files: text, code, Markdown, JSONL. Knows files; not tokens or ranks."""
 
 import contextlib
 import glob
@@ -9,21 +9,21 @@ from pathlib import Path
 
 from llama405b.contract.errors import UserError
 
-STDLIB = "stdlib"  # the one path that every machine has: the Python standard library's own source
-Document = tuple[str, str]  # (prompt, which is read but not learnt; text to learn)
+STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
+Document = tuple[str, str]  # (prompt, which is read but not learned; text to learn)
 
 
 def expand(paths: Sequence[str]) -> list[Path]:
     """List the files that ``data.paths`` names, in a fixed order.
 
     Raises:
-        UserError: A path names nothing.
+        UserError: A path matches no file.
     """
     files: list[Path] = []
     for path in paths:
         found = _named(path)
         if not found:
-            raise UserError(f"--data.paths: {path!r} names no file here; check the path")
+            raise UserError(f"--data.paths: {path!r} matches no file; check the path")
         files += sorted(found)
     return files
 
@@ -33,7 +33,7 @@ def _named(path: str) -> list[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         return [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
     if Path(path).is_dir():
-        return [p for p in Path(path).rglob("*") if p.is_file() and "/." not in f"/{p}"]  # none that is hidden
+        return [p for p in Path(path).rglob("*") if p.is_file() and "/." not in f"/{p}"]  # skip hidden files
     return [Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file()]  # noqa: PTH207
 
 
@@ -43,7 +43,7 @@ def documents(files: Sequence[Path], max_bytes: int = 0) -> Iterator[Document]:
     A ``.jsonl`` line is ``{"text": …}`` or ``{"prompt": …, "completion": …}``; any other file is one document.
 
     Raises:
-        UserError: A JSONL line is neither; names file and line.
+        UserError: A JSONL line has neither form; names file and line.
     """
     room = max_bytes or float("inf")
     for file in files:
@@ -76,5 +76,5 @@ def _documents_of(file: Path) -> Iterator[Document]:
 
 
 def _sound(text: str) -> str:
-    """JSON can spell half of a character (a lone surrogate), which is no text: it becomes a question mark."""
+    """Replace lone surrogates, which JSON can spell but text cannot hold, with question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -15,10 +15,10 @@ from llama405b.contract.errors import UserError
 
 
 def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-master") -> tuple[str, str]:
-    """Pick the attention implementation; returns it with the reason for the log.
+    """Choose the attention implementation; returns it with the reason, for the log.
 
     Raises:
-        UserError: flash-attn was asked for and cannot run here.
+        UserError: flash-attn was requested and cannot run on this host.
     """
     lack = ""
     installed = importlib.util.find_spec("flash_attn") is not None
@@ -27,7 +27,7 @@ def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-ma
     elif device.type != "cuda":
         lack = "flash-attn needs CUDA"
     if choice == "flash_attention_2" and lack:
-        raise UserError(f"--model.attention: {lack} here; take auto or sdpa, or pip install 'llama405b[flash]'")
+        raise UserError(f"--model.attention: {lack}; use auto or sdpa, or pip install 'llama405b[flash]'")
     if choice != "auto":
         return choice, "as configured"
     if installed and numerics == "fp32":
@@ -41,13 +41,13 @@ def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:
     """Read ``config.json``; ``layers``: cut the model down to that many decoder layers (0: all).
 
     Raises:
-        UserError: transformers does not take it.
+        UserError: transformers does not accept it.
     """
     try:
         config = LlamaConfig.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
-        raise UserError(f"{directory / 'config.json'}: transformers refuses it ({why}); fetch it again") from None
+        raise UserError(f"{directory / 'config.json'}: transformers rejects it ({why}); download it again") from None
     config.num_hidden_layers = layers or config.num_hidden_layers
     return config
 
@@ -63,13 +63,13 @@ def build_on_meta(config: LlamaConfig, attention: str, dtype: torch.dtype) -> Ll
 
 
 def restore_buffers(model: nn.Module, config: LlamaConfig, device: torch.device) -> None:
-    """Compute the rotary frequencies, which no state dict holds, anew on ``device``."""
+    """Recompute the rotary frequencies, which are in no state dict, on ``device``."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LlamaRotaryEmbedding):
             model.get_submodule(name.rpartition(".")[0]).rotary_emb = LlamaRotaryEmbedding(config).to(device)
 
 
 def tie_head(model: nn.Module) -> None:
-    """Make the head share the embedding's weight again, where the configuration says so."""
+    """Make the head share the embedding's weight again, if the configuration says so."""
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight

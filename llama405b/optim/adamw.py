@@ -9,8 +9,8 @@ from llama405b.contract.schema import Optimizer
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
-    """Fused AdamW over the shards, on the CPU where they are offloaded. Matrices decay, vectors (norms) do not."""
-    # By name: FSDP1 leaves flat pieces, whose number of dimensions says nothing.
+    """Build fused AdamW over the shards, on the CPU if they are offloaded. Matrices decay, vectors (norms) do not."""
+    # By name: FSDP1 leaves flat pieces, so the number of dimensions does not help.
     named = dict(model.named_parameters())
     vectors = {name: p for name, p in named.items() if "norm" in name or name.endswith(".bias")}
     matrices = [p for name, p in named.items() if name not in vectors]
@@ -22,10 +22,10 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
 
 
 def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
-    """The learning rate of a step, counted from 1.
+    """Return the learning rate of a step, counted from 1.
 
-    Warmup is linear from 0; then ``min_lr + (lr - min_lr) * f`` with f falling from 1 to 0 at ``total_steps``:
-    the half cosine of Loshchilov & Hutter (arXiv 1608.03983), a line, or a constant 1.
+    Warmup is linear from 0; then ``min_lr + (lr - min_lr) * f``, where f falls from 1 to 0 at ``total_steps`` as the
+    half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1.
     """
     if step <= config.warmup:
         return config.lr * step / config.warmup
@@ -35,6 +35,6 @@ def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use ``lr`` in every group from the next update on."""
+    """Set the learning rate of every group, from the next update on."""
     for group in optimizer.param_groups:
         group["lr"] = lr

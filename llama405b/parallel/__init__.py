@@ -1,1 +1,1 @@
-"""How the model is laid over the ranks: FSDP2, and FSDP1 as the recipe has it."""
+"""How the model is split over the ranks: FSDP2, and FSDP1 as in the recipe."""

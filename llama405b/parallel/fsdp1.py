@@ -1,7 +1,7 @@
-"""The recipe in its literal form: FullyShardedDataParallel with the module states synchronised from rank 0.
+"""The recipe as written: FullyShardedDataParallel with the module states synchronized from rank 0.
 
-Rank 0 holds the whole model in CPU memory; all other ranks build it on the meta device. For those who want
-FSDP1's knobs; ``shard`` and ``load`` do the same with one unit in memory at a time. torch refuses this on CPU.
+Rank 0 holds the whole model in CPU memory; all other ranks build it on the meta device. For users who want FSDP1's
+options; ``shard`` and ``load`` do the same with one unit in memory at a time. torch does not support this on CPU.
 """
 
 import functools
@@ -28,10 +28,10 @@ from llama405b.ranks import Ranks
 def load_wrapped(
     directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks
 ) -> nn.Module:
-    """Load on rank 0 (None: random weights), wrap, synchronise; returns the FSDP module with its weights.
+    """Load on rank 0 (None: random weights), wrap, synchronize; returns the FSDP module with its weights.
 
     Raises:
-        UserError: ``parallel.wrap`` names a class the model does not have.
+        UserError: ``parallel.wrap`` names a class that the model does not have.
     """
     model = _unwrapped(directory, config, attention, kept_dtype(parallel.numerics), me)
     check_wrap(model, parallel.wrap)
@@ -42,7 +42,7 @@ def load_wrapped(
 
     def materialise(module: nn.Module) -> None:
         module.to_empty(device=me.device, recurse=False)
-        tie_head(model)  # to_empty parts the two
+        tie_head(model)  # to_empty unties it
 
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     wrapped = FullyShardedDataParallel(

@@ -1,6 +1,6 @@
-"""Lay the model over the ranks with FSDP2, then apply activation checkpointing.
+"""Shard the model over the ranks with FSDP2, then apply activation checkpointing.
 
-Units: every decoder layer; the embedding, whose weight its own backward does not need; the head with its norm,
+Units: every decoder layer; the embedding, whose backward pass does not need its weight; the head with its norm,
 kept gathered between forward and backward. With tied embeddings the embedding, norm and head are one unit.
 Knows modules and meshes; not weights, files or the optimizer.
 """
@@ -28,28 +28,28 @@ WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to
 
 
 def kept_dtype(numerics: str) -> torch.dtype:
-    """The dtype that weights, gradients and moments are kept in."""
+    """Return the dtype in which weights, gradients and moments are kept."""
     return torch.bfloat16 if numerics == "pure-bf16" else torch.float32
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Refuse names in ``wrap`` that no module of the model has; says the classes that there are."""
+    """Refuse class names in ``wrap`` that the model does not have; lists those that it has."""
     present = {type(module).__name__ for module in model.modules()}
     for name in wrap:
         if name not in present:
-            raise UserError(f"--parallel.wrap: the model has no {name!r}; it has {', '.join(sorted(present))}")
+            raise UserError(f"--parallel.wrap: the model has no {name!r}; choose from {', '.join(sorted(present))}")
 
 
 def device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
-    """The mesh over which parameters are sharded; ``device_type``: torch's default takes any GPU there is.
+    """Make the mesh over which parameters are sharded; ``device_type``: torch's default would use any GPU.
 
-    Axes of one rank have no group: each would cost every rank a communicator.
+    Axes of one rank get no group: each would cost every rank a communicator.
 
     Raises:
-        NotImplementedError: Another axis than ``dp_shard`` has more than one rank.
+        NotImplementedError: An axis other than ``dp_shard`` has more than one rank.
     """
     if axes.world != axes.dp_shard:
-        raise NotImplementedError(f"only dp_shard is built so far; {axes} asks for more")
+        raise NotImplementedError(f"only dp_shard is implemented; {axes} needs more")
     return dist.init_device_mesh(device_type, (axes.dp_shard,), mesh_dim_names=("dp_shard",))
 
 
@@ -57,7 +57,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     """Turn every parameter into a DTensor, Shard(0) over the ranks; the model stays on its (meta) device.
 
     Raises:
-        UserError: ``parallel.wrap`` names a class the model does not have.
+        UserError: ``parallel.wrap`` names a class that the model does not have.
     """
     check_wrap(model, parallel.wrap)
     mesh = mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type)
@@ -78,7 +78,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute each decoder layer's activations in the backward. Call it AFTER sharding, or the units double."""
+    """Recompute each decoder layer's activations in the backward pass. Call AFTER sharding, or the units double."""
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
@@ -87,7 +87,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """Parameters by unit, ``(unit, {name in the checkpoint: parameter})``, in the order they are used."""
+    """Yield parameters by unit, ``(unit, {name in the checkpoint: parameter})``, in the order of use."""
     found: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         name = name.replace(WRAPPER, "")

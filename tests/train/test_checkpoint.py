@@ -123,10 +123,10 @@ def _flip(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda d: _flip(d / "__1_0.distcp"), "__1_0.distcp: its content differs from its checksum"),
-        (lambda d: os.truncate(d / "__0_0.distcp", 1000), "__0_0.distcp: 1000 bytes where the manifest says"),
+        (lambda d: _flip(d / "__1_0.distcp"), "__1_0.distcp: its content does not match its checksum"),
+        (lambda d: os.truncate(d / "__0_0.distcp", 1000), "__0_0.distcp: 1000 bytes, but the manifest says"),
         (lambda d: (d / ".metadata").unlink(), ".metadata: missing"),
-        (lambda d: (d / "manifest.json").write_text("{"), "no manifest that can be read"),
+        (lambda d: (d / "manifest.json").write_text("{"), "no readable manifest"),
     ],
     ids=["bit", "truncated", "missing", "manifest"],
 )
@@ -164,9 +164,9 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
         _flip(path / "__0_0.distcp")
     before = _contents(root)
     words = run_ranks(2, _resume, tiny, root)
-    assert words[1].startswith(f"--resume auto: {root} has 3 checkpoints, and none verifies (")
+    assert words[1].startswith(f"--resume auto: {root} has 3 checkpoints, but none verifies (")
     for step in (4, 6, 8):
-        assert f"step-0000000{step}/__0_0.distcp: its content differs" in words[0]
+        assert f"step-0000000{step}/__0_0.distcp: its content does not match" in words[0]
     assert _contents(root) == before
 
 
@@ -189,7 +189,7 @@ def test_a_newer_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_renam
     root, _ = copy
     if cause == "another user's":
         os.chown(root / "step-00000008", 12345, -1)
-        found, why = run_ranks(2, _find, root, "auto"), "it belongs to another user"
+        found, why = run_ranks(2, _find, root, "auto"), "belongs to another user"
     else:
         found, why = run_ranks(2, _find_with_a_bad_disk, root), "cannot be read (Input/output error) on host-"
     assert all("--resume auto: " in words and why in words and "--resume STEP" in words for words in found)
@@ -201,7 +201,7 @@ def test_a_committed_step_is_never_replaced(tiny, copy):
     for step in (4, 6):
         shutil.rmtree(root / f"step-0000000{step}")
     before = _contents(root)
-    with pytest.raises(AssertionError, match="step-00000008: exists already, and a checkpoint is never replaced"):
+    with pytest.raises(AssertionError, match="step-00000008: already exists, and checkpoints are never replaced"):
         run_ranks(2, _save_four, tiny, root)
     after = _contents(root)
     assert {name: after[name] for name in before} == before
@@ -229,7 +229,7 @@ def _find(me, root, resume):
 
 def test_a_fresh_run_does_not_touch_another_ones_checkpoints(copy, tmp_path):
     root, _ = copy
-    assert "holds checkpoints up to step-00000008; take another directory" in run_ranks(2, _find, root, "no")[1]
+    assert "holds checkpoints up to step-00000008; use another directory" in run_ranks(2, _find, root, "no")[1]
     shutil.copytree(root / "step-00000004", tmp_path / "fork" / "step-00000004")
     assert "of another run" in run_ranks(1, _find, root, str(tmp_path / "fork" / "step-00000004"))[0]
     assert len(list(root.iterdir())) == 3

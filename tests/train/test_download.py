@@ -103,10 +103,10 @@ def test_only_what_is_needed_verified_and_not_fetched_twice(hub, cli, tmp_path):
         if file.suffix != ".pth":
             assert (target / file.name).read_bytes() == file.read_bytes()
     assert not (target / "consolidated.00.pth").exists()
-    assert "whole: " in done.stdout
+    assert "complete: " in done.stdout
     hub["asked"].clear()
     again = cli(tmp_path, "download", "o/tiny", env=hub["env"])
-    assert "0 to fetch" in again.stdout
+    assert "0 to download" in again.stdout
     assert not any("/resolve/" in path for _, path, *_ in hub["asked"])
     weights = next(target.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
@@ -128,16 +128,16 @@ def test_a_hub_that_sends_something_else_is_found_out(hub, cli, tmp_path):
     hub["broken"] = True
     done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert done.returncode == 1
-    assert "its content differs from the Hub's SHA-256, twice" in done.stderr
+    assert "its content does not match the Hub's SHA-256, twice" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
         (["tiny"], 2, "download: 'tiny' is not a model name; write owner/name"),
-        (["o/gated"], 2, "o/gated: access is gated (403); accept the licence at https://huggingface.co/o/gated"),
-        (["o/none"], 2, "o/none: the Hub does not know it, or it is private (401); check the name, or export HF_TOKEN"),
-        (["o/tiny", "--revision", "v9"], 2, "--revision: o/tiny has none of that name"),
+        (["o/gated"], 2, "o/gated: access is gated (403); accept the license at https://huggingface.co/o/gated"),
+        (["o/none"], 2, "o/none: not found on the Hub, or private (401); check the name, or export HF_TOKEN"),
+        (["o/tiny", "--revision", "v9"], 2, "--revision: o/tiny has no such revision"),
     ],
 )
 def test_what_is_refused_is_one_sentence(hub, cli, tmp_path, args, code, words):

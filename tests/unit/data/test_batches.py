@@ -61,5 +61,5 @@ def test_bad_documents_are_named(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
     with pytest.raises(UserError, match=r"b.jsonl:2: not "):
         list(documents([tmp_path / "b.jsonl"]))
-    with pytest.raises(UserError, match="names no file here"):
+    with pytest.raises(UserError, match="matches no file"):
         expand([str(tmp_path / "none*")])
