@@ -57,7 +57,7 @@ def test_01_wrong_python(refused, operator):
         f"node-2 slots=1 workdir=~/train_dir python={sys.executable}",
         "node-2 workdir=~/train_dir python=python3",
     )
-    refused(words=["node-2: python3 has no llama405b in ~/train_dir; put the project there, or pip install it"])
+    refused(words=["node-2: python3 has no llama405b in ~/train_dir; copy the project there, or pip install it"])
 
 
 def test_02_no_such_python(refused, operator):
@@ -161,7 +161,7 @@ def test_12_no_iproute(refused, on):
 
 def test_13_no_such_directory(refused, operator):
     edit(operator, "node-2 slots=1 workdir=~/train_dir", "node-2 slots=1 workdir=/nowhere")
-    refused(words=["node-2: there is no directory /nowhere; make it, or set workdir="])
+    refused(words=["node-2: there is no directory /nowhere; create it, or set workdir="])
 
 
 def test_14_directory_that_cannot_be_written(hosts, refused, on):
@@ -172,7 +172,7 @@ def test_14_directory_that_cannot_be_written(hosts, refused, on):
 
 def test_15_login_refused(refused, operator):
     edit(operator, "node-2", "nobody@node-2")
-    refused(words=["node-2: login as nobody was refused; install your public key there"])
+    refused(words=["node-2: login as nobody was refused; install your public key on it"])
 
 
 def test_16_unknown_name(refused, operator):

@@ -29,13 +29,13 @@ def test_everything_a_line_can_say():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "hosts: no hosts in it"),
-        ("# only a comment\n", "hosts: no hosts in it"),
+        ("", "hosts: contains no hosts"),
+        ("# only a comment\n", "hosts: contains no hosts"),
         ("a\nb\na\n", "hosts:3: 'a' repeats line 1; delete one"),
         ("node[1-3]\nnode2\n", "hosts:2: 'node2' repeats line 1"),
         ("-oProxyCommand=touch${IFS}x\n", "hosts:1: '-oProxyCommand=touch${IFS}x' is not a valid host"),
-        ("a b\n", "hosts:1: 'b' is not understood"),
-        ("a slot=8\n", "hosts:1: 'slot=8' is not understood; a host takes slots=, address=, workdir=, python="),
+        ("a b\n", "hosts:1: 'b' is not a valid option"),
+        ("a slot=8\n", "hosts:1: 'slot=8' is not a valid option; use slots=, address=, workdir=, python="),
         ("a slots=0\n", "hosts:1: slots=0 is not a valid number of ranks"),
         ("a slots=²\n", "hosts:1: slots=² is not a valid number of ranks"),
         ("a slots=" + "9" * 5000, "is not a valid number of ranks"),

@@ -27,5 +27,5 @@ def test_bytes_that_are_not_text_do_not_end_a_stream():
 
 
 def test_an_error_without_words_is_named_by_its_type():
-    with pytest.raises(HostError, match=r"the connection broke \(EOFError\)"):
+    with pytest.raises(HostError, match=r"the connection was lost \(EOFError\)"):
         _SshStream(Channel()).send("x")

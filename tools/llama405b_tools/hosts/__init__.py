@@ -1,1 +1,1 @@
-"""The inventory, and the ways to reach a host: this machine, SSH, many at once."""
+"""The inventory, and ways to reach hosts: this machine, SSH, many at once."""

@@ -1,4 +1,4 @@
-"""A program on a host that answers with lines of JSON; every answer has a limit of time."""
+"""A program on a host that answers with lines of JSON; every answer has a time limit."""
 
 import contextlib
 import queue
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class Dialogue:
-    """Says and hears, over a stream."""
+    """Sends and receives over a stream."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.answers: queue.Queue[tuple[str, float] | None] = queue.Queue()
-        self.heard_at = 0.0  # when the last answer arrived; this machine's clock
-        self.last_words = ""  # what it said that was no answer
+        self.heard_at = 0.0  # when the last answer arrived, by this machine's clock
+        self.last_words = ""  # its last output that was not an answer
         threading.Thread(target=self._read, daemon=True).start()
 
     def answer(self, kind: type[T], timeout_s: float) -> T:
-        """The next answer.
+        """Return the next answer.
 
         Raises:
-            HostError: There is none within ``timeout_s``, there will be none, or it is malformed.
+            HostError: It does not come within ``timeout_s``, the stream ends, or it is malformed.
         """
         try:
             found = self.answers.get(timeout=timeout_s)
@@ -35,27 +35,27 @@ class Dialogue:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         if found is None:
             said = given(" ({})", self.last_words)
-            raise HostError(f"the connection broke, or the program there failed, before it answered{said}")
+            raise HostError(f"the connection was lost, or the program on the host failed, before it answered{said}")
         text, self.heard_at = found
         try:
             return reader.loads(kind, text, "its answer")
         except reader.MalformedError as error:
-            raise HostError(f"{error}; are both ends of one version?") from None
+            raise HostError(f"{error}; do both ends run the same version?") from None
 
     def say(self, text: str) -> None:
         """Write to its standard input.
 
         Raises:
-            HostError: It is gone.
+            HostError: The program is gone.
         """
         self.stream.send(text)
 
     def end_input(self) -> None:
-        """Close its standard input, upon which it ends."""
+        """Close its standard input, which ends it."""
         self.stream.end_input()
 
     def close(self, within_s: float = 15.0) -> None:
-        """Wait for its end, after ``end_input``; let go of it after that time."""
+        """Wait for it to end after ``end_input``; give up after ``within_s``."""
         deadline = time.monotonic() + max(0.0, within_s)
         with contextlib.suppress(queue.Empty):
             while self.answers.get(timeout=max(0.0, deadline - time.monotonic())) is not None:

@@ -1,4 +1,4 @@
-"""The hosts file, and beside it what ``setup`` noted of each host."""
+"""The hosts file, and what ``setup`` recorded about each host."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     """Read a hosts file.
 
     Raises:
-        UserError: It cannot be read, or a line of it is wrong.
+        UserError: It cannot be read, or a line is invalid.
     """
     try:
         refuse_others_writing(path)
@@ -30,20 +30,20 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 
 
 def setup_path(hosts_file: Path) -> Path:
-    """Where ``setup`` notes which python and directory it made on each host; what the hosts file says comes first."""
+    """Return where ``setup`` records each host's python and directory; the hosts file takes precedence."""
     return hosts_file.with_name(f"{hosts_file.name}.setup.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """What ``setup`` made on a host, and every later verb uses."""
+    """What ``setup`` made on a host, for all later verbs."""
 
     python: str
     workdir: str
-    prefix: str  # a shell line before everything
+    prefix: str  # a shell line that runs before everything else
 
     def on(self, host: Host) -> Host:
-        """The host with this, where its line says nothing else."""
+        """Apply this to a host, except where its line says otherwise."""
         python, workdir = host.python or self.python, host.workdir or self.workdir
         return dataclasses.replace(host, python=python, workdir=workdir, prefix=self.prefix)
 
@@ -57,10 +57,10 @@ class _Uses:
 
 
 def read_uses(hosts_file: Path) -> dict[str, Use]:
-    """What ``setup`` noted, by host.
+    """Read what ``setup`` recorded, by host.
 
     Raises:
-        UserError: Others may write the file, or it is not what setup wrote.
+        UserError: Others can write the file, or setup did not write it.
     """
     path = setup_path(hosts_file)
     if not path.is_file():
@@ -69,11 +69,11 @@ def read_uses(hosts_file: Path) -> dict[str, Use]:
     try:
         return dict(reader.loads(_Uses, f'{{"hosts": {path.read_text(encoding="utf-8")}}}', path.name).hosts)
     except (OSError, ValueError):
-        raise UserError(f"{path}: not what setup wrote; delete it, and run `{front_door()} setup` again") from None
+        raise UserError(f"{path}: not written by setup; delete it, and run `{front_door()} setup` again") from None
 
 
 def write_uses(hosts_file: Path, uses: Mapping[str, Use]) -> None:
-    """Note what ``setup`` made, beside what it noted before.
+    """Add what ``setup`` made to its earlier records.
 
     Raises:
         OSError: The directory cannot be written.

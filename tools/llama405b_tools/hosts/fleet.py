@@ -1,4 +1,4 @@
-"""All hosts at once: a connection each, one agent call to each, bounded concurrency. Holds no decisions."""
+"""All hosts at once: one connection and one agent call per host, bounded concurrency. Makes no decisions."""
 
 import concurrent.futures
 import contextlib
@@ -26,22 +26,22 @@ T = TypeVar("T")
 
 @functools.cache
 def is_local(host: Host) -> bool:
-    """Whether a host is this machine, as far as its line tells: then no sshd, and no key to itself, is needed.
+    """Return whether a host's line names this machine, which then needs neither sshd nor a key to itself.
 
-    Another user or a port in the line asks for SSH. Whatever else leads here is found out by ``ssh.SameMachine``.
+    Another user or a port in the line means SSH. ``ssh.SameMachine`` detects all other ways to this machine.
     """
     if host.user not in ("", getpass.getuser()) or host.port:
         return False
     if host.loopback or host.name == socket.gethostname():
         return True
-    with contextlib.suppress(OSError), socket.socket() as bound:  # only an own address can be bound
+    with contextlib.suppress(OSError), socket.socket() as bound:  # only this machine's addresses can be bound
         bound.bind((host.address, 0))
         return bool(host.address)
     return False
 
 
 class Fleet:
-    """Connections to hosts, made when first needed and kept."""
+    """Connections to hosts, opened when first needed and kept."""
 
     def __init__(self, hosts: Iterable[Host]) -> None:
         self.hosts = {host.name: host for host in hosts}
@@ -57,7 +57,7 @@ class Fleet:
             connection.close()
 
     def each(self, act: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
-        """Do something with hosts at once; a host that fails does not keep the others' answers back."""
+        """Call ``act`` for all hosts in parallel; a host that fails does not hold back the others' results."""
         futures = {name: self.pool.submit(act, name) for name in (self.hosts if names is None else names)}
         outcomes: dict[str, T | HostError] = {}
         for name, future in futures.items():
@@ -65,7 +65,7 @@ class Fleet:
                 outcomes[name] = future.result()
             except HostError as error:
                 outcomes[name] = error
-            except BaseException:  # Ctrl-C: what has not begun is not begun any more
+            except BaseException:  # Ctrl-C: start nothing that has not started
                 for other in futures.values():
                     other.cancel()
                 raise
@@ -81,7 +81,7 @@ class Fleet:
         """Run one action of the agent on a host.
 
         Raises:
-            HostError: The host cannot be reached, the agent cannot run there, or it answers something else.
+            HostError: The host cannot be reached, the agent cannot run on it, or its answer is invalid.
         """
         connection = self.connection(name)
         try:
@@ -95,10 +95,10 @@ class Fleet:
         try:
             return reader.loads(reply, last, "its answer")
         except reader.MalformedError as error:
-            raise HostError(f"{error}; are both ends of one version?") from None
+            raise HostError(f"{error}; do both ends run the same version?") from None
 
     def stream(self, name: str, action: str, request: "DataclassInstance") -> Stream:
-        """Run an action of the agent that goes on until its standard input is closed.
+        """Run an action of the agent that continues until its standard input is closed.
 
         Raises:
             HostError: The host cannot be reached.
@@ -106,32 +106,32 @@ class Fleet:
         return self.connection(name).stream(self.command(name, action), reader.dumps(request) + "\n")
 
     def connection(self, name: str) -> Connection:
-        """The kept connection to a host.
+        """Return the kept connection to a host, or open one.
 
         Raises:
-            HostError: It cannot be made.
+            HostError: It cannot be opened.
         """
         if name not in self.connections:
             self.connections[name] = _connect(self.hosts[name])
         return self.connections[name]
 
     def forget(self, name: str, *, unless_open: bool = False) -> None:
-        """Close a connection that broke; the next question makes a new one. It may be another's, who still hears."""
+        """Close a broken connection; the next call opens a new one. ``unless_open``: others may still be using it."""
         if unless_open and name in self.connections and self.connections[name].is_open():
             return
         if connection := self.connections.pop(name, None):
             connection.close()
 
     def command(self, name: str, action: str) -> str:
-        """The shell line for an action on a host."""
+        """Return the shell line for an action on a host."""
         return agent_command(self.python(name), self.workdir(name), action, self.hosts[name].prefix)
 
     def python(self, name: str) -> str:
-        """The interpreter on a host."""
+        """Return the path of the interpreter on a host."""
         return self.hosts[name].python or sys.executable
 
     def workdir(self, name: str) -> str:
-        """The working directory on a host."""
+        """Return the working directory on a host."""
         return self.hosts[name].workdir or os.getcwd()  # noqa: PTH109
 
 
@@ -147,25 +147,25 @@ def _connect(host: Host) -> Connection:
 
 
 def _explain(result: Result, python: str, workdir: str) -> str:
-    """Say in one clause why the agent did not run."""
+    """Explain in one clause why the agent did not run."""
     err = result.err.strip()
     if "No module named" in err:
-        return f"{python} has no llama405b in {workdir}; put the project there, or pip install it (set workdir= or python=)"
+        return f"{python} has no llama405b in {workdir}; copy the project there, or pip install it (set workdir= or python=)"
     if "cd:" in err or "can't cd" in err:
-        return f"there is no directory {workdir}; make it, or set workdir= in the hosts file"
+        return f"there is no directory {workdir}; create it, or set workdir= in the hosts file"
     if result.code in (126, 127):
         return f"{python} cannot be run; set python= in the hosts file"
     return f"the agent failed ({last_of(err.splitlines(), f'exit code {result.code}')})"
 
 
 def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
-    """The shell line that runs one action of the agent on a host; what to do goes in by standard input."""
+    """Build the shell line that runs one action of the agent on a host; its request goes to standard input."""
     start = f"PYTHONPATH=tools exec {shell_path(python)} -m llama405b_tools.remote.agent {shlex.quote(action)}"
     return f"{given('{} && ', prefix)}cd {shell_path(workdir)} && {start}"
 
 
 def ssh_address(host: Host) -> str:
-    """Where SSH finds a host."""
+    """Return the address that SSH uses for a host."""
     if host.loopback or is_local(host):
         return host.name
     from llama405b_tools.hosts.ssh import read_ssh_config

@@ -1,6 +1,6 @@
 """The hosts file, parsed. Pure: text in, hosts out.
 
-One host a line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [python=PATH] [cache=DIR] [scratch=DIR]``.
+One host per line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [python=PATH] [cache=DIR] [scratch=DIR]``.
 ``node[001-008]`` is eight hosts. ``#`` begins a comment. Rank order is line order; the first host is the head.
 """
 
@@ -18,7 +18,7 @@ KEYS = ("slots", "address", "workdir", "python", "cache", "scratch")
 FULL_PATH = (re.compile(r"~?/.*"), "is relative; write a full path")
 ADDRESS_WORDS = "is not a valid address; write an IP address or a host name"
 ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS)
-# what a value has to be, and what is said of any other
+# the valid form of a value, and the message for any other
 FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
 MAX_SLOTS = 1024
 MAX_HOSTS = 4096
@@ -29,26 +29,26 @@ LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 class Host:
     """One line of the hosts file."""
 
-    name: str  # also what ssh is given
+    name: str  # also passed to ssh
     where: str  # "hosts:7"
     user: str = ""
     port: int = 0  # 0: from ~/.ssh/config, else 22
-    slots: int = 0  # ranks on this host; 0: one for each GPU, or 1 where there is none
-    address: str = ""  # on the training network; "": the address that ssh reaches it at
+    slots: int = 0  # ranks on this host; 0: one per GPU, or 1 without GPUs
+    address: str = ""  # on the training network; "": the address that ssh uses
     workdir: str = ""  # "": the operator's
     python: str = ""  # "": the operator's
     cache: str = ""  # HF_HOME of the ranks; "": .cache/huggingface in the working directory
     scratch: str = ""  # TMPDIR of the ranks, on a fast disk; "": the host's own
-    prefix: str = ""  # a shell line before everything; from setup --module
+    prefix: str = ""  # a shell line that runs before everything else; from setup --module
 
     @property
     def places(self) -> dict[str, str]:
-        """Directories that the line names for what a run leaves beside its own files, by key."""
+        """Directories that the line sets for files outside the run's own directory, by key."""
         return {key: path for key, path in (("cache", self.cache), ("scratch", self.scratch)) if path}
 
     @property
     def loopback(self) -> bool:
-        """Whether its training address is this machine's loopback, which no other machine reaches."""
+        """Whether its training address is a loopback address, which other machines cannot reach."""
         return LOOPBACK.fullmatch(self.address or self.name) is not None
 
 
@@ -56,7 +56,7 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
     """Parse a hosts file.
 
     Raises:
-        UserError: A line is wrong, or repeats a host, or there is no host; names file and line.
+        UserError: A line is invalid or repeats a host, or there are no hosts; names file and line.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -71,7 +71,7 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
             if len(hosts) > MAX_HOSTS:
                 raise UserError(f"{host.where}: more than {MAX_HOSTS} hosts; split the file")
     if not hosts:
-        raise UserError(f"{source}: no hosts in it; write one per line, like 'gpu-01 slots=8'")
+        raise UserError(f"{source}: contains no hosts; write one per line, like 'gpu-01 slots=8'")
     found = tuple(hosts.values())
     _check_loopback(found)
     return found
@@ -84,7 +84,7 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
         raise UserError(f"{where}: {words[0]!r} is not a valid host; write {form}")
     port = int(match["port"] or 0)
     if match["port"] and not 0 < port < 65536:
-        raise UserError(f"{where}: port {port} is out of range; take 1 to 65535")
+        raise UserError(f"{where}: port {port} is out of range; use 1 to 65535")
     options = _parse_options(words[1:], where)
     slots = int(options.pop("slots", 0))
     names = _expand(match["name"], where)
@@ -96,7 +96,7 @@ def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if key not in KEYS or not equals or not value:
-            raise UserError(f"{where}: {word!r} is not understood; a host takes {', '.join(f'{k}=' for k in KEYS)}")
+            raise UserError(f"{where}: {word!r} is not a valid option; use {', '.join(f'{k}=' for k in KEYS)}")
         if key in options:
             raise UserError(f"{where}: {key}= is given twice; delete one")
         options[key] = value
@@ -126,9 +126,9 @@ def _expand(name: str, where: str) -> list[str]:
 
 
 def _check_loopback(hosts: Sequence[Host]) -> None:
-    """One loopback host among others that are not would be looked for by each of them on itself."""
+    """Refuse a loopback host among others: each of those would look for it on itself."""
     local = [host for host in hosts if host.loopback]
     if local and len(local) < len(hosts):
         first = local[0]
         what = f"{first.name!r} is at {first.address or first.name}, where the other hosts cannot reach it"
-        raise UserError(f"{first.where}: {what}; give it address= on the training network")
+        raise UserError(f"{first.where}: {what}; set its address= on the training network")

@@ -1,4 +1,4 @@
-"""What came of asking all hosts: replies of those that could be asked, faults of the others."""
+"""Outcomes of a call to all hosts: replies from those that answered, faults of the others."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -10,10 +10,10 @@ Outcomes = Mapping[str, T | HostError]  # by host
 
 
 def replies(outcomes: Outcomes[T]) -> dict[str, T]:
-    """What the hosts said that could be asked."""
+    """Return the replies, by host."""
     return {name: found for name, found in outcomes.items() if not isinstance(found, HostError)}
 
 
 def unanswered(outcomes: Outcomes[T]) -> dict[str, str]:
-    """Why the others could not."""
+    """Return why the other hosts did not answer, by host."""
     return {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}

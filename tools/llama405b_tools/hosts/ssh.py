@@ -1,7 +1,7 @@
 """Machines reached by SSH. The only module that imports paramiko.
 
-Honours ~/.ssh/config (HostName, User, Port, IdentityFile, ProxyJump, UserKnownHostsFile, HostKeyAlias), the agent
-and known_hosts, with every hop's host key checked. Never asks: what would need a password fails in seconds.
+Honors ~/.ssh/config (HostName, User, Port, IdentityFile, ProxyJump, UserKnownHostsFile, HostKeyAlias), the agent
+and known_hosts, and checks every hop's host key. Never prompts: a login that needs a password fails in seconds.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from llama405b.contract.phrases import reason_of
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Result, Stream, Tunnel
 
-logging.getLogger("paramiko").addHandler(logging.NullHandler())  # what went wrong is said in our own words
+logging.getLogger("paramiko").addHandler(logging.NullHandler())  # our own messages say what went wrong
 logging.getLogger("paramiko").propagate = False
 CONNECT_TIMEOUT_S = 10.0
-MAX_LINE = 1 << 24  # a host that never ends its line
+MAX_LINE = 1 << 24  # in case a host never ends its line
 MAX_JUMPS = 8
-DEAD_AFTER_S = 30  # without an answer to what was sent, keepalives included
-WAKE_S = 2.0  # how often a connection's thread looks for what it has to do unasked: paramiko's 0.1 s costs, times 256
+DEAD_AFTER_S = 30  # without an acknowledgment of sent data, keepalives included
+WAKE_S = 2.0  # how often a connection's thread wakes up for its own work: paramiko's 0.1 s is costly for 256 hosts
 BROKEN = (paramiko.SSHException, OSError, EOFError)
 Socket: TypeAlias = socket.socket | paramiko.Channel
 HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(?::(?P<port>\d{1,5}))?/?")
 
 
-class SameMachine(HostError):  # noqa: N818 - no error, but a finding
-    """The way to the host leads to this machine and user: no login is needed, and a key to itself may be missing."""
+class SameMachine(HostError):  # noqa: N818 - not an error but a finding
+    """The host turned out to be this machine and user: no login is needed, and a key for it may be missing."""
 
 
 class Ssh:
@@ -44,8 +44,8 @@ class Ssh:
         """Connect, through every ProxyJump on the way.
 
         Raises:
-            HostError: Name, route, host key or login are not as they should be; says which, and what to do.
-            SameMachine: The host is this machine, and its line asks for no other port.
+            HostError: The name, route, host key or login is wrong; says which, and what to do.
+            SameMachine: The host is this machine, and its line sets no other port.
         """
         self.config, self.clients = read_ssh_config(), list[paramiko.SSHClient]()
         try:
@@ -59,7 +59,7 @@ class Ssh:
         try:
             channel = self._open(command, "")
             channel.settimeout(timeout_s)
-            with contextlib.suppress(OSError):  # a command that ended before it was told: its words say why
+            with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
                 channel.sendall(stdin.encode())
                 channel.shutdown_write()
             out = channel.makefile("r").read()
@@ -68,26 +68,26 @@ class Ssh:
                 raise TimeoutError
             code = channel.recv_exit_status()
             if code < 0:
-                raise EOFError("no exit code came")
+                raise EOFError("no exit code received")
             return Result(code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
         except TimeoutError:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         except BROKEN as error:
-            raise HostError(f"the connection broke ({str(error) or type(error).__name__})") from None
+            raise HostError(f"the connection was lost ({str(error) or type(error).__name__})") from None
 
     def stream(self, command: str, stdin: str) -> Stream:
         """See ``transport.Connection``."""
         try:
             return _SshStream(self._open(command, stdin))
         except BROKEN as error:
-            raise HostError(f"the connection broke ({str(error) or type(error).__name__})") from None
+            raise HostError(f"the connection was lost ({str(error) or type(error).__name__})") from None
 
     def tunnel(self, port: int) -> Tunnel:
         """See ``transport.Connection``."""
         try:
             return _through(self.client, "127.0.0.1", port)
         except BROKEN as error:
-            raise HostError(f"its sshd does not forward to port {port} ({error})") from None
+            raise HostError(f"its sshd refuses to forward to port {port} ({error})") from None
 
     def is_open(self) -> bool:
         """See ``transport.Connection``."""
@@ -100,7 +100,7 @@ class Ssh:
             transport = client.get_transport()
             if transport and isinstance(transport.sock, socket.socket):
                 with contextlib.suppress(OSError):
-                    transport.sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, or the host would hear of it later
+                    transport.sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, so that the host notices now
             client.close()
 
     def _open(self, command: str, stdin: str) -> paramiko.Channel:
@@ -115,12 +115,12 @@ class Ssh:
     def _connect(
         self, name: str, user: str, port: int, via: paramiko.SSHClient | None, jumps: int
     ) -> paramiko.SSHClient:
-        """Connect to one host, its jump hosts first, each through the one before."""
+        """Connect to one host: first to its jump hosts, each through the previous one."""
         if jumps == 0:
-            raise HostError(f"ProxyJump goes through more than {MAX_JUMPS} hosts; mend the loop in ~/.ssh/config")
+            raise HostError(f"ProxyJump goes through more than {MAX_JUMPS} hosts; fix the loop in ~/.ssh/config")
         options = self.config.lookup(name)
         if options.get("proxycommand", "none") != "none":
-            raise HostError("~/.ssh/config sets ProxyCommand for it, which is not supported; write it as ProxyJump")
+            raise HostError("~/.ssh/config sets ProxyCommand for it, which is not supported; use ProxyJump")
         if via is None:
             for hop, hop_user, hop_port in _hops(options.get("proxyjump", "none")):
                 via = self._connect(hop, hop_user, hop_port, via, jumps - 1)
@@ -136,11 +136,11 @@ class Ssh:
 
 
 def _hops(text: str) -> Iterator[tuple[str, str, int]]:
-    """Host, user and port (0: not said) of each host of a ProxyJump, in order."""
+    """Yield host, user and port (0: unset) of each hop of a ProxyJump, in order."""
     for hop in text.split(",") if text.lower() != "none" else ():
         parsed = HOP.fullmatch(hop.strip())
         if parsed is None:
-            raise HostError(f"ProxyJump {hop.strip()!r} in ~/.ssh/config is not understood; write [user@]host[:port]")
+            raise HostError(f"ProxyJump {hop.strip()!r} in ~/.ssh/config is not valid; write [user@]host[:port]")
         yield parsed["host"], parsed["user"] or "", int(parsed["port"] or 0)
 
 
@@ -168,17 +168,15 @@ def read_ssh_config() -> paramiko.SSHConfig:
 
 @functools.lru_cache(maxsize=4)
 def _parsed(path: str, _modified: int) -> paramiko.SSHConfig:
-    """A config file: read once for all hosts."""
-    os.environ.setdefault(
-        "LOGNAME", getpass.getuser()
-    )  # or paramiko asks the system for it at every Host line and host
+    """Parse a config file, once for all hosts."""
+    os.environ.setdefault("LOGNAME", getpass.getuser())  # or paramiko looks it up for every Host line and host
     return paramiko.SSHConfig.from_path(path)
 
 
 def load_known_hosts(client: paramiko.SSHClient, options: paramiko.SSHConfigDict, hostname: str, port: int) -> None:
     """Load a host's known keys, line by line: paramiko gives up on a whole file at a ``@cert-authority``.
 
-    Only lines that name the host are parsed as keys: a file of thousands would cost more than the connection.
+    Only lines that name the host are parsed as keys: parsing thousands would cost more than the connection.
     """
     name = hostname if port == 22 else f"[{hostname}]:{port}"
     names = [known for known in (name, options.get("hostkeyalias")) if known]
@@ -191,7 +189,7 @@ def load_known_hosts(client: paramiko.SSHClient, options: paramiko.SSHConfigDict
 
 
 def _known_lines(options: paramiko.SSHConfigDict) -> Iterator[str]:
-    """Lines of known_hosts that have a key, and not one that is revoked."""
+    """Yield lines of known_hosts that have a key that is not revoked."""
     files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
     files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split()
     paths = [path for name in files if (path := Path(name).expanduser()).is_file()]
@@ -204,7 +202,7 @@ def _known_lines(options: paramiko.SSHConfigDict) -> Iterator[str]:
 
 
 def _names(entry: str, host: str) -> bool:
-    """Whether an entry of known_hosts, in the clear or hashed, is a host's."""
+    """Whether an entry of known_hosts, plain or hashed, names a host."""
     return entry == host or (entry.startswith("|1|") and paramiko.HostKeys.hash_host(host, entry) == entry)
 
 
@@ -238,21 +236,21 @@ def _login(
 
 
 def _refusal(error: Exception, name: str, hostname: str, user: str) -> HostError:
-    """Why a login failed, in our own words."""
+    """Say why a login failed."""
     if isinstance(error, paramiko.BadHostKeyException):
         return HostError(
             f"its host key has CHANGED: known_hosts does not have {error.key.fingerprint}; if the machine was "
-            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {name}` once; else someone may be listening",
+            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {name}` once; else someone may be eavesdropping",
             kind="AUTH",
         )
     if isinstance(error, paramiko.PasswordRequiredException):
         return HostError("its private key needs a passphrase; run `ssh-add` first", kind="AUTH")
     if isinstance(error, paramiko.AuthenticationException):
-        return HostError(f"login as {user} was refused; install your public key there", kind="AUTH")
+        return HostError(f"login as {user} was refused; install your public key on it", kind="AUTH")
     if "known_hosts" in str(error):
-        return HostError(f"its host key is not in known_hosts; run `ssh {name}` once, and compare it", kind="AUTH")
-    if "banner" in str(error) or "No existing session" in str(error):  # it connects, and says nothing
-        words = f"its sshd takes the connection, but says nothing within {CONNECT_TIMEOUT_S:.0f} s"
+        return HostError(f"its host key is not in known_hosts; run `ssh {name}` once and verify it", kind="AUTH")
+    if "banner" in str(error) or "No existing session" in str(error):  # it connects, then stays silent
+        words = f"its sshd accepts the connection, but sends nothing within {CONNECT_TIMEOUT_S:.0f} s"
         return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
     kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
     return HostError(f"SSH failed ({str(error) or type(error).__name__}); try `ssh -v {name}`", kind)
@@ -265,9 +263,9 @@ def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Socket:
             return _through(via, hostname, port)
         sock = socket.create_connection((hostname, port), timeout=CONNECT_TIMEOUT_S)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host without power is noticed, not waited for
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # notice a host without power instead of waiting for it
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # 44 ms a command without it, 2 ms with it
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # 44 ms per command without it, 2 ms with it
         return sock
     except socket.gaierror:
         raise HostError(f"the name {hostname!r} does not resolve; correct it, or add it to ~/.ssh/config") from None
@@ -280,7 +278,7 @@ def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Socket:
 
 
 def _through(client: paramiko.SSHClient, hostname: str, port: int) -> paramiko.Channel:
-    """A channel from the host at the other end to an address."""
+    """A channel from the remote host to an address."""
     transport = client.get_transport()
     assert transport
     return transport.open_channel("direct-tcpip", (hostname, port), ("127.0.0.1", 0), timeout=CONNECT_TIMEOUT_S)
@@ -300,7 +298,7 @@ class _SshStream:
         try:
             self.channel.sendall(text.encode())
         except (OSError, EOFError, paramiko.SSHException) as error:
-            raise HostError(f"the connection broke ({str(error) or type(error).__name__})") from None
+            raise HostError(f"the connection was lost ({str(error) or type(error).__name__})") from None
 
     def end_input(self) -> None:
         with contextlib.suppress(*BROKEN):

@@ -1,6 +1,6 @@
-"""The seam between the tools and a machine: run a shell line there, or stream its output.
+"""The interface between the tools and a machine: run a shell line on it, or stream its output.
 
-``Connection`` is all that the verbs know; ``Local`` is this machine, ``ssh.Ssh`` is another.
+The verbs only know ``Connection``; ``Local`` is this machine, ``ssh.Ssh`` is another.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from typing import Protocol
 
 from llama405b.contract.errors import RunError
 
-# All that a run may inherit from whoever launches it; everything else, secrets above all, is given on purpose.
+# All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
 ENV = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
 
 
 class HostError(RunError):
-    """A host could not be reached, or did not do what was asked; the message has no host name in it.
+    """A host could not be reached, or did not do what was requested; the message does not name the host.
 
     ``kind``: AUTH (login or host key), REFUSED, TIMEOUT, or DOWN for everything else.
     """
@@ -31,7 +31,7 @@ class HostError(RunError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a command left."""
+    """Result of a command."""
 
     code: int
     out: str
@@ -39,7 +39,7 @@ class Result:
 
 
 class Stream(Protocol):
-    """Lines of a command that goes on."""
+    """Lines of a running command."""
 
     def __iter__(self) -> Iterator[str]:
         """Yield lines until the command ends."""
@@ -48,18 +48,18 @@ class Stream(Protocol):
         """Write to the command's standard input.
 
         Raises:
-            HostError: The connection broke, or the command ended.
+            HostError: The connection was lost, or the command ended.
         """
 
     def end_input(self) -> None:
-        """Close the command's standard input, and go on reading what it says."""
+        """Close the command's standard input; its output can still be read."""
 
     def close(self) -> None:
         """Close the command's standard input, which ends it; safe from another thread."""
 
 
 class Tunnel(Protocol):
-    """Bytes both ways: a socket, or a channel through SSH."""
+    """Bytes in both directions: a socket, or a channel through SSH."""
 
     def sendall(self, data: bytes, /) -> object:
         """Send everything."""
@@ -75,7 +75,7 @@ class Connection(Protocol):
     """A way to run commands on one machine."""
 
     def run(self, command: str, stdin: str, timeout_s: float) -> Result:
-        """Run a shell line to its end.
+        """Run a shell line to completion.
 
         Raises:
             HostError: It cannot be run, or takes longer than ``timeout_s``.
@@ -89,28 +89,28 @@ class Connection(Protocol):
         """
 
     def tunnel(self, port: int) -> Tunnel:
-        """A connection to a port of the machine's own loopback.
+        """Connect to a port on the machine's loopback.
 
         Raises:
-            HostError: Nothing answers there, or the machine forbids it.
+            HostError: Nothing answers on the port, or the machine forbids it.
         """
 
     def is_open(self) -> bool:
-        """Whether it still leads there, as far as is known."""
+        """Return whether the connection is still open, as far as is known."""
 
     def close(self) -> None:
-        """Let go of the machine."""
+        """Close the connection."""
 
 
 class Local:
-    """This machine, without any sshd."""
+    """This machine, without sshd."""
 
     def run(self, command: str, stdin: str, timeout_s: float) -> Result:
         """See ``Connection``."""
         with _start(command) as child:
             try:
                 out, err = child.communicate(stdin, timeout_s)
-            except BaseException as error:  # Ctrl-C too: what was asked must not go on alone
+            except BaseException as error:  # Ctrl-C too: the command must not outlive us
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 if isinstance(error, subprocess.TimeoutExpired):
@@ -146,7 +146,7 @@ class _LocalStream:
             self._write(stdin)
         except OSError:
             child.wait()
-            raise HostError("the command ended before it heard what to do") from None
+            raise HostError("the command ended before it read its input") from None
 
     def __iter__(self) -> Iterator[str]:
         yield from self.stdout
@@ -156,7 +156,7 @@ class _LocalStream:
         try:
             self._write(text)
         except (OSError, ValueError):
-            raise HostError("the command ended before it was answered") from None
+            raise HostError("the command ended before it read the answer") from None
 
     def end_input(self) -> None:
         self.close()

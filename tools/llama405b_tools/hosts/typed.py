@@ -1,4 +1,4 @@
-"""Parts of the commands that are printed for a person to type."""
+"""Parts of commands that are printed for the user to type."""
 
 import contextlib
 import shlex
@@ -8,17 +8,17 @@ from pathlib import Path
 
 
 def front_door() -> str:
-    """The program's name as this terminal finds it, for commands that are printed to be typed."""
+    """Return the program's name as this terminal finds it, for commands to type."""
     if shutil.which("llama405b"):
         return "llama405b"
     beside = Path(sys.executable).parent / "llama405b"
     if not beside.exists():
         return f"{sys.executable} -m llama405b_tools.cli"
-    with contextlib.suppress(ValueError):  # it is not below here
+    with contextlib.suppress(ValueError):  # it is not below the current directory
         beside = beside.relative_to(Path.cwd())
     return str(beside)
 
 
 def hosts_argument(hosts_file: Path) -> str:
-    """What a printed command needs, to find the hosts again."""
+    """Return the argument with which a printed command finds the hosts file."""
     return "" if hosts_file == Path("hosts") else f" {shlex.quote(str(hosts_file))}"
