@@ -123,7 +123,7 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
     ("args", "words"),
     [
         (["-i", "("], "--include: '(' is not a valid regular expression"),
-        (["--rank", "x"], "--rank: 'x' are no ranks"),
+        (["--rank", "x"], "--rank: 'x' is not a valid rank list"),
         (["--since", "soon"], "--since: 'soon' is not a valid time"),
         (["--attempt", "first"], "--attempt: 'first' is not a valid attempt"),
         (["--tail", "-1"], "--tail: -1 lines"),

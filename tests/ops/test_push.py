@@ -209,9 +209,9 @@ def test_code_only_what_differs(hosts, operator):
 
 def test_bad_input(hosts, operator):
     for args, words in (
-        (["nowhere"], "nowhere: no such file or directory here"),
+        (["nowhere"], "nowhere: no such file or directory; name one"),
         (["hosts", "--to", "here"], "--to: 'here' is relative"),
-        (["node-1:/no/such"], "node-1:/no/such: there is no file in it"),
+        (["node-1:/no/such"], "node-1:/no/such: contains no files"),
     ):
         done = operator("push", *args)
         assert done.returncode == 2
@@ -221,7 +221,7 @@ def test_bad_input(hosts, operator):
     assert done.stdout.count("FAILED: /proc/here cannot be made (No such file or directory)") == 4, done.stdout
     assert "the same command again" not in done.stdout
     (operator.path / "empty").mkdir()
-    assert "there is no file in it" in operator("push", "empty").stderr
+    assert "contains no files" in operator("push", "empty").stderr
 
 
 def test_a_host_that_dies_is_named_and_the_others_have_everything(hosts, operator):

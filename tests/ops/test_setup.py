@@ -116,11 +116,11 @@ def test_what_cannot_be_set_up_is_named_and_the_others_go_on(hosts, place, type_
         hosts.exec(3, "chown", "-R", "bob", "/home/bob")
     assert done.returncode == 1
     assert re.search(
-        r"node-2 +FAILED: tmux missing, and this user may not install; type there: sudo apt-get install -y tmux",
+        r"node-2 +FAILED: tmux missing, and this user cannot install; run there: sudo apt-get install -y tmux",
         done.stdout,
     )
-    assert re.search(r"node-3 +FAILED: ~/llama405b cannot be made or written", done.stdout)
+    assert re.search(r"node-3 +FAILED: ~/llama405b cannot be created or written", done.stdout)
     assert done.stdout.count("was set up already") == 2
     broken = type_in("setup", "--python", "/no/python")
     assert broken.returncode == 1
-    assert broken.stdout.count("--python: /no/python is not there; at least 3.11 is needed") == 4
+    assert broken.stdout.count("--python: /no/python is missing; use 3.11 or newer") == 4

@@ -66,7 +66,7 @@ def test_programs_by_root_or_sudo_or_not_at_all():
     root = plan.plan(bare | {"uid": "0"}, Wishes(), "")[0]
     assert root.line == "apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tmux iproute2"
     assert "sudo -n apt-get" in plan.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
-    with pytest.raises(UserError, match="type there: sudo apt-get install -y tmux iproute2"):
+    with pytest.raises(UserError, match="run there: sudo apt-get install -y tmux iproute2"):
         plan.plan(bare, Wishes(), "")
 
 
@@ -81,10 +81,10 @@ def test_other_ways():
 @pytest.mark.parametrize(
     ("facts", "wishes", "words"),
     [
-        ({}, {"container": "x"}, "--container: there is no apptainer"),
+        ({}, {"container": "x"}, "--container: apptainer is missing"),
         ({"python": "3.11"}, {"offline": "w"}, "the wheels are for Python 3.12 x86_64, but it has 3.11 x86_64"),
         ({"driver": "470.1"}, {}, "driver 470.1 is too old"),
-        ({"python": "3.9"}, {"python": "/opt/py"}, "--python: /opt/py is 3.9; at least 3.11 is needed"),
+        ({"python": "3.9"}, {"python": "/opt/py"}, "--python: /opt/py is 3.9; use 3.11 or newer"),
     ],
 )
 def test_what_cannot_be_had(facts, wishes, words):

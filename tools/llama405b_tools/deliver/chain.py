@@ -1,4 +1,4 @@
-"""One try to pass files down a chain of hosts: each host passes on what it receives while it receives."""
+"""One attempt to pass files down a chain of hosts: each host forwards data while it receives."""
 
 import contextlib
 import dataclasses
@@ -33,14 +33,14 @@ READY_S, SILENT_S = 30.0, 180.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the files are: here (``host`` ""), or on a host."""
+    """Where the files are: on this machine (``host`` ""), or on a host."""
 
     host: str
     path: str
 
 
 class Chain:
-    """One try."""
+    """One attempt."""
 
     def __init__(
         self, fleet: Fleet, origin: Origin, files: FileList, targets: Mapping[str, str], progress: PushProgress
@@ -50,11 +50,11 @@ class Chain:
         self.dialogues: dict[str, Dialogue] = {}
         self.faults: dict[str, str] = {}  # by host
         self.origin_fault = ""
-        self.dead: set[str] = set()  # cannot receive, and could not on another try
-        self.same: dict[str, str] = {}  # host -> one before it that sees the same directory, and writes it for both
+        self.dead: set[str] = set()  # cannot receive, now or in another attempt
+        self.same: dict[str, str] = {}  # host -> an earlier one that shares its directory, and writes it for both
 
     def run(self) -> dict[str, str]:
-        """Returns the hosts that have not everything, and why."""
+        """Pass the files down; returns the hosts that do not have everything, and why."""
         try:
             ready = self._begin()
             order = self._look(ready)
@@ -86,7 +86,7 @@ class Chain:
         return {name: found for name, found in outcomes.items() if isinstance(found, RelayReady)}
 
     def _look(self, ready: Mapping[str, RelayReady]) -> list[str]:
-        """The hosts to pass files to, in order: of those that share a directory the first."""
+        """The hosts to pass files to, in order; only the first of those that share a directory."""
 
         def look(name: str) -> RelaySees:
             self.dialogues[name].say(LOOK)
@@ -102,7 +102,7 @@ class Chain:
         return [name for name in sees if name not in self.same]
 
     def _hop(self, name: str, ready: RelayReady) -> NextHop:
-        """Where a host receives."""
+        """The address at which a host receives."""
         host = self.fleet.hosts[name]
         addresses = ready.addresses
         if host.address:
@@ -112,7 +112,7 @@ class Chain:
         return NextHop(addresses, ready.port, self.token)
 
     def _pass_on(self, order: Sequence[str], first: NextHop) -> None:
-        """Feed the first host, and hear from all how it went."""
+        """Feed the first host, and collect the result from all."""
         sender = threading.Thread(target=self._send, args=(order[0], first), daemon=True)
         sender.start()
         ends = self.fleet.each(lambda name: self._follow(name, self.dialogues[name]), order)
@@ -125,7 +125,7 @@ class Chain:
         self.faults |= {name: f"as on {first}" for name, first in self.same.items() if first in self.faults}
 
     def _send(self, first: str, below: NextHop) -> None:
-        """Feed the first host: from here by TCP, or through its SSH connection, or from the host that has the files."""
+        """Feed the first host: from this machine by TCP or through SSH, or from the host that has the files."""
         try:
             if self.origin.host:
                 dialogue = Dialogue(self.fleet.stream(self.origin.host, "send", SendRequest(self.origin.path, below)))

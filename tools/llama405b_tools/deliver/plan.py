@@ -1,4 +1,4 @@
-"""What setup does on a host, as shell lines. Pure: facts in, steps out. The host has sh, and nothing of ours."""
+"""What setup does on a host, as shell lines. Pure: facts in, steps out. The host has sh, and none of our code."""
 
 import dataclasses
 import hashlib
@@ -31,19 +31,19 @@ say driver "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the command line asks for."""
+    """Options from the command line."""
 
     python: str = ""  # to build the environment from
     conda: str = ""  # an environment to install into
-    module: str = ""  # a shell line that goes before everything
-    container: str = ""  # an image that apptainer runs
+    module: str = ""  # a shell line that runs before everything else
+    container: str = ""  # an image for apptainer
     offline: str = ""  # the wheelhouse, below the working directory
     torch_index: str = "auto"
-    stamp: str = ""  # changes with whatever the environment is made from
+    stamp: str = ""  # changes with the environment's inputs
 
     @property
     def before(self) -> str:
-        """How a shell line begins."""
+        """Prefix of every shell line."""
         return given("{} && ", self.module)
 
 
@@ -53,20 +53,20 @@ class Step:
 
     name: str  # in the progress: "installing packages"
     line: str  # shell, in the working directory
-    remedy: str  # where it fails
-    always: bool = False  # also where everything is set up already
+    remedy: str  # if it fails
+    always: bool = False  # even if everything is set up already
 
 
 def parse_facts(text: str) -> dict[str, str]:
-    """What ``FACTS`` printed."""
+    """Parse the output of ``FACTS``."""
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 
 def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[Step]:
-    """The steps for a host; ``wheel_python``: what the wheelhouse was made for, like ``3.11 x86_64``.
+    """Plan the steps for a host; ``wheel_python``: what the wheelhouse was made for, like ``3.11 x86_64``.
 
     Raises:
-        UserError: What is asked for cannot be had on this host; says why, without the host's name.
+        UserError: An option cannot be satisfied on this host; says why, without the host's name.
     """
     programs = _programs(facts)
     if wishes.container:
@@ -82,31 +82,31 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
     return [
         *programs,
         environment,
-        Step("installing packages", install, "look at what it said; with --offline no network is needed"),
-        Step("checking", check, "delete .venv there, and run setup again", always=True),
+        Step("installing packages", install, "fix that; if the host has no network, use --offline"),
+        Step("checking", check, "delete .venv on it, and run setup again", always=True),
     ]
 
 
 def build_package(requirement: str) -> tuple[str, Step, Step]:
-    """A package that has to be compiled: the wheel's directory, the step that makes it once, and the one that installs it.
+    """Plan a package that must be compiled: the wheel's directory, the step that builds it once, and the one that installs it.
 
-    It is compiled against the torch of the environment, so without pip's isolation.
+    It is compiled against the environment's torch, and so without pip's build isolation.
     """
     folder = f".built-{hashlib.sha256(requirement.encode()).hexdigest()[:12]}"
     wheel = f"{PYTHON} -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
     fresh = f"rm -rf {folder}.new && {wheel}{shlex.quote(requirement)} && mv {folder}.new {folder}"
     line = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
-    make = Step(f"building {requirement}", line, "look at what it said: a compiler and CUDA's nvcc are needed there")
+    make = Step(f"building {requirement}", line, "fix that; building needs a compiler and CUDA's nvcc")
     line = f"{INSTALL} --no-deps --no-index {folder}/*.whl"
     return (
         folder,
         make,
-        Step(f"installing {requirement}", line, "its wheel is for the Python and torch of the first host"),
+        Step(f"installing {requirement}", line, "its wheel needs the same Python and torch as the first host"),
     )
 
 
 def up_to_date(wishes: Wishes) -> str:
-    """A shell line that succeeds where nothing is to be done."""
+    """Return a shell line that succeeds if there is nothing to do."""
     return f'[ "$(cat {STAMP} 2>/dev/null)" = {shlex.quote(wishes.stamp)} ] && [ -x "$(cat .llama405b-python)" ]'
 
 
@@ -117,25 +117,25 @@ def _programs(facts: Mapping[str, str]) -> list[Step]:
     names = " ".join(missing)
     is_root = facts.get("uid") == "0"
     if not (is_root or "sudo" in facts) or not {"has_apt-get", "has_dnf"} & set(facts):
-        raise UserError(f"{names} missing, and this user may not install; type there: sudo apt-get install -y {names}")
+        raise UserError(f"{names} missing, and this user cannot install; run there: sudo apt-get install -y {names}")
     as_root = "" if is_root else "sudo -n "
     line = f"{as_root}dnf install -y -q {names.replace('iproute2', 'iproute')}"
     if "has_apt-get" in facts:
         install = f"{as_root}env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq {names}"
         line = f"{as_root}apt-get update -qq && {install}"
-    return [Step(f"installing {names}", line, f"install {names} there by hand", always=True)]
+    return [Step(f"installing {names}", line, f"install {names} on it by hand", always=True)]
 
 
 def _environment(facts: Mapping[str, str], wishes: Wishes) -> Step:
     """How the environment is made."""
     if wishes.conda:
         find = f"conda run -n {shlex.quote(wishes.conda)} sh -c 'command -v python' >.llama405b-python"
-        remedy = "name an environment of `conda env list`"
+        remedy = "use one that `conda env list` shows"
         return Step("finding the conda environment", f"{wishes.before}{find}", remedy)
     found = re.fullmatch(r"(\d+)\.(\d+)", facts.get("python", ""))
     new_enough = found is not None and (int(found[1]), int(found[2])) >= LEAST_PYTHON
     if wishes.python and not new_enough:
-        raise UserError(f"--python: {wishes.python} is {facts.get('python') or 'not there'}; at least 3.11 is needed")
+        raise UserError(f"--python: {wishes.python} is {facts.get('python') or 'missing'}; use 3.11 or newer")
     source = shlex.quote(wishes.python or "python3")
     if new_enough and "venv" in facts:
         make = f"{{ [ -x .venv/bin/pip ] || {source} -m venv --clear .venv; }}"
@@ -145,20 +145,20 @@ def _environment(facts: Mapping[str, str], wishes: Wishes) -> Step:
         get = f"{{ command -v uv >/dev/null || [ -x .uv/uv ] || {fetch}; }}"
         make = f"{get} && PATH=$PWD/.uv:$PATH uv venv -q --allow-existing --seed --python {version} .venv"
     line = f'{wishes.before}{{ {make} && echo "$PWD/.venv/bin/python" >.llama405b-python; }}'
-    return Step("making .venv", line, "look at what it said; with --python you choose another")
+    return Step("making .venv", line, "fix that, or choose another Python with --python")
 
 
 def _wheels(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> str:
-    """The wheelhouse, as pip is told of it."""
+    """The options that point pip at the wheelhouse."""
     found = f"{facts.get('python', 'none')} {facts['arch']}"
     if wheel_python != found and not wishes.conda:
         differ = f"the wheels are for Python {wheel_python}, but it has {found}"
-        raise UserError(f"--offline: {differ}; leave --offline out, or name an equal Python with --python")
+        raise UserError(f"--offline: {differ}; omit --offline, or name a matching Python with --python")
     return f"--no-index --find-links {shlex.quote(wishes.offline)} "
 
 
 def _index(facts: Mapping[str, str], wishes: Wishes) -> str:
-    """Where torch comes from: the build that fits the driver."""
+    """The option that tells pip where to find torch: the build that fits the driver."""
     if wishes.torch_index == "none":
         return ""
     if wishes.torch_index != "auto":
@@ -174,9 +174,9 @@ def _index(facts: Mapping[str, str], wishes: Wishes) -> str:
 
 
 def _container(facts: Mapping[str, str], wishes: Wishes) -> Step:
-    """A python that runs inside the image. apptainer keeps the processes ours; docker would hand them to its daemon."""
+    """A python that runs inside the image. With apptainer the processes are ours; docker would run them in its daemon."""
     if "has_apptainer" not in facts:
-        raise UserError("--container: there is no apptainer; install it there, or take --python or --conda")
+        raise UserError("--container: apptainer is missing; install it, or use --python or --conda")
     image = shlex.quote(wishes.container)
     wrapper = f'#!/bin/sh\\nexec apptainer exec --nv --bind "$PWD" {image} python3 "$@"\\n'
     line = (

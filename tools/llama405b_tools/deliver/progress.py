@@ -1,4 +1,4 @@
-"""How far each host is, while files are pushed: bars at a terminal, else a line now and then."""
+"""Each host's progress while files are pushed: bars on a terminal, else a line now and then."""
 
 import contextlib
 import time
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from rich import progress
 from rich.console import Console
 
-SAY_EVERY_S = 10.0  # where standard output is not a terminal
+SAY_EVERY_S = 10.0  # if standard output is not a terminal
 
 
 class PushProgress:
-    """What the hosts say, shown."""
+    """Display of what the hosts report."""
 
     def __init__(self, bars: progress.Progress | None) -> None:
         self.bars = bars
@@ -20,7 +20,7 @@ class PushProgress:
         self.done: dict[str, int] = {}  # bytes
 
     def at(self, name: str, done: int, total: int) -> None:
-        """A host has ``done`` of ``total`` bytes."""
+        """Show that a host has ``done`` of ``total`` bytes."""
         self.done[name] = done
         if self.bars:
             if name not in self.tasks:
@@ -36,7 +36,7 @@ class PushProgress:
 
 @contextlib.contextmanager
 def show_progress() -> Iterator[PushProgress]:
-    """A display of every host's progress."""
+    """Show every host's progress."""
     console = Console()
     if not console.is_terminal:
         yield PushProgress(None)

@@ -1,4 +1,4 @@
-"""Code (what differs) or big files (as a chain of hosts) to where they are needed."""
+"""Send code (only what differs) or big files (down a chain of hosts) to where they are needed."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,37 +18,37 @@ from llama405b_tools.remote.chain_protocol import FileList
 from llama405b_tools.text.shell import shell_path
 from llama405b_tools.text.tables import table
 
-PASSES = 4  # chains tried, each without the hosts that broke the one before
+PASSES = 4  # chains tried, each without the hosts that broke the previous one
 
 
 def parse_origin(text: str, hosts: Sequence[Host]) -> Origin:
-    """What PATH or HOST:PATH means.
+    """Parse PATH or HOST:PATH.
 
     Raises:
-        UserError: There is no such path here.
+        UserError: The path does not exist on this machine.
     """
     host, colon, path = text.partition(":")
     if colon and host in [h.name for h in hosts]:
         return Origin(host, path)
     if not Path(text).exists():
-        raise UserError(f"{text}: no such file or directory here; name one, or HOST:PATH with a host of the hosts file")
+        raise UserError(f"{text}: no such file or directory; name one, or HOST:PATH with a host from the hosts file")
     return Origin("", text)
 
 
 def check_there(fleet: Fleet, origin: Origin) -> None:
-    """See that the host which is to send has something to send.
+    """Check that the sending host has something to send.
 
     Raises:
-        UserError: It has not.
+        UserError: It has nothing.
     """
     place = shell_path(origin.path)
     look = f"cd {shell_path(fleet.workdir(origin.host))} && find -L {place} -type f | head -1 | grep -q ."
     if fleet.connection(origin.host).run(look, "", READY_S).code:
-        raise UserError(f"{origin.host}:{origin.path}: there is no file in it; name a file or directory of that host")
+        raise UserError(f"{origin.host}:{origin.path}: contains no files; name a file or directory on that host")
 
 
 def same_place(origin: Origin, fleet: Fleet, name: str) -> str:
-    """The same path; below the working directory where it is relative."""
+    """Return the same path on a host; a relative one is below the working directory."""
     place = Path(origin.path)
     if not origin.host and place.is_file():
         place = place.parent
@@ -58,7 +58,7 @@ def same_place(origin: Origin, fleet: Fleet, name: str) -> str:
 
 
 def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> int:
-    """Make every host's directory equal to the tree; prints a line for each host."""
+    """Make every host's directory equal to the tree; prints one line per host."""
     lines = sourcetree.manifest(root, names)
 
     def one(name: str) -> tuple[str, str]:
@@ -77,7 +77,7 @@ def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> i
 
 
 def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
-    """Pass files down a chain of hosts, each into its directory; prints rates and what became of each host."""
+    """Pass files down a chain of hosts, each into its directory; prints rates and each host's result."""
     files, began = _files_of(origin), time.monotonic()
     faults, same, dead = _pass_down(fleet, origin, files, targets)
     took = time.monotonic() - began
@@ -94,7 +94,7 @@ def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
 def _pass_down(
     fleet: Fleet, origin: Origin, files: FileList, targets: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str], set[str]]:
-    """Why hosts have not everything, which share a directory with an earlier one, and which can never receive."""
+    """Why hosts lack files, which share a directory with an earlier one, and which can never receive."""
     faults: dict[str, str] = {}
     same: dict[str, str] = {}
     dead: set[str] = set()
@@ -113,10 +113,10 @@ def _pass_down(
 
 
 def _files_of(origin: Origin) -> FileList:
-    """The files here; a host lists its own."""
+    """The files on this machine; a sending host lists its own."""
     if origin.host:
         return []
     files = chain_protocol.list_files(Path(origin.path))
     if not files:
-        raise UserError(f"{origin.path}: there is no file in it; name a checkpoint directory")
+        raise UserError(f"{origin.path}: contains no files; name a checkpoint directory")
     return files

@@ -1,4 +1,4 @@
-"""The project and one locked environment on hosts that have only sh and sshd."""
+"""Install the project and one locked environment on hosts that have only sh and sshd."""
 
 import dataclasses
 import hashlib
@@ -29,10 +29,10 @@ BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs 
 
 
 def project_root() -> Path:
-    """The checkout that this program runs from.
+    """Return the checkout that this program runs from.
 
     Raises:
-        UserError: It is installed without its sources.
+        UserError: The program is installed without its sources.
     """
     root = Path(llama405b.__file__).resolve().parent.parent
     if not (root / "pyproject.toml").is_file() or not (root / "constraints.txt").is_file():
@@ -41,10 +41,10 @@ def project_root() -> Path:
 
 
 def make_wheelhouse(root: Path) -> Path:
-    """Fetch every wheel of the environment, for hosts with the same Python and architecture as here.
+    """Fetch every wheel of the environment, for hosts with this machine's Python and architecture.
 
     Raises:
-        UserError: pip could not.
+        UserError: pip failed.
     """
     folder = Path(WHEELHOUSE)
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "-d", str(folder)]
@@ -53,22 +53,22 @@ def make_wheelhouse(root: Path) -> Path:
     done = subprocess.run([*command, *what], capture_output=True, text=True, check=False)
     if done.returncode:
         why = _last(done.stderr)
-        raise UserError(f"--offline: pip could not fetch the wheels ({why}); see that it works here first")
-    for own in folder.glob("llama405b-*"):  # the project itself goes as code
+        raise UserError(f"--offline: pip could not fetch the wheels ({why}); make pip work on this machine first")
+    for own in folder.glob("llama405b-*"):  # the project itself is pushed as code
         own.unlink()
     return folder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installed:
-    """What a host has now."""
+    """Result of setup on one host."""
 
     use: Use
     said: str  # for people
 
 
 class Work:
-    """What is done on every host, in three parts that each go on at once everywhere."""
+    """The work on every host, in three parts; each part runs on all hosts in parallel."""
 
     def __init__(self, fleet: Fleet, root: Path, lines: str, wishes: Wishes, here: str) -> None:
         self.fleet, self.root, self.lines, self.wishes, self.here = fleet, root, lines, wishes, here
@@ -81,7 +81,7 @@ class Work:
             print(f"{time.monotonic() - self.began:5.0f} s  {host}: {what}", flush=True)
 
     def bring_code(self, name: str) -> bool:
-        """Look at the host, and make its directory equal to the checkout.
+        """Inspect the host, and make its directory equal to the checkout.
 
         Raises:
             HostError: It has no plain shell, or the directory cannot be written.
@@ -103,21 +103,21 @@ class Work:
             why = _last(said.err) or said.code
             raise HostError(f"its shell does not run a plain script ({why}); try `ssh {name} sh`")
         if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
-            raise HostError(f"there is no {', '.join(absent)}; install coreutils and tar there")
+            raise HostError(f"{', '.join(absent)} missing; install coreutils and tar on it")
         return facts
 
     def bring_wheels(self, wheels: Path, names: Sequence[str]) -> None:
-        """Push the wheels down a chain of these hosts."""
+        """Push the wheels down a chain of the hosts."""
         self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
         targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
         if targets:
             push.push_files(self.fleet, Origin("", str(wheels)), targets)
 
     def install(self, name: str) -> Installed:
-        """Make the environment, or see that it is made.
+        """Make the environment, unless it is up to date.
 
         Raises:
-            HostError: It failed; says at which step, and what to do.
+            HostError: A step failed; says which, and what to do.
         """
         connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
         directory = shell_path(workdir)
@@ -141,7 +141,7 @@ class Work:
         return Installed(Use(python, workdir, self.wishes.module), said)
 
     def everywhere(self, wheels: Path | None, package: str) -> tuple[dict[str, Installed], dict[str, str]]:
-        """Bring the code, install, and build a package, if there is one; what was made, and why not, by host."""
+        """Bring the code, install, and build a package, if given; returns results and faults, by host."""
         faults = unanswered(self.fleet.each(self.bring_code))
         if wheels:
             self.bring_wheels(wheels, [name for name in self.fleet.hosts if name not in faults])
@@ -172,7 +172,7 @@ class Work:
 
 
 def _run(connection: Connection, directory: str, step: plan.Step, *, locked: bool) -> str:
-    lock = "flock .llama405b-setup.lock " if locked else ""  # two setups at once take turns
+    lock = "flock .llama405b-setup.lock " if locked else ""  # concurrent setups take turns
     done = connection.run(f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}", "", STEP_TIMEOUT_S)
     if done.code:
         raise HostError(f"{step.name} failed ({_last(done.err or done.out)}); {step.remedy}")

@@ -1,6 +1,6 @@
-"""Put a source tree on hosts that have only sh, tar and sha256sum: what differs, and what .gitignore lets through.
+"""Put a source tree on hosts that have only sh, tar and sha256sum: only files that differ, none that .gitignore excludes.
 
-What an earlier push put there and the tree no longer has is deleted; nothing else is.
+Files from an earlier push that the tree no longer has are deleted; nothing else is.
 """
 
 import base64
@@ -17,14 +17,14 @@ from llama405b.contract.phrases import last_of
 from llama405b_tools.hosts.transport import Connection, HostError, Result
 from llama405b_tools.text.shell import shell_path
 
-MANIFEST = ".llama405b-code"  # on the host: what the last push put there, as sha256sum writes it
+MANIFEST = ".llama405b-code"  # on the host: the files of the last push, in sha256sum's format
 TIMEOUT_S = 300.0
 MAX_BYTES = 200 << 20
-SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # where git cannot be asked
+SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # without git
 
 
 def tree_files(root: Path) -> list[str] | None:
-    """The files of a source tree, as git sees it; None where ``root`` is in none, or ignored by it."""
+    """List the files of a source tree, as git sees it; None if ``root`` is in no repository, or ignored."""
     git = ["git", "-C", str(root)]
     listing = [*git, "ls-files", "-z", "-c", "-o", "--exclude-standard", "."]
     try:
@@ -38,33 +38,33 @@ def tree_files(root: Path) -> list[str] | None:
 
 
 def walk(root: Path) -> list[str]:
-    """The files of a source tree that no git knows, without caches and runs."""
+    """List the files of a source tree outside git, without caches and runs."""
     found = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink())
     return [str(name) for name in found if not any(part in SKIPPED or part.startswith(".") for part in name.parts)]
 
 
 def manifest(root: Path, names: Sequence[str]) -> str:
-    """``sha256sum`` lines of the files.
+    """Return ``sha256sum`` lines for the files.
 
     Raises:
-        UserError: They are too many bytes for code, or a name has a line break.
+        UserError: The files are too large for code, or a name has a line break.
     """
     total = sum((root / name).stat().st_size for name in names)
     if total > MAX_BYTES:
         much = f"{root}: {total / 1e6:,.0f} MB are too much for code"
-        raise UserError(f"{much}; let .gitignore name what is data, and push that by itself")
+        raise UserError(f"{much}; list data in .gitignore, and push it separately")
     if bad := [name for name in names if "\n" in name or "\\" in name]:
-        raise UserError(f"{root / bad[0]!s}: its name has a line break or backslash in it; rename it")
+        raise UserError(f"{root / bad[0]!s}: its name contains a line break or backslash; rename it")
     return "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  ./{name}\n" for name in names)
 
 
 def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, int]:
     """Make a host's directory equal to the tree; returns how many files were sent, and how many deleted.
 
-    Hosts may share the directory, and be pushed to at once.
+    Hosts may share the directory and be pushed to at the same time.
 
     Raises:
-        HostError: The directory cannot be made or written.
+        HostError: The directory cannot be created or written.
     """
     directory, new = shell_path(to), f"{MANIFEST}.{secrets.token_hex(4)}"
     compare = (
@@ -73,7 +73,7 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
     )
     there = connection.run(compare, lines, TIMEOUT_S)
     if there.code:
-        raise HostError(f"{to} cannot be made or written ({_last(there.err)}); set workdir= to a directory of your own")
+        raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
     differ, _, before = there.out.partition("===\n")
     wanted = {line[66:] for line in lines.splitlines()}
     send = [name for name in differ.splitlines() if name in wanted]
@@ -85,7 +85,7 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
 
 
 def _unpack(manifest: str) -> str:
-    """The shell line that puts an archive's files in their places, each in one move: others may do the same meanwhile."""
+    """The shell line that unpacks an archive, moving each file atomically: others may do the same at the same time."""
     part = f"{manifest}.d"
     put = "find . -type d -exec mkdir -p ../{} ';' && find . ! -type d -exec mv -f {} ../{} ';'"
     return (

@@ -1,4 +1,4 @@
-"""Where a run's failure began: host, rank, signal, and the rank's own traceback."""
+"""Find where a run's failure began: host, rank, signal, and the rank's traceback."""
 
 import re
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from llama405b_tools.run.streams import Streams, Unreachable
 from llama405b_tools.text.clean import clean
 
 ATTEMPT = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
-LAST = 20  # blocks shown where there is no traceback
+LAST = 20  # blocks shown if there is no traceback
 
 
 def find(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, list[str]]:
-    """Whether a run failed, and where that began, as lines.
+    """Return whether a run failed, and where the failure began, as lines.
 
-    ``attempt``: 0 is the newest that failed, where the guard may have brought the run back since.
+    ``attempt``: 0 is the newest that failed, even if the guard has restarted the run since.
     """
     known = {host: found for host, found in seen.items() if isinstance(found, HostRun)}
     failures, which = failures_of(seen), 0
@@ -39,7 +39,7 @@ def find(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, li
 
 
 def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: int) -> list[str]:
-    """The failed rank's traceback, or the last it said; torchrun's own words where no rank is known."""
+    """The failed rank's traceback, or its last output; torchrun's own output if no rank is known."""
     rank = worst.cause.rank
     local_rank = rank - known.first_rank if rank is not None else -1
     texts = _stderr(fleet, run, worst.host, local_rank, attempt)
@@ -48,7 +48,7 @@ def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: i
 
 
 def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
-    """The failures of an attempt (0: of the newest that has any), and which it is."""
+    """The failures of an attempt (0: the newest that has any), and its number."""
     past = {end.attempt for found in known.values() for end in found.ends}
     for which in sorted(past, reverse=True):
         if attempt in (0, which) and (failures := _failures_in(known, which)):
@@ -57,7 +57,7 @@ def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failu
 
 
 def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
-    """The failures of an attempt, first those that ended first by their own host's clock."""
+    """The failures of an attempt, ordered by their end on their own host's clock."""
     ends = [(end.time, host, end) for host, found in known.items() for end in found.ends if end.attempt == attempt]
     ends.sort(key=lambda entry: entry[0])
     found = [judge.failure_of(host, judge.state_of(end, alive=False)) for _, host, end in ends]
@@ -65,7 +65,7 @@ def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
 
 
 def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> list[str]:
-    """What a rank wrote to standard error in an attempt; torchrun's own log where no rank is known."""
+    """What a rank wrote to standard error in an attempt; torchrun's own log if no rank is known."""
     request = StreamRequest(run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0)
     streams = Streams(fleet, [host], request)
     texts: list[str] = []

@@ -1,4 +1,4 @@
-"""How log entries look at a terminal, in a pipe and in files: filtered, folded, coloured, cleaned, redacted."""
+"""How log entries look on a terminal, in a pipe and in files: filtered, folded, colored, cleaned, redacted."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ class Show:
         """Check the options.
 
         Raises:
-            UserError: One will not do.
+            UserError: An option is invalid.
         """
         self.args, self.out = args, sys.stdout
         self.include, self.exclude = _regexes(args.include, "--include"), _regexes(args.exclude, "--exclude")
@@ -37,9 +37,9 @@ class Show:
         self.since_s = seconds(args.since or "0", "--since")
         self.attempt = _attempt(args.attempt)
         if args.tail is not None and args.tail < 0:
-            raise UserError(f"--tail: {args.tail} lines; it takes 0 or more")
+            raise UserError(f"--tail: {args.tail} is negative; use 0 or more")
         if args.follow and args.first_error:
-            raise UserError("--first-error cannot be used with -f; the failure is there, or it is not")
+            raise UserError("--first-error cannot be used with -f; omit one of them")
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
         self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
         self.fold = Fold() if args.fold else OneByOne()
@@ -48,7 +48,7 @@ class Show:
         self.counted: dict[str, int] = {}
 
     def request(self, run: str, *, follow: bool, forever: bool) -> StreamRequest:
-        """What the hosts are asked for."""
+        """Build the request to the hosts."""
         args = self.args
         return StreamRequest(
             run,
@@ -63,7 +63,7 @@ class Show:
         )
 
     def entries(self, entries: Iterator[Entry]) -> None:
-        """Show entries, in the order in which they come."""
+        """Show entries, in order of arrival."""
         for entry in entries:
             if self.ranks and entry.rank not in self.ranks:
                 continue
@@ -82,19 +82,19 @@ class Show:
         return included and not any(regex.search(text) for regex in self.exclude)
 
     def dropped(self, counts: Mapping[str, int]) -> None:
-        """Say what this terminal was too slow for."""
+        """Report the entries that this terminal was too slow for."""
         for host, count in counts.items():
             more = count - self.counted.get(host, 0)
             if more > 0:
-                self.note(f"{host}: {more} entries not shown: this terminal is too slow for them")
+                self.note(f"{host}: {more} entries not shown: this terminal is too slow")
                 self.counted[host] = count
 
     def note(self, text: str) -> None:
-        """Say something about the reading itself."""
+        """Print a note about the reading itself."""
         print(f"- {text}", file=sys.stderr)
 
     def close(self) -> None:
-        """Show what is left."""
+        """Show what remains."""
         for group in self.fold.flush():
             self.show(group)
         with contextlib.suppress(BrokenPipeError):
@@ -132,7 +132,7 @@ class Show:
         mode = "a" if path in self.saved else "w"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open(mode, encoding="utf-8") as file:  # one at a time: they are many
+            with path.open(mode, encoding="utf-8") as file:  # one at a time: there are many
                 file.write(redact(entry.text) + "\n")
         except OSError as error:
             raise UserError(f"--save: {path} cannot be written ({error.strerror}); name another directory") from None
@@ -154,7 +154,7 @@ def _ranks(text: str) -> set[int]:
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
         if not match:
-            raise UserError(f"--rank: {text!r} are no ranks; write 3 or 0-7,12")
+            raise UserError(f"--rank: {text!r} is not a valid rank list; write 3 or 0-7,12")
         ranks |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return ranks
 

@@ -1,4 +1,4 @@
-"""The logs of a run on several hosts, merged in time: each host's clock is corrected by its measured skew."""
+"""The logs of a run on several hosts, merged by time: each host's clock is corrected by its measured skew."""
 
 import contextlib
 import queue
@@ -12,42 +12,42 @@ from llama405b_tools.run.guard_record import is_guarded
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.merge import Entry, Merge
 
-HOLD_S = 0.8  # while following: for a line of another host that is older
-MOST = 20_000  # entries of a host that wait for a slow terminal; then the oldest are dropped, and counted
-QUIET_S = 3.0  # after the guard's end, until nothing more is on its way
-MESSAGES = 40  # of a host, read ahead
+HOLD_S = 0.8  # while following: wait this long for older lines of other hosts
+MOST = 20_000  # entries per host that wait for a slow terminal; then the oldest are dropped, and counted
+QUIET_S = 3.0  # without messages after the guard's end, until reading stops
+MESSAGES = 40  # per host, read ahead
 POLL_S = 0.2
 
 
 class Sink(Protocol):
-    """Where the merged entries go: a terminal, or a pane of it."""
+    """Receiver of the merged entries: a terminal, or a pane of it."""
 
     def entries(self, entries: Iterator[Entry]) -> None:
-        """Take entries in the order in which they come."""
+        """Take entries, in order."""
 
     def dropped(self, counts: Mapping[str, int]) -> None:
-        """Hear how many entries of each host were too many."""
+        """Take the number of entries dropped so far, by host."""
 
     def note(self, text: str) -> None:
-        """Hear something about the reading itself."""
+        """Take a note about the reading itself."""
 
 
 class Reader:
-    """The logs of a run on these hosts, merged in time."""
+    """The logs of a run on these hosts, merged by time."""
 
     def __init__(self, fleet: Fleet, run: str, first_ranks: Mapping[str, int], request: StreamRequest) -> None:
-        """``first_ranks``: of the hosts to read; ``request``: what is asked of each."""
+        """``first_ranks``: by host to read; ``request``: sent to each host."""
         self.run, self.first_ranks, self.follow, self.forever = run, first_ranks, request.follow, request.forever
         self.streams = Streams(fleet, list(first_ranks), request, most=MESSAGES)
         self.merge = Merge(MOST if self.follow else 0)
         self.going, self.away = set(first_ranks), set[str]()
         self.skew: dict[str, float] = {}  # host's clock minus this one's, seconds
-        self.owed = dict.fromkeys(first_ranks, 0)  # messages whose entries still wait
+        self.owed = dict.fromkeys(first_ranks, 0)  # messages with entries not shown yet
         for host in first_ranks:
             self.merge.begin(host)
 
     def show(self, show: Sink) -> None:
-        """Show everything, until every host is done (or the guard, where one may bring the run back)."""
+        """Show everything, until every host is done (or its guard, if one may restart the run)."""
         try:
             heard_at = time.monotonic()
             while self.going and (not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S):
@@ -76,20 +76,20 @@ class Reader:
             self.away.discard(host)
             self.merge.begin(host)
         self.owed[host] += 1
-        if news.now is not None:  # the way here only makes it seem behind
+        if news.now is not None:  # network delay only makes the host's clock seem behind
             self.skew[host] = max(self.skew.get(host, float("-inf")), news.now - arrival.at)
         if news.entries:
             skew, first_rank = self.skew.get(host, 0.0), self.first_ranks[host]
             self.merge.push(host, [entry_of(host, t, file, text, skew, first_rank) for t, file, text in news.entries])
         elif self.follow:
-            self.merge.end(host)  # it has nothing more for now: the others need not wait
+            self.merge.end(host)  # it has nothing for now: the other hosts need not wait
         if news.end:
             self.going.discard(host)
             self.merge.end(host)
 
 
 def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_rank: int) -> Entry:
-    """A block of a file of a host, in this machine's time; rank and stream are in the file's path."""
+    """Make an entry of a block of a host's log file, in this machine's time; the path has rank and stream."""
     parts = file.split("/")
     if len(parts) < 3 or not parts[-2].isdigit():
         return Entry(moment - skew, host, file, text)
@@ -97,7 +97,7 @@ def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_
 
 
 def _arrived(streams: Streams) -> Iterator[Arrival]:
-    """What is there, after waiting a moment for it."""
+    """Yield what has arrived, after a short wait."""
     with contextlib.suppress(queue.Empty):
         yield streams.arrivals.get(timeout=POLL_S)
         for _ in range(1000):
