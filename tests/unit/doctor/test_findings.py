@@ -112,7 +112,7 @@ def put(*path):
         (put("environment", "packages", "torch", "2.8.0"), BAD, "torch is 2.8.0", "at least 2.11"),
         (put("environment", "packages", "python", "3.9.2"), BAD, "python is 3.9.2", "at least 3.11"),
         (put("environment", "packages", "cuda", "13.0"), BAD, "driver 570.124.06 is too old for torch's CUDA 13.0", "580 or newer"),
-        (put("environment", "packages", "cuda", "none"), BAD, "torch is a build without CUDA", "fits the driver"),
+        (put("environment", "packages", "cuda", "none"), BAD, "its torch was built without CUDA", "fits the driver"),
         (put("kill_user_processes", True), BAD, "KillUserProcesses=yes", "loginctl enable-linger"),
         (put("tmux", {"memlock_kib": "8192", "open_files": "1024"}), BAD, "only 8192 KiB may be locked inside tmux", "tmux kill-server"),
         (put("tmux", {"memlock_kib": "unlimited", "open_files": "1024"}), WARN, "1024 open files", "nofile"),
@@ -122,10 +122,10 @@ def put(*path):
         (put("disks", "unmounted_nvme", [{"device": "/dev/nvme1n1", "size": 3_840_000_000_000}]), NOTE, "/dev/nvme1n1 (3.8 TB) is not mounted", "scratch="),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7,697 GB free, the working directory 1,100 GB", "cache= and scratch= below /data"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/fs", "type": "lustre", "free": 9 << 40}]), NOTE, "/fs is a network filesystem (lustre)", "--checkpoint.dir /fs/"),
-        (put("weights", "unhashed", 3), NOTE, "/m: of 3 of 191 files no SHA-256 is known", "download and push note one"),
+        (put("weights", "unhashed", 3), NOTE, "/m: no SHA-256 is known for 3 of 191 files", "download and push record one"),
         (put("leftovers", {"/w/runs/r:a": [1, 2]}), WARN, "2 processes of /w/runs/r are running", "stop --orphans"),
         (put("weights", "present", False), BAD, "/m does not hold a model", "llama405b download"),
-        (put("weights", "faults", ["a is missing", "b"]), BAD, "/m: a is missing and 1 more", "fetch these files again"),
+        (put("weights", "faults", ["a is missing", "b"]), BAD, "/m: a is missing and 1 more", "get these files again"),
         (put("network", "addresses", [{"interface": "eth0", "address": "8.8.4.4", "mbit": ""}]), WARN, "listen on 8.8.4.4 (eth0), a public address", "iptables -A INPUT -i eth0"),
         (put("gpus", smi("lost.txt")), BAD, "nvidia-smi: Unable to determine the device handle for GPU1", "reboot"),
         (put("gpus", {"smi": "TIMEOUT"}), BAD, "nvidia-smi does not answer", "reboot"),
@@ -135,7 +135,7 @@ def put(*path):
         (put("gpus", "dmesg_readable", False), NOTE, "Xid errors are unknown", "dmesg"),
         (put("rdma", {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"], "peermem": True}), WARN, "mlx5_2 port 1 is not active", "cable"),
         (put("rdma", "peermem", False), NOTE, "nvidia_peermem is not loaded", "modprobe"),
-        (put("failed", {"rdma": "TypeError: x"}), WARN, "rdma cannot be told", "by hand"),
+        (put("failed", {"rdma": "TypeError: x"}), WARN, "rdma unknown", "by hand"),
     ],
 )  # fmt: skip
 def test_a_fault_of_a_host(change, level, what, remedy):
@@ -154,7 +154,7 @@ def test_a_gpu_that_is_ill_in_many_ways():
     said = "; ".join(f.what for f in diagnose({"a": facts}))
     for words in (
         "GPU 0: 3 uncorrected ECC errors",
-        "GPU 0: memory rows wait to be remapped",
+        "GPU 0: memory rows are waiting to be remapped",
         "GPU 0: slowed down: hardware slowdown, hardware thermal slowdown",
         "GPU 0: power limit 500 of 700 W",
         "GPU 0: PCIe x8 of x16",
@@ -172,7 +172,7 @@ def test_unknown_is_unknown():
 
 def test_what_a_run_needs():
     found = diagnose({"a": good()}, Needs(ram_bytes=3 << 40))
-    assert "2048 GiB of RAM, but the run keeps 3072 there" in found[0].what
+    assert "2048 GiB of RAM, but the run needs 3072" in found[0].what
     found = diagnose({"a": good()}, Needs(gpu_bytes=94 << 30))
     assert "GPU 0: 80 GiB, but each rank's state takes 94" in found[0].what
     assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Needs(cuda=False)) == []
@@ -260,7 +260,7 @@ def test_odd_facts_cost_no_other():
     facts["kill_user_processes"] = True
     facts |= {"identity": None, "failed": {"identity": "it did not answer in time"}}
     said = [f.what for f in diagnose({"a": facts})]
-    assert "identity cannot be told: it did not answer in time" in said
+    assert "identity unknown: it did not answer in time" in said
     twice = good()
     twice["gpus"]["xid"] = (DATA / "dmesg.txt").read_text().splitlines()[:1] * 2
     assert [f.hosts for f in diagnose({"a": twice, "b": good()})] == [("a",)]

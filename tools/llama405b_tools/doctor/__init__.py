@@ -1,1 +1,1 @@
-"""Whether machines are fit to train, and agree with each other."""
+"""Check that machines are fit to train, and that they match."""

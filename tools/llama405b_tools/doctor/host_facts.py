@@ -1,4 +1,4 @@
-"""What the probe says of a host: ``hostprobe``'s answer, as types. What could not be told is None, and ``failed`` says why."""
+"""The probe's facts about a host: ``hostprobe``'s answer, as types. What it could not find out is None; ``failed`` says why."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from llama405b_tools.machine.gpus import Gpu, SmiAnswer, read_smi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """Who and what the machine is."""
+    """Identity of the machine and user."""
 
     hostname: str
     os: str
     kernel: str
     user: str
-    tools: Mapping[str, bool]  # program -> whether it is there
+    tools: Mapping[str, bool]  # program -> whether it is installed
     arch: str = ""
     machine: str = ""
     cores: int = 0
@@ -24,7 +24,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Environment:
-    """The Python that is to train, and the project's code."""
+    """The Python to train with, and the project's code."""
 
     workdir: str
     workdir_exists: bool
@@ -35,7 +35,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Network:
-    """Own IPv4 addresses, and the default route's interface."""
+    """The host's IPv4 addresses, and the default route's interface."""
 
     addresses: tuple[Address, ...]
     default: str
@@ -43,7 +43,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TmuxLimits:
-    """Limits as a process inside tmux has them, as ulimit writes them; or why tmux does not start."""
+    """Limits of a process inside tmux, in ulimit's format; or why tmux does not start."""
 
     memlock_kib: str = ""
     open_files: str = ""
@@ -52,7 +52,7 @@ class TmuxLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes."""
+    """Memory, in bytes."""
 
     total: int
     available: int
@@ -61,7 +61,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Filesystem:
-    """A mounted one (``mount``, ``type``, ``size``), or the one below a directory that is asked for (``path``)."""
+    """A mounted filesystem (``mount``, ``type``, ``size``), or the one that holds a requested directory (``path``)."""
 
     free: int  # bytes
     mount: str = ""
@@ -90,14 +90,14 @@ class Disks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """A checkpoint's files, as far as their sizes (or hashes) tell."""
+    """State of a checkpoint's files, judged by size (or hash)."""
 
     path: str
     present: bool
     files: int = 0
     bytes: int = 0
     faults: tuple[str, ...] = ()
-    unhashed: int = 0  # of whose content no SHA-256 is known
+    unhashed: int = 0  # files without a known SHA-256
 
 
 NOBODY = Identity("", "", "", "", {})
@@ -107,7 +107,7 @@ NO_NETWORK, NO_DISKS = Network((), ""), Disks((), ())
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostFacts:
-    """One host."""
+    """All facts about one host."""
 
     identity: Identity | None = None
     environment: Environment | None = None
@@ -120,35 +120,35 @@ class HostFacts:
     weights: Weights | None = None
     leftovers: Mapping[str, tuple[int, ...]] | None = None  # <run directory>:<host> -> processes
     kill_user_processes: bool | None = None
-    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # part -> why it could not be told
+    failed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # part -> why it is unknown
     port_fault: str = ""
-    ports: tuple[int, ...] = ()  # on which it listens for the others: the rendezvous port, and any other
+    ports: tuple[int, ...] = ()  # it listens on these for the others: the rendezvous port, and any other
     now: float = 0.0  # its clock, seconds since the epoch
 
     @property
     def packages(self) -> Mapping[str, str]:
-        """Name -> version or "missing"; empty where its Python cannot tell."""
+        """Name -> version or "missing"; empty if its Python cannot be run."""
         return (self.environment or NOWHERE).packages or {}
 
     @property
     def devices(self) -> Sequence[Gpu]:
-        """Its GPUs, as far as nvidia-smi tells of them."""
+        """Its GPUs, as far as nvidia-smi reports them."""
         smi = self.gpus or SmiAnswer()
         return read_smi(smi.smi, smi.fields)[0]
 
     @property
     def rdma_ports(self) -> Sequence[RdmaPort]:
-        """The ports of its RDMA devices, as far as they are known."""
+        """The ports of its RDMA devices, as far as known."""
         return (self.rdma or Rdma()).ports
 
     @property
     def addresses(self) -> Sequence[Address]:
-        """Its own IPv4 addresses, as far as they are known."""
+        """Its IPv4 addresses, as far as known."""
         return (self.network or NO_NETWORK).addresses
 
     @property
     def filesystems(self) -> Sequence[Filesystem]:
-        """Those that are mounted, and those below the directories that were asked for."""
+        """The mounted filesystems, and those that hold the requested directories."""
         return (self.disks or NO_DISKS).filesystems
 
     @property
@@ -159,7 +159,7 @@ class HostFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reached:
-    """The way to one address and port of another host."""
+    """Reachability of one address and port of another host."""
 
     fault: str  # "": it answers with its token
     mine: str = ""
@@ -167,14 +167,14 @@ class Reached:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerReach:
-    """The ways from one host to another."""
+    """Reachability of one host from another."""
 
-    resolves: tuple[str, float] | None  # what its name resolves to, and in how many seconds
+    resolves: tuple[str, float] | None  # the address its name resolves to, and the seconds that took
     reached: Mapping[str, Reached]  # by address:port
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeersReply:
-    """The ways from one host to all others, by name."""
+    """Reachability of all other hosts from one host, by name."""
 
     peers: Mapping[str, PeerReach]

@@ -26,7 +26,7 @@ def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *
     print(table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
     bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
     verdict = given("not fit: {} problems", bad) or given("fit, with {} warnings", warnings) or "fit"
-    never = "" if deep else "; links and GPUs were not loaded: --deep does that"
+    never = "" if deep else "; links and GPUs were not tested under load: add --deep"
     print(f"\n{len(names)} hosts: {verdict}{never}")
 
 
@@ -51,7 +51,7 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _room(facts: HostFacts) -> tuple[str, str, str]:
-    """RAM, and of the working directory's disk its room and rate."""
+    """RAM, and the free space and write rate of the working directory's disk."""
     memory, work = facts.memory, facts.working_disk
     ram = free = rate = DASH
     if memory:
@@ -64,5 +64,5 @@ def _room(facts: HostFacts) -> tuple[str, str, str]:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """How many there are, and what the first is."""
+    """Their number, and the first one's name."""
     return f"{len(names)} {names[0]}" if names else "none"

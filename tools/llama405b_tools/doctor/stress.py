@@ -1,4 +1,4 @@
-"""``doctor --deep``: burn every GPU and load every link, through the same launch path as a run; name the odd one out."""
+"""``doctor --deep``: load every GPU and link, launched like any run, and name the outliers."""
 
 import collections
 import contextlib
@@ -21,19 +21,19 @@ from llama405b_tools.run.follow import watch_run
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.start import stop_this
 
-TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # slower than the median by: a device, a link (CPUs are shared)
+TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # tolerated below the median: device, link (CPUs are shared)
 
 
 def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
-    """Run the checkup on all hosts, and judge it."""
+    """Run the checkup on all hosts, and judge the result."""
     run = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}"
     request = asked.parse(["--run", run, "--", "-m", "llama405b.commands.checkup"], time.time())
     everyone = tuple(host.name for host in hosts)
-    with contextlib.redirect_stdout(sys.stderr):  # the report alone goes to standard output
+    with contextlib.redirect_stdout(sys.stderr):  # only the report goes to standard output
         try:
             plan = launch(request, hosts, fleet)
         except UserError as error:
-            return [Finding(BAD, everyone, f"the checkup did not start: {error}", "mend that first")]
+            return [Finding(BAD, everyone, f"the checkup did not start: {error}", "fix that first")]
         try:
             watch = watch_run(fleet, plan, until=lambda watch: bool(_report(watch.said).devices))
         finally:
@@ -48,7 +48,7 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
 
 
 def _report(said: Iterable[str]) -> Checkup:
-    """What rank 0 has said so far, put together."""
+    """Put together what rank 0 has printed so far."""
     whole = Checkup()
     for line in said:
         if line.startswith(SIGN):
@@ -58,7 +58,7 @@ def _report(said: Iterable[str]) -> Checkup:
 
 
 def judge(report: Checkup) -> Iterator[Finding]:
-    """What the measurements say: who is slower than the median, and the rates as they are."""
+    """Yield findings on the measurements: what is slower than the median, and the measured rates."""
     yield from _slow_devices(report)
     yield from _slow_links(report)
     flops = [entry.tflops for entry in report.devices]
@@ -67,7 +67,7 @@ def judge(report: Checkup) -> Iterator[Finding]:
         said += f", links {min(rates):.2f} to {max(rates):.2f} GB/s"
     said += f", all-gather {report.all_gather_gb_per_s:.2f} GB/s, all-reduce {report.all_reduce_gb_per_s:.2f} GB/s"
     hosts = tuple(dict.fromkeys(entry.host for entry in report.devices))
-    yield Finding(NOTE, hosts, f"{said} (bus bandwidth)", "compare with what was promised")
+    yield Finding(NOTE, hosts, f"{said} (bus bandwidth)", "compare with the hardware's specification")
 
 
 def _slow_devices(report: Checkup) -> Iterator[Finding]:
@@ -82,7 +82,7 @@ def _slow_devices(report: Checkup) -> Iterator[Finding]:
 
 
 def _slow_links(report: Checkup) -> Iterator[Finding]:
-    """Each slow link is its end's that has most of them."""
+    """Blame each slow link on the end that has more slow links."""
     if not report.links:
         return
     usual = statistics.median(link.gb_per_s for link in report.links)

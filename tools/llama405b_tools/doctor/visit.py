@@ -1,4 +1,4 @@
-"""A visit to every host: its facts, and its way to every other."""
+"""A visit to every host: its facts, and how it reaches every other."""
 
 import dataclasses
 import json
@@ -20,23 +20,23 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import carried
 
 FACTS_TIMEOUT_S, PEERS_TIMEOUT_S, HASH_TIMEOUT_S = 45.0, 20.0, 3600.0
-DEFAULT_PORT = 29_400  # torchrun's own
+DEFAULT_PORT = 29_400  # torchrun's default
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Visit:
-    """What one visit to the hosts brought."""
+    """Results of one visit to the hosts."""
 
     facts: dict[str, HostFacts]
     lost: dict[str, str]
     skew_s: dict[str, float]  # host's clock minus this one's
     latency_ms: dict[str, float]
     peers: Peers
-    mute: dict[str, str]  # hosts that did not tell whom they reach, and why
+    mute: dict[str, str]  # hosts that did not report which others they reach, and why
 
 
 def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
-    """What a run takes on the fullest host: its state alone, without activations."""
+    """Compute what a run needs on the host with the most ranks: its state, without activations."""
     if asked is None:
         return Needs()
     slots = [host.slots or 8 for host in hosts]
@@ -49,7 +49,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
 
 
 def _parameters(asked: Config, preset: str) -> int:
-    """Of the model that is asked for; 0: not known."""
+    """The requested model's number of parameters; 0: unknown."""
     known = json.loads((config.PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))
     directory = Path(asked.model.path)
     if (directory / "config.json").is_file():
@@ -60,7 +60,7 @@ def _parameters(asked: Config, preset: str) -> int:
 
 
 class _Questions:
-    """What is asked of each host: two questions in one dialogue, the second made of all answers to the first."""
+    """Two questions to each host in one dialogue, the second made from all answers to the first."""
 
     def __init__(self, fleet: Fleet, port: int, needs: Needs) -> None:
         self.fleet = fleet
@@ -72,13 +72,13 @@ class _Questions:
         self.latency_ms: dict[str, float] = {}
 
     def facts(self, name: str) -> HostFacts:
-        """What the host is."""
+        """Ask a host for its facts."""
         connection, needs, workdir = self.fleet.connection(name), self.needs[name], self.fleet.workdir(name)
         began = time.monotonic()
         alive = connection.run("command -v python3 || echo none", "", FACTS_TIMEOUT_S)
         self.latency_ms[name] = round((time.monotonic() - began) * 1000, 1)
         if "none" in alive.out:
-            raise HostError("there is no python3; type there: apt-get install python3")
+            raise HostError("there is no python3; run there: apt-get install python3")
         timeout_s, spare_s = FACTS_TIMEOUT_S, 5
         if needs.hash_weights:
             timeout_s, spare_s = HASH_TIMEOUT_S, 10
@@ -98,7 +98,7 @@ class _Questions:
         return self.dialogues[name].answer(HostFacts, timeout_s)
 
     def peers(self, name: str, candidates: Mapping[str, list[str]], ports: Mapping[str, tuple[int, ...]]) -> PeersReply:
-        """How it reaches the others."""
+        """Ask a host how it reaches the others."""
         peers = [
             {"name": other, "addresses": candidates[other], "ports": ports[other], "token": self.tokens[other]}
             for other in candidates
@@ -108,7 +108,7 @@ class _Questions:
         return self.dialogues[name].answer(PeersReply, PEERS_TIMEOUT_S)
 
     def end(self) -> None:
-        """Let all end, then wait for each."""
+        """Tell all to end, then wait for each."""
         for dialogue in self.dialogues.values():
             dialogue.end_input()
         for dialogue in self.dialogues.values():
@@ -116,7 +116,7 @@ class _Questions:
 
 
 def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
-    """Ask every host for its facts, then for its way to every other."""
+    """Ask every host for its facts, then how it reaches every other."""
     questions = _Questions(fleet, port, needs)
     outcomes = fleet.each(questions.facts)
     facts = {name: found for name, found in outcomes.items() if isinstance(found, HostFacts)}
@@ -131,7 +131,7 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
 
 
 def _addresses_of(host: Host, found: HostFacts) -> list[str]:
-    """Addresses at which the others may reach a host: what the hosts file says, then its own."""
+    """Addresses at which the others may reach a host: the one in the hosts file, then its own."""
     own = [entry.address for entry in found.addresses]
     if host.loopback:
         own = ["127.0.0.1"]
@@ -139,6 +139,6 @@ def _addresses_of(host: Host, found: HostFacts) -> list[str]:
 
 
 def port_findings(facts: Mapping[str, HostFacts], port: int) -> list[Finding]:
-    """Hosts on which the port that was asked for is not to be had."""
+    """Report hosts on which the requested port is not available."""
     held = tuple(name for name, found in facts.items() if found.port_fault)
-    return [Finding(BAD, held, f"port {port} is in use there", "take another --port")] if held else []
+    return [Finding(BAD, held, f"port {port} is in use", "choose another --port")] if held else []

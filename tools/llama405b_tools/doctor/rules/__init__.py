@@ -1,1 +1,1 @@
-"""What is wrong with a host or between hosts, what it means, what to do. Pure."""
+"""What is wrong with a host or between hosts, what it means, and what to do. Pure."""

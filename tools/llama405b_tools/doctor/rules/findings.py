@@ -1,4 +1,4 @@
-"""What doctor makes of the hosts' facts: what is wrong, what it means, what to do. Pure."""
+"""Doctor's findings on the hosts' facts: what is wrong, what it means, and what to do. Pure."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ NO_WAY = PeerReach(None, {})
 class Finding:
     """One thing to know about some hosts."""
 
-    level: str  # bad: a run would fail or lose; warning: it may; note
+    level: str  # bad: a run would fail or lose work; warning: it might; note
     hosts: tuple[str, ...]
     what: str
     remedy: str
@@ -45,25 +45,25 @@ class Peers:
     chosen: Mapping[str, str]  # host -> address= in the hosts file, or ""
 
     def others(self, host: str) -> list[str]:
-        """Those that told whom they reach."""
+        """Return the other hosts that reported which hosts they reach."""
         return [name for name in self.reach if name != host]
 
     def way(self, name: str, host: str) -> PeerReach:
-        """The way from one host to another, as far as it is known."""
+        """Return how one host reaches another, as far as known."""
         return self.reach[name].get(host, NO_WAY)
 
     def all_reach(self, host: str, address: str, others: Sequence[str]) -> bool:
-        """Whether these hosts reach another at this address, on both ports."""
+        """Return whether these hosts reach another at this address, on both ports."""
         places = [f"{address}:{port}" for port in self.ports[host]]
         ways = [self.way(name, host).reached.get(place) for name in others for place in places]
         return all(way and not way.fault for way in ways)
 
     def in_order(self, host: str) -> list[str]:
-        """A host's candidates, private ones before public."""
+        """Return a host's candidate addresses, private ones first."""
         return sorted(self.candidates.get(host, ()), key=lambda address: not is_private(address))
 
     def training_address(self, host: str) -> str:
-        """The first candidate that every other host reaches on both ports; '' where none is."""
+        """Return the first candidate that every other host reaches on both ports; '' if there is none."""
         others = self.others(host)
         wanted = filter(None, [self.chosen[host], *self.in_order(host)])
         return next((address for address in wanted if self.all_reach(host, address, others)), "")
@@ -72,7 +72,7 @@ class Peers:
 def diagnose(
     facts: Mapping[str, HostFacts], lost: Mapping[str, str], skew_s: Mapping[str, float], peers: Peers, needs: Needs
 ) -> list[Finding]:
-    """Everything worth saying, problems first; equal findings of several hosts are one."""
+    """Return all findings, problems first; equal findings of several hosts are merged."""
     found = [Finding(BAD, (host,), "cannot be reached", why) for host, why in lost.items()]
     for i, (host, each) in enumerate(facts.items()):
         said = of_host.of_host(each, needs, is_head=i == 0)
@@ -80,7 +80,7 @@ def diagnose(
         skew = skew_s.get(host, 0.0)
         if abs(skew) > MAX_SKEW_S:
             what = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
-            found.append(Finding(WARN, (host,), what, "start chrony or systemd-timesyncd there"))
+            found.append(Finding(WARN, (host,), what, "start chrony or systemd-timesyncd on it"))
     found += _sameness(facts)
     for host in peers.candidates:
         if others := peers.others(host):
@@ -93,7 +93,7 @@ def diagnose(
 
 
 def _told(facts: HostFacts) -> dict[str, str | int]:
-    """What should be the same everywhere, as far as the host tells it."""
+    """What should be the same on all hosts, as far as this one reports it."""
     told: dict[str, str | int] = {name: facts.packages[name] for name in PACKAGES if name in facts.packages}
     if python := facts.packages.get("python", "").rpartition(".")[0]:  # hosts may differ in its patch release
         told["python"] = python
@@ -120,7 +120,7 @@ def _sameness(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
 
 
 def _address(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding]:
-    """Whether the others reach a host, and where it says that they would."""
+    """Check that the others reach a host, at the address it claims."""
     address, wanted = peers.training_address(host), peers.chosen[host]
     if not address:
         lacking, fault = _who_cannot(host, others, peers)
@@ -128,23 +128,23 @@ def _address(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding
         remedy = "open TCP ports 20000-65535 between the hosts, or set address= to one they all reach"
         yield Finding(BAD, (host,), what, remedy)
     elif wanted and address != wanted:
-        yield Finding(BAD, (host,), f"address={wanted} is not reached by all", f"set address={address}")
+        yield Finding(BAD, (host,), f"not all hosts reach it at address={wanted}", f"set address={address}")
     elif not wanted and address != peers.in_order(host)[0]:
         what = f"the others reach it at {address}, not at {peers.in_order(host)[0]}"
         yield Finding(WARN, (host,), what, f"set address={address} in the hosts file")
 
 
 def _lookups(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding]:
-    """Whether the name of a host is looked up fast enough."""
+    """Check that looking up a host's name is fast enough."""
     took_s = {name: (peers.way(name, host).resolves or ("", 0.0))[1] for name in others}
     slow = tuple(name for name in others if took_s[name] > SLOW_NAME_S)
     if slow:
         what = f"looking up {host} takes over {SLOW_NAME_S:.0f} s"
-        yield Finding(WARN, slow, what, "mend its DNS server (/etc/resolv.conf): it delays every start")
+        yield Finding(WARN, slow, what, "fix its DNS server (/etc/resolv.conf): it delays every start")
 
 
 def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str]:
-    """The hosts that reach another at none of its addresses (or all, where each reaches a different one), and why."""
+    """The hosts that reach another at none of its addresses (all, if each reaches a different one), and why."""
     addresses = peers.candidates[host]
     lacking = [name for name in others if not any(peers.all_reach(host, each, [name]) for each in addresses)] or others
     for name in lacking:

@@ -1,4 +1,4 @@
-"""What doctor makes of one host's own facts: what is wrong, what it means, what to do. Pure."""
+"""Doctor's remarks on one host's facts: what is wrong, what it means, and what to do. Pure."""
 
 import dataclasses
 import operator
@@ -18,27 +18,27 @@ MIN_FILES = 4096
 MIN_SHM = 1 * GIB
 LEAST = {"python": (3, 11), "torch": (2, 11), "transformers": (5, 17)}
 MIN_DRIVER = {"12": 525, "13": 580}  # CUDA's major version: the driver branch it needs (CUDA release notes)
-SWITCHED = ("H100", "H200", "B200", "A100-SXM")  # eight of these in a host are behind an NVSwitch, unless on PCIe
+SWITCHED = ("H100", "H200", "B200", "A100-SXM")  # eight in a host are behind an NVSwitch, unless they are PCIe cards
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph")
-ROOMIER = 4  # times the room of the working directory: worth a word
-REPLACE = "reset that GPU or reboot; if it comes back, have it replaced"
+ROOMIER = 4  # times the working directory's free space: worth a remark
+REPLACE = "reset that GPU or reboot; if the error returns, replace the GPU"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needs:
-    """What the run would take on a host; 0: not known."""
+    """What the run would need on a host; 0: unknown."""
 
     ram_bytes: int = 0
     gpu_bytes: int = 0
     weights: str = ""  # rank 0's directory
     cuda: bool = True  # whether GPUs matter
-    hash_weights: bool = False  # compare their content with the SHA-256 that download and push noted
+    hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
 
 
 def of_host(facts: HostFacts, needs: Needs, *, is_head: bool) -> Remarks:
-    """Everything worth saying of a host."""
+    """Yield all remarks on a host."""
     for part, why in facts.failed.items():
-        yield WARN, f"{part} cannot be told: {why}", "look there by hand"
+        yield WARN, f"{part} unknown: {why}", "check it by hand"
     yield from _programs(facts)
     yield from _disks(facts)
     yield from _mounts(facts)
@@ -59,14 +59,14 @@ def _programs(facts: HostFacts) -> Remarks:
     who, place = facts.identity or NOBODY, facts.environment
     for program, package in (("tmux", "tmux"), ("ip", "iproute2")):
         if not who.tools.get(program, True):
-            yield BAD, f"there is no {program}", f"apt-get install {package} there, or llama405b setup as root"
+            yield BAD, f"there is no {program}", f"apt-get install {package} on it, or run llama405b setup as root"
     if place and not place.workdir_exists:
         yield BAD, f"there is no {place.workdir}", "llama405b setup puts the project there; or set workdir="
     elif place and not place.writable:
         yield BAD, f"{place.workdir} cannot be written", "set workdir= to a directory of your own"
     if facts.kill_user_processes and who.user != "root":
         what = "logind ends your processes when you log out (KillUserProcesses=yes), and with them the run"
-        yield BAD, what, "type there: loginctl enable-linger"
+        yield BAD, what, "run there: loginctl enable-linger"
 
 
 def _packages(facts: HostFacts) -> Remarks:
@@ -74,7 +74,7 @@ def _packages(facts: HostFacts) -> Remarks:
         return
     packages = facts.environment.packages
     if packages is None:
-        yield BAD, "its python cannot be run", "llama405b setup makes one; or set python= in the hosts file"
+        yield BAD, "its python cannot be run", "llama405b setup installs one; or set python= in the hosts file"
         return
     missing = [name for name in ("torch", "transformers", "llama405b") if packages.get(name, "missing") == "missing"]
     if missing:
@@ -87,18 +87,18 @@ def _packages(facts: HostFacts) -> Remarks:
 
 
 def _cuda_build(facts: HostFacts) -> Remarks:
-    """Whether torch's CUDA and the driver fit each other."""
+    """Check that the driver supports torch's CUDA version."""
     cuda = facts.packages.get("cuda", "")
     branch = MIN_DRIVER.get(cuda.partition(".")[0], 0)
     drivers = {gpu.driver for gpu in facts.devices}
     for driver in drivers:
         version = _version(driver)
         if version and version[0] < branch:
-            remedy = f"install driver {branch} or newer, or a torch for an older CUDA"
+            remedy = f"install driver {branch} or newer, or a torch build for an older CUDA"
             yield BAD, f"driver {driver} is too old for torch's CUDA {cuda}", remedy
     if drivers and cuda == "none":
-        remedy = "llama405b setup picks the build that fits the driver"
-        yield BAD, "it has GPUs, but torch is a build without CUDA", remedy
+        remedy = "llama405b setup installs the build that fits the driver"
+        yield BAD, "it has GPUs, but its torch was built without CUDA", remedy
 
 
 def _gpus(facts: HostFacts, needs: Needs) -> Remarks:
@@ -107,11 +107,11 @@ def _gpus(facts: HostFacts, needs: Needs) -> Remarks:
         return
     found, fault = gpus.read_smi(probe.smi, probe.fields)
     if fault:
-        yield BAD, f"nvidia-smi: {fault}", "reboot it, or reset that GPU; if it comes back, have it replaced"
+        yield BAD, f"nvidia-smi: {fault}", "reboot it, or reset that GPU; if the error returns, replace the GPU"
     for gpu in found:
         yield from _gpu(gpu, needs)
     for pid, name in gpus.foreign(probe.apps):
-        yield WARN, f"process {pid} ({name}) holds GPU memory", "end it, or find out whose it is"
+        yield WARN, f"process {pid} ({name}) holds GPU memory", "end it, or find its owner"
     for address, number, meaning in gpus.xids(probe.xid):
         level = BAD if number in gpus.FATAL_XIDS else WARN
         yield level, f"Xid {number} at {address}: {meaning}", REPLACE
@@ -134,31 +134,31 @@ def _nvlink(probe: gpus.SmiAnswer, found: Sequence[gpus.Gpu]) -> Remarks:
 def _gpu(gpu: gpus.Gpu, needs: Needs) -> Remarks:
     where = f"GPU {gpu.index}"
     if gpu.fault:
-        yield BAD, f"{where}: {gpu.fault}", "reset it (nvidia-smi -r) or reboot; if it comes back, have it replaced"
+        yield BAD, f"{where}: {gpu.fault}", "reset it (nvidia-smi -r) or reboot; if the error returns, replace it"
     if gpu.ecc_errors:
         what = f"{where}: {gpu.ecc_errors} uncorrected ECC errors since the driver was loaded"
-        yield BAD, what, "reset it, and have it replaced if they come back"
+        yield BAD, what, "reset it; if they return, replace it"
     if gpu.pages_pending:
-        yield WARN, f"{where}: memory rows wait to be remapped", "reset it (nvidia-smi -r) before the run"
+        yield WARN, f"{where}: memory rows are waiting to be remapped", "reset it (nvidia-smi -r) before the run"
     if gpu.slowed:
         what = f"{where}: slowed down: {', '.join(gpu.slowed)}"
-        yield WARN, what, "look at its cooling and power; all others would wait for it"
+        yield WARN, what, "check its cooling and power; all other GPUs would wait for it"
     if gpu.is_capped:
         what = f"{where}: power limit {gpu.power_limit_w:.0f} of {gpu.power_max_w:.0f} W"
         yield WARN, what, f"nvidia-smi -i {gpu.index} -pl {gpu.power_max_w:.0f}"
     if gpu.is_narrow:
         what = f"{where}: PCIe x{gpu.pcie_width} of x{gpu.pcie_width_max}"
-        yield WARN, what, "reseat it, or have the machine replaced"
+        yield WARN, what, "reseat it, or replace the machine"
     if gpu.memory_mib and gpu.memory_mib << 20 < needs.gpu_bytes:
         what = f"{where}: {gpu.memory_mib / 1024:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
-        yield BAD, what, "more ranks, --parallel.cpu_offload, or pure-bf16"
+        yield BAD, what, "use more ranks, --parallel.cpu_offload, or pure-bf16"
 
 
 def _fabric(facts: HostFacts) -> Remarks:
     for port in facts.rdma_ports:
         if not port.up:
             what = f"{port.device} port {port.port} is not active"
-            yield WARN, what, "look at its cable, or at the subnet manager; NCCL uses the others"
+            yield WARN, what, "check its cable, or the subnet manager; NCCL uses the others"
     use = fabric.training_ports(facts.rdma_ports)
     if not use:
         return
@@ -173,8 +173,8 @@ def _fabric(facts: HostFacts) -> Remarks:
 def _memory(facts: HostFacts, needs: Needs) -> Remarks:
     memory = facts.memory
     if memory and needs.ram_bytes > memory.total:
-        what = f"{memory.total / GIB:.0f} GiB of RAM, but the run keeps {needs.ram_bytes / GIB:.0f} there"
-        yield BAD, what, "more hosts, or --parallel.cpu_offload off"
+        what = f"{memory.total / GIB:.0f} GiB of RAM, but the run needs {needs.ram_bytes / GIB:.0f}"
+        yield BAD, what, "use more hosts, or --parallel.cpu_offload off"
     if memory and memory.shm_free < MIN_SHM:
         what = f"/dev/shm has {memory.shm_free / GIB:.1f} GiB free"
         yield WARN, what, "mount -o remount,size=16G /dev/shm (docker: --shm-size)"
@@ -185,10 +185,10 @@ def _tmux(facts: HostFacts) -> Remarks:
     if inside is None:
         return
     if inside.failed:
-        yield BAD, f"tmux does not start: {inside.failed}", "try `tmux new -d true` there"
+        yield BAD, f"tmux does not start: {inside.failed}", "run `tmux new -d true` on it"
         return
     if inside.open_files.isdigit() and int(inside.open_files) < MIN_FILES:
-        what = f"{inside.open_files} open files are allowed inside tmux"
+        what = f"only {inside.open_files} open files are allowed inside tmux"
         yield WARN, what, "raise nofile in /etc/security/limits.conf, then: tmux kill-server"
     if inside.memlock_kib != "unlimited" and fabric.has_rdma(facts.rdma_ports):
         what = f"only {inside.memlock_kib} KiB may be locked inside tmux, and RDMA locks its buffers"
@@ -200,14 +200,14 @@ def _disks(facts: HostFacts) -> Remarks:
         if entry.path and entry.free < GIB:
             yield BAD, f"{entry.path} has {entry.free / GIB:.2f} GiB free", "make room, or set workdir= on another disk"
         if entry.path and not entry.writable:
-            yield BAD, f"{entry.path} cannot be written", "choose another, or change its owner"
+            yield BAD, f"{entry.path} cannot be written", "choose another directory, or change its owner"
     for disk in (facts.disks or NO_DISKS).unmounted_nvme:
         what = f"{disk.device} ({disk.size / 1e12:.1f} TB) is not mounted"
-        yield NOTE, what, "mount it, and point cache= and scratch= there"
+        yield NOTE, what, "mount it, and point cache= and scratch= at it"
 
 
 def _mounts(facts: HostFacts) -> Remarks:
-    """Where weights and checkpoints would have more room."""
+    """Point out filesystems with more room for weights and checkpoints."""
     work, mounts = facts.working_disk, [entry for entry in facts.filesystems if entry.mount]
     local = [entry for entry in mounts if entry.type not in NETWORK and entry.mount not in ("/", "/boot")]
     roomy = max(local, key=operator.attrgetter("free"), default=None)
@@ -223,7 +223,7 @@ def _mounts(facts: HostFacts) -> Remarks:
 def _leftovers(facts: HostFacts) -> Remarks:
     for value, pids in (facts.leftovers or {}).items():
         what = f"{len(pids)} processes of {value.rpartition(':')[0]} are running"
-        yield WARN, what, "llama405b status says what they are; llama405b stop --orphans ends what nobody owns"
+        yield WARN, what, "llama405b status shows what they are; llama405b stop --orphans ends those without an owner"
 
 
 def _weights(facts: HostFacts) -> Remarks:
@@ -231,13 +231,13 @@ def _weights(facts: HostFacts) -> Remarks:
     if not found:
         return
     if not found.present:
-        yield BAD, f"{found.path} does not hold a model", "llama405b download there, or llama405b push it"
+        yield BAD, f"{found.path} does not hold a model", "run llama405b download on it, or llama405b push"
     elif found.faults:
         what = f"{found.path}: {found.faults[0]}{and_more(found.faults)}"
-        yield BAD, what, "fetch these files again: llama405b download, or push"
+        yield BAD, what, "get these files again: llama405b download, or push"
     elif found.unhashed:
-        what = f"{found.path}: of {found.unhashed} of {found.files} files no SHA-256 is known here"
-        yield NOTE, what, "download and push note one; the sizes are right"
+        what = f"{found.path}: no SHA-256 is known for {found.unhashed} of {found.files} files"
+        yield NOTE, what, "download and push record one; the sizes are right"
 
 
 def _exposure(facts: HostFacts) -> Remarks:
@@ -250,6 +250,6 @@ def _exposure(facts: HostFacts) -> Remarks:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Major and minor; () where the text begins otherwise."""
+    """Major and minor version; () if the text does not begin with them."""
     match = re.match(r"(\d+)\.(\d+)", text)
     return tuple(map(int, match.groups())) if match else ()
