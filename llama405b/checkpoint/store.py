@@ -220,7 +220,7 @@ class Store:
             passed_over.append(unusable)
         if passed_over:
             raise UserError(
-                f"--resume auto: {self.root} has {len(present)} checkpoints, but none verifies "
+                f"--resume auto: {self.root} has {len(present)} checkpoint{'s' * (len(present) != 1)}, but none verifies "
                 f"({'; '.join(map(str, passed_over))}); to start from the model's weights, use another --checkpoint.dir"
             )
         return None, []

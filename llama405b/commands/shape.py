@@ -53,7 +53,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
             f"state        {numerics}: {each} bytes per parameter, {mine * each / GIB:,.1f} GiB of {where} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {config.training.global_batch_size} sequences of {config.data.seq_len} tokens: "
-            f"{accumulate} micro-batches of {config.training.micro_batch_size} on each rank",
+            f"{accumulate} micro-batch{'es' * (accumulate != 1)} of {config.training.micro_batch_size} on each rank",
         ]
     )
 

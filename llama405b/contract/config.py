@@ -188,7 +188,7 @@ def accumulation(training: Training, world: int) -> int:
         nearest = " or ".join(str(size) for size in (below, below + unit) if size)
         raise UserError(
             f"--training.global_batch_size: {training.global_batch_size} sequences do not divide into micro-batches of "
-            f"{training.micro_batch_size} on {world} ranks; use {nearest}"
+            f"{training.micro_batch_size} on {world} rank{'s' * (world != 1)}; use {nearest}"
         )
     return training.global_batch_size // unit
 

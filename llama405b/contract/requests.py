@@ -14,7 +14,7 @@ class RequestKind(enum.StrEnum):
     SAVE = "save"  # a checkpoint after this step
     PROFILE = "profile"  # the next ``steps`` steps, a trace for each rank
     MEMORY = "memory"  # what each rank's memory holds
-    STACKS = "stacks"  # where every thread of each rank is
+    STACKS = "stacks"  # the stack of every thread of each rank
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Parallel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """When and where the run is saved."""
+    """When and where to save the run."""
 
     dir: str = option("", "a directory that all hosts share; default: <run>/checkpoints")
     every: int = option(100, "steps between checkpoints (the last step is always saved); 0: never")

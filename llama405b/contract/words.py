@@ -24,7 +24,7 @@ WORDS = {
     CauseKind.RANK_KILLED: "rank {rank} was killed by {signal}",
     CauseKind.SOCKETS: "NCCL fell back to TCP sockets although RDMA ports are up ({detail}); "
     "set NCCL_IB_HCA with --env, or add --allow-sockets",
-    CauseKind.VANISHED: "its processes are gone without a word; was the machine restarted?",
+    CauseKind.VANISHED: "its processes disappeared without a trace; was the machine restarted?",
     CauseKind.HUNG: "hung: rank {rank} is silent for {age_s:.0f} s, in phase {phase} at step {step}",
     CauseKind.UNREACHABLE: "cannot be reached: {detail}",
     CauseKind.UNKNOWN: "{detail}",

@@ -192,7 +192,7 @@ def test_code_only_what_differs(hosts, operator):
     (tree / "x.py").write_text("changed\n")
     (tree / "gone.py").unlink()
     second = operator("push", "tree", "--to", "~/tree")
-    assert second.stdout.count("1 files sent, 1 deleted") == 4, second.stdout
+    assert second.stdout.count("1 file sent, 1 deleted") == 4, second.stdout
     listing = hosts.exec(2, "sh", "-c", "cd ~alice/tree && find . -type f | sort && cat x.py && ls -l run.sh").stdout
     assert listing.splitlines()[:6] == [
         "./.gitignore",

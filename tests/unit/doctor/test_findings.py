@@ -123,7 +123,7 @@ def put(*path):
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7,697 GB free, the working directory 1,100 GB", "cache= and scratch= below /data"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/fs", "type": "lustre", "free": 9 << 40}]), NOTE, "/fs is a network filesystem (lustre)", "--checkpoint.dir /fs/"),
         (put("weights", "unhashed", 3), NOTE, "/m: no SHA-256 is known for 3 of 191 files", "download and push record one"),
-        (put("leftovers", {"/w/runs/r:a": [1, 2]}), WARN, "2 processes of /w/runs/r are running", "stop --orphans"),
+        (put("leftovers", {"/w/runs/r:a": [1, 2]}), WARN, "2 processes left of /w/runs/r", "stop --orphans"),
         (put("weights", "present", False), BAD, "/m does not hold a model", "llama405b download"),
         (put("weights", "faults", ["a is missing", "b"]), BAD, "/m: a is missing and 1 more", "get these files again"),
         (put("network", "addresses", [{"interface": "eth0", "address": "8.8.4.4", "mbit": ""}]), WARN, "listen on 8.8.4.4 (eth0), a public address", "iptables -A INPUT -i eth0"),

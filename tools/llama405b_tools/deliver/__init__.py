@@ -1,1 +1,1 @@
-"""The environment, the code and big files, to where they are needed."""
+"""Deliver the environment, the code and big files to the hosts."""

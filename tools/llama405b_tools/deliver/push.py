@@ -64,7 +64,7 @@ def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> i
     def one(name: str) -> tuple[str, str]:
         where, began = to or fleet.workdir(name), time.monotonic()
         sent, gone = sourcetree.push(fleet.connection(name), root, lines, where)
-        return where, f"{sent} files sent, {gone} deleted, {time.monotonic() - began:.1f} s"
+        return where, f"{sent} file{'s' * (sent != 1)} sent, {gone} deleted, {time.monotonic() - began:.1f} s"
 
     outcomes = fleet.each(one)
     rows = []

@@ -90,7 +90,7 @@ class Work:
         self.facts[name] = self._look(name, connection)
         workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else "~/llama405b")
         sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
-        self.say(name, f"code in {workdir}: {sent} files sent, {gone} deleted")
+        self.say(name, f"code in {workdir}: {sent} file{'s' * (sent != 1)} sent, {gone} deleted")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
         return True

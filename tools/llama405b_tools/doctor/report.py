@@ -25,9 +25,9 @@ def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *
         print()
     print(table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
     bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
-    verdict = given("not fit: {} problems", bad) or given("fit, with {} warnings", warnings) or "fit"
+    verdict = given("not fit (problems: {})", bad) or given("fit (warnings: {})", warnings) or "fit"
     never = "" if deep else "; links and GPUs were not tested under load: add --deep"
-    print(f"\n{len(names)} hosts: {verdict}{never}")
+    print(f"\n{len(names)} host{'s' * (len(names) != 1)}: {verdict}{never}")
 
 
 def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:

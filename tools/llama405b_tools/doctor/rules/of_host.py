@@ -222,7 +222,7 @@ def _mounts(facts: HostFacts) -> Remarks:
 
 def _leftovers(facts: HostFacts) -> Remarks:
     for value, pids in (facts.leftovers or {}).items():
-        what = f"{len(pids)} processes of {value.rpartition(':')[0]} are running"
+        what = f"{len(pids)} process{'es' * (len(pids) != 1)} left of {value.rpartition(':')[0]}"
         yield WARN, what, "llama405b status shows what they are; llama405b stop --orphans ends those without an owner"
 
 
