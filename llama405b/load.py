@@ -118,7 +118,7 @@ class _Random(_Files):
         super().__init__({name: TensorInfo(Path(), "BF16", shape) for name, shape in llama.tensors().items()})
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``[start, stop)`` of a tensor."""
+        """Return rows ``[start, stop)`` of a tensor."""
         info = self.layout[name]
         if len(info.shape) == 1:
             return torch.ones(stop - start, dtype=DTYPES[info.dtype])

@@ -38,4 +38,4 @@ class RunEvent:
     count: int = 0
     cause: Cause | None = None
     request: str = ""
-    detail: str = ""  # for a person to read; never read by a program
+    detail: str = ""  # for people; never parsed

@@ -106,7 +106,7 @@ class Llama:
 
 
 def read_llama(directory: Path, layers: int = 0) -> Llama:
-    """Read the model's shape from ``config.json``; ``layers``: keep only the first that many (0: all).
+    """Read the model's shape from ``config.json``; ``layers``: keep only that many (0: all).
 
     Raises:
         UserError: The directory does not exist, or does not hold a Llama.

@@ -122,7 +122,7 @@ class Chain:
         because = given(" ({})", self.origin_fault)
         self.faults |= {name: f"{fault}{because}" for name, fault in faults.items()}
         self.dead |= {name for name, end in news.items() if end.own}
-        self.faults |= {name: f"as on {first}" for name, first in self.same.items() if first in self.faults}
+        self.faults |= {name: f"same as on {first}" for name, first in self.same.items() if first in self.faults}
 
     def _send(self, first: str, below: NextHop) -> None:
         """Feed the first host: from this machine by TCP or through SSH, or from the host that has the files."""

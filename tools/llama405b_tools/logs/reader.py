@@ -47,7 +47,7 @@ class Reader:
             self.merge.begin(host)
 
     def show(self, show: Sink) -> None:
-        """Show everything, until every host is done (or its guard, if one may restart the run)."""
+        """Show everything, until every host is done (or the guard, if one may restart the run)."""
         try:
             heard_at = time.monotonic()
             while self.going and (not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S):
