@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
 def test_a_guard_that_is_gone_is_not_healthy():
     cluster, _ = play(2, 60.0)
     cluster.guard = GuardShown.GONE
-    assert look(cluster, T0 + 60.0).why == "its guard is gone: nobody restarts this run"
+    assert look(cluster, T0 + 60.0).why == "its guard is gone: nothing will restart this run"
 
 
 def test_between_healthy_and_hung_the_silence_is_said():
@@ -305,7 +305,7 @@ def test_what_stands_out_beside_gpus():
     for part in (
         "Xid 79",
         "fallen off the bus",
-        "2 processes killed",
+        "out-of-memory kills: 2",
         "RAM is full: 1.0 GiB",
         "disk is nearly full: 1.0 GiB left at /w",
     ):
@@ -434,7 +434,7 @@ def test_no_frame_however_broken_ends_it():
 def test_a_frame_that_cannot_be_read_is_named():
     cluster = Cluster(["a"], 2.0)
     cluster.take("a", {"now": "soon"}, T0)
-    assert look(cluster, T0).why == "a: DOWN its sampler sends what cannot be read (frame.now is not a number)"
+    assert look(cluster, T0).why == "a: DOWN its sampler sends frames that cannot be read (frame.now is not a number)"
 
 
 def test_a_hang_is_seen_where_nvidia_smi_hangs_too():
