@@ -214,7 +214,7 @@ def verdict(
     if reasons := _reasons(hosts, training, stall):
         return Verdict.DEGRADED, _first(reasons)
     if waiting := [row for row in hosts if row.state is HostState.CONNECTING]:
-        return Verdict.CONNECTING, f"waiting for {len(waiting)} of {len(hosts)} hosts"
+        return Verdict.CONNECTING, f"hosts that have not answered: {len(waiting)}"
     return Verdict.HEALTHY, ""
 
 
