@@ -201,7 +201,7 @@ def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
     sign, style = "  ", ""
     if is_selected:
         sign, style = "▶ ", "bold"
-    line = Text(sign, "bold cyan")
+    line = Text().append(sign, "bold cyan")
     line.append(f"{middle(row.name, name_width):{name_width}} ", style)
     return line
 
