@@ -112,7 +112,7 @@ def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
             ("lost", r"GPU 31/32(.|\n)*node-2 +OK.*1 of 8 GPUs are lost"),
             ("old", r"node-2.*gpu 5: slowed by hardware slowdown"),
             ("failed", r"node-2 +NO-DRIVER.*couldn't communicate with the NVIDIA driver"),
-            ("hang", r"node-2 +SMI-HUNG.*nvidia-smi does not answer for 1\d s"),
+            ("hang", r"node-2 +SMI-HUNG.*nvidia-smi has not answered for 1\d s"),
         ):
             hosts.exec(2, "sh", "-c", f"echo {mode} >/tmp/smi-mode")
             shown = top.shows(pattern, 3 * INTERVAL_S + (14 if mode == "hang" else 3))
@@ -232,7 +232,7 @@ def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
         (["--replay", "/no/such"], "--replay: /no/such cannot be read (No such file or directory)"),
         (["--replay", "hosts"], "--replay: hosts is not a recording of cluster-top"),
         (["--replay", "demo", "--run", "x"], "--replay: a recording has hosts and a run of its own"),
-        (["--record", "hosts", "--once"], "--record: hosts exists; choose another name"),
+        (["--record", "hosts", "--once"], "--record: hosts exists; take another name"),
         (["/no/hosts"], "/no/hosts: cannot be read"),
         (["a;b", "c"], "HOSTS:1: 'a;b' is not a valid host"),
         (["--hang-after", "soon"], "--hang-after: 'soon'"),

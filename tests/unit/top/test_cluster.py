@@ -60,7 +60,7 @@ def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
 
     assert send("gpu-1", 61, **other, alive=True).training.run == "llama-405b"
     assert send("gpu-2", 61, **other, alive=True).training.run == "other"
-    assert [event.text for event in cluster.events][-1] == "now run other, before it llama-405b"
+    assert [event.text for event in cluster.events][-1] == "now showing run other instead of llama-405b"
 
 
 def test_a_run_that_died_is_left_after_a_minute_where_another_lives_on_few_hosts():
@@ -269,7 +269,7 @@ def test_faults_of_the_driver():
         frame["smi"], frame["pci_gpus"] = {"text": None, "hung_s": 0.0}, 0
 
     found = row(play(seconds=50, change=edit_smi("gpu-1", hung))[1], "gpu-1")
-    assert (found.state, found.why) == ("SMI-HUNG", "nvidia-smi does not answer for 45 s; a GPU or the driver hangs")
+    assert (found.state, found.why) == ("SMI-HUNG", "nvidia-smi has not answered for 45 s; a GPU or the driver hangs")
     assert found.cpu_pct is not None  # the rest goes on
     found = row(play(seconds=50, change=edit_smi("gpu-1", failed))[1], "gpu-1")
     assert found.state == "NO-DRIVER"

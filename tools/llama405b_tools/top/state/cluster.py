@@ -168,7 +168,7 @@ class Cluster:
     def _go_over(self, best: RunFrame, now: float) -> None:
         """Switch to another run, or to another attempt of the same run."""
         if self.run and best.name != self.run:
-            self._event(now, "", Level.NOTE, f"now run {best.name}, before it {self.run}")
+            self._event(now, "", Level.NOTE, f"now showing run {best.name} instead of {self.run}")
             self.standing = {key: said for key, said in self.standing.items() if not said.of_run}
         if best.name == self.run and best.created > self.created and best.attempt > 1:
             self._event(now, "", Level.NOTE, f"{best.name}: attempt {best.attempt} began")

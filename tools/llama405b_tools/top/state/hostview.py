@@ -139,7 +139,7 @@ class HostView:
     def _smi_trouble(self) -> tuple[HostState, str] | None:
         smi, n_devices = self.frame.smi, self.frame.pci_gpus
         if smi.hung_s > SMI_HUNG_S:
-            return HostState.SMI_HUNG, f"nvidia-smi does not answer for {smi.hung_s:.0f} s; a GPU or the driver hangs"
+            return HostState.SMI_HUNG, f"nvidia-smi has not answered for {smi.hung_s:.0f} s; a GPU or the driver hangs"
         if not self.gpus and (self.smi_fault or (n_devices and not smi.hung_s)):
             return HostState.NO_DRIVER, self.smi_fault or f"{n_devices} NVIDIA devices, but no nvidia-smi"
         return None
