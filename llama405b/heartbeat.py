@@ -11,7 +11,7 @@ import time
 from llama405b.contract.causes import Cause
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Heartbeat, Metrics, Phase
+from llama405b.contract.records import Heartbeat, Phase
 from llama405b.ranks import Ranks
 
 INTERVAL_S = 1.0
@@ -34,9 +34,9 @@ class Pulse:
         )
         self._write()
 
-    def stepped(self, metrics: Metrics) -> None:
-        """Record a finished step."""
-        self._beat(step=metrics.step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
+    def stepped(self, step: int, *, data_s: float = 0.0, optimizer_s: float = 0.0) -> None:
+        """Record a finished or skipped step."""
+        self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s)
 
     def loaded(self, done_bytes: int, total_bytes: int) -> None:
         """Record how much of the weights is loaded."""

@@ -48,7 +48,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         checkpoints.prove_shared()
     start, passed_over = checkpoints.find(resume)
     for each in passed_over:
-        journal.log(f"skipped {each}; renamed to …aside")
+        journal.log(f"ignored {each}; renamed to …aside")
         journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
     if me.leads:
         write_atomic(run.config, to_toml(config))

@@ -41,20 +41,21 @@ def train_step(
     dp_size: int,
     set_to_none: bool = True,
     lap: Callable[[str], None] = lambda _: None,
-) -> StepResult:
+) -> StepResult | None:
     """Run the micro-batches (``tokens_BS``, ``targets_BS``, on the device), clip, and update the weights once.
+
+    Returns None, on every rank, if no rank has a target: then nothing is computed, and the weights do not change.
 
     Every micro-batch's gradient is reduced and sharded immediately: accumulating whole gradients would not fit.
     ``lap`` is called with the name of each part as it ends: forward, backward, optimizer.
 
     Raises:
         NonFiniteError: On every rank, before the weights change.
-        ValueError: No rank has a target in this step.
     """
     n_local = torch.stack([(y_BS != IGNORE_INDEX).sum() for _, y_BS in microbatches]).sum()
     n_targets = int(sum_over_ranks(n_local))
     if n_targets == 0:
-        raise ValueError("no rank has a target in this step: every label is masked")
+        return None
     nll = torch.zeros((), device=n_local.device)
     for x_BS, y_BS in microbatches:
         nll_micro = _nll(model(input_ids=x_BS, use_cache=False).logits, y_BS)

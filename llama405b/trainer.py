@@ -10,6 +10,7 @@ import torch
 
 from llama405b import ranks
 from llama405b.checkpoint import store
+from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
@@ -24,6 +25,8 @@ from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.step import NonFiniteError, train_step
 from llama405b.timer import Laps
+
+ENOUGH_SKIPPED = 10  # skipped steps, before skipping most steps counts as a mistake
 
 
 class StopSignal:
@@ -59,27 +62,48 @@ class Trainer:
     tokens: int = 0  # target tokens so far, over all ranks
     flops_per_token: int = 0
     profile: Profile | None = None
+    skipped: int = 0  # steps with nothing to learn, in this attempt
 
     def take_steps(self) -> None:
         """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
 
         Raises:
-            UserError: A checkpoint could not be written.
+            UserError: A checkpoint could not be written, or most steps have nothing to learn.
             RunError: The loss or the gradient is not finite; the last checkpoint is intact.
         """
         self.pulse.phase(Phase.TRAIN)
         for step in self.steps:
             metrics = self.one_step(step)
             ranks.set_timeout(self.config.timeouts.step)
-            self.pulse.stepped(metrics)
-            self.journal.metrics(metrics)
+            if metrics is None:
+                self.skip(step)
+            else:
+                self.pulse.stepped(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
+                self.journal.metrics(metrics)
             if self.obey(step):
                 self.journal.log(f"stopped after step {step}, as requested")
                 self.journal.event(EventKind.STOPPED, step=step)
                 return
 
-    def one_step(self, step: int) -> Metrics:
-        """Fetch a batch, update the weights, and measure.
+    def skip(self, step: int) -> None:
+        """Record a step in which every target is masked, for example by very long prompts.
+
+        Raises:
+            UserError: Most steps of this attempt have nothing to learn.
+        """
+        self.skipped += 1
+        self.pulse.stepped(step)
+        self.journal.log(f"step {step}/{self.journal.steps}  skipped: every target is masked")
+        self.journal.event(EventKind.SKIPPED, step=step, count=self.skipped)
+        taken = step - self.steps.start + 1
+        if self.skipped >= ENOUGH_SKIPPED and 2 * self.skipped > taken:
+            raise UserError(
+                f"--data.paths: {self.skipped} of {taken} steps have no target to learn; remove documents whose prompts are "
+                "longer than --data.seq_len, or raise it"
+            )
+
+    def one_step(self, step: int) -> Metrics | None:
+        """Fetch a batch, update the weights, and measure; None if the batch has nothing to learn.
 
         Raises:
             NonFiniteError: Loss or gradient is not finite.
@@ -105,6 +129,8 @@ class Trainer:
                 f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or check "
                 "the data of this step, and resume"
             ) from None
+        if result is None:
+            return None
         seconds = laps.seconds()
         step_s = sum(seconds.values())
         self.tokens += result.n_targets

@@ -70,7 +70,9 @@ def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: P
             module, optimizer, [(x, x.roll(-1))], max_norm=1.0, dp_size=me.dp.size,
             set_to_none=not parallel.cpu_offload, lap=laps.end,
         )  # fmt: skip
+        assert result, "every token is a target"
         timed.append(dict(laps.seconds()))
+        last_loss = result.loss
     mean = {part: sum(laps[part] for laps in timed[1:]) / steps for part in timed[0]}
     return {
         "numerics": parallel.numerics,
@@ -78,7 +80,7 @@ def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: P
         "parameters": sum(p.numel() for p in module.parameters()),
         "seconds": mean,
         "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-        "last_loss": result.loss,
+        "last_loss": last_loss,
     }
 
 

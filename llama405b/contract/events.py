@@ -16,6 +16,7 @@ class EventKind(enum.StrEnum):
     RESUMED = "resumed"  # from the checkpoint ``path`` of ``step``
     PASSED_OVER = "passed over"  # the checkpoint ``path``, renamed aside: ``detail`` says why
     SAVED = "saved"  # the checkpoint ``path`` after ``step``
+    SKIPPED = "skipped"  # ``step``, in which every target is masked; the ``count``-th of this attempt
     STOPPED = "stopped"  # after ``step``, on request
     REFUSED = "refused"  # the trainer refused its input: ``cause``
     FAILED = "failed"  # the run failed, as its guard saw it: ``cause``

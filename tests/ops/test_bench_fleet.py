@@ -21,7 +21,7 @@ def test_fleet(hosts, operator):
 def test_top(hosts, operator):
     done = operator("bench", "top", "--repeat", "1", "--seconds", "5")
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("ssh host nvidia-smi, a child a host", "cluster-top, its screen", "cluster-top --json --watch 2"):
+    for name in ("ssh host nvidia-smi, one process each", "cluster-top, its screen", "cluster-top --json --watch 2"):
         assert re.search(rf"^{re.escape(name)} +\d+\.\d +\d+ ", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"from a change on a host to the screen: median \d\.\d s, at most \d\.\d s of 9", done.stdout)
     for i in (1, 2, 3):

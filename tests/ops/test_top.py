@@ -112,7 +112,7 @@ def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
             ("lost", r"GPU 31/32(.|\n)*node-2 +OK.*1 of 8 GPUs are lost"),
             ("old", r"node-2.*gpu 5: slowed by hardware slowdown"),
             ("failed", r"node-2 +NO-DRIVER.*couldn't communicate with the NVIDIA driver"),
-            ("hang", r"node-2 +SMI-HUNG.*nvidia-smi does not answer for 1\d s"),
+            ("hang", r"node-2 +SMI-HUNG.*nvidia-smi has not answered for 1\d s"),
         ):
             hosts.exec(2, "sh", "-c", f"echo {mode} >/tmp/smi-mode")
             shown = top.shows(pattern, 3 * INTERVAL_S + (14 if mode == "hang" else 3))

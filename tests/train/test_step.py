@@ -1,5 +1,7 @@
 """A step's numerics and communication, on real ranks."""
 
+import json
+import os
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
+from conftest import ROOT
 from ranks_rig import run_ranks
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
@@ -186,6 +189,60 @@ def _poison(me, directory):
 
 def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
     assert run_ranks(2, _poison, tiny) == [("stopped", True, True)] * 2
+
+
+def _masked(me, directory):
+    from llama405b.contract.schema import Optimizer
+    from llama405b.optim.adamw import build_optimizer
+    from llama405b.step import train_step
+
+    module = _sharded(me, directory)
+    optimizer = build_optimizer(module, Optimizer())
+    before = [p.to_local().clone() for p in module.parameters()]
+    x, y = (each[:3] for each in _batches()[0])
+    nothing = train_step(module, optimizer, [(x, torch.full_like(y, -100))], max_norm=1.0, dp_size=me.dp.size)
+    same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
+    mine = y if me.rank == 1 else torch.full_like(y, -100)
+    one_rank = train_step(module, optimizer, [(x, mine)], max_norm=1.0, dp_size=me.dp.size)
+    return nothing, same, one_rank.n_targets
+
+
+def test_a_step_in_which_nothing_is_to_be_learned_changes_nothing(tiny):
+    [(nothing, same, targets), other] = run_ranks(2, _masked, tiny)
+    assert (nothing, same, targets, other) == (None, True, targets, (None, True, targets))
+    assert targets > 0
+
+
+def train(demo, place, prompt, steps):
+    """Train on documents of a prompt and a completion; returns the exit code and what the run directory says."""
+    lines = [json.dumps({"prompt": prompt, "completion": f"{i} " * 40}) for i in range(300)]
+    (place / "d.jsonl").write_text("\n".join(lines))
+    flags = {"model.path": demo, "data.paths": place / "d.jsonl", "data.seq_len": 8, "training.global_batch_size": 1,
+             "training.micro_batch_size": 1, "training.max_steps": steps, "checkpoint.every": 0}  # fmt: skip
+    words = [f"--{key}={value}" for key, value in flags.items()]
+    done = subprocess.run([sys.executable, "-m", "llama405b.train", "--preset", "demo", "--run-dir", "x", *words], cwd=place,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
+    events = [json.loads(line) for line in (place / "x/events/rank-0.jsonl").read_text().splitlines()]
+    metrics = place / "x/metrics.jsonl"
+    taken = [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return done, [event for event in events if event["kind"] == "skipped"], taken
+
+
+def test_steps_with_nothing_to_learn_are_skipped_counted_and_said(demo, tmp_path):
+    done, skipped, taken = train(demo, tmp_path, "a long question " * 8, 40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [event["step"] for event in skipped]
+    assert 0 < len(steps) < 20
+    assert [event["count"] for event in skipped] == list(range(1, len(steps) + 1))
+    assert sorted([*steps, *taken]) == list(range(1, 41))
+    assert f"step {steps[0]}/40  skipped: every target is masked" in done.stdout
+
+
+def test_a_run_with_nothing_to_learn_in_most_steps_is_refused(demo, tmp_path):
+    done, skipped, _ = train(demo, tmp_path, "a very long question " * 400, 400)
+    assert done.returncode == 2
+    assert "steps have no target to learn; " in done.stderr
+    assert len(skipped) < 30
 
 
 def test_a_stop_that_comes_at_the_very_end_does_not_kill(demo):

@@ -60,7 +60,7 @@ def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
 
     assert send("gpu-1", 61, **other, alive=True).training.run == "llama-405b"
     assert send("gpu-2", 61, **other, alive=True).training.run == "other"
-    assert [event.text for event in cluster.events][-1] == "now run other, before it llama-405b"
+    assert [event.text for event in cluster.events][-1] == "now showing run other instead of llama-405b"
 
 
 def test_a_run_that_died_is_left_after_a_minute_where_another_lives_on_few_hosts():
@@ -94,7 +94,7 @@ def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
 def test_a_guard_that_is_gone_is_not_healthy():
     cluster, _ = play(2, 60.0)
     cluster.guard = GuardShown.GONE
-    assert look(cluster, T0 + 60.0).why == "its guard is gone: nobody restarts this run"
+    assert look(cluster, T0 + 60.0).why == "its guard is gone: nothing will restart this run"
 
 
 def test_between_healthy_and_hung_the_silence_is_said():
@@ -269,7 +269,7 @@ def test_faults_of_the_driver():
         frame["smi"], frame["pci_gpus"] = {"text": None, "hung_s": 0.0}, 0
 
     found = row(play(seconds=50, change=edit_smi("gpu-1", hung))[1], "gpu-1")
-    assert (found.state, found.why) == ("SMI-HUNG", "nvidia-smi does not answer for 45 s; a GPU or the driver hangs")
+    assert (found.state, found.why) == ("SMI-HUNG", "nvidia-smi has not answered for 45 s; a GPU or the driver hangs")
     assert found.cpu_pct is not None  # the rest goes on
     found = row(play(seconds=50, change=edit_smi("gpu-1", failed))[1], "gpu-1")
     assert found.state == "NO-DRIVER"
@@ -305,7 +305,7 @@ def test_what_stands_out_beside_gpus():
     for part in (
         "Xid 79",
         "fallen off the bus",
-        "2 processes killed",
+        "out-of-memory kills: 2",
         "RAM is full: 1.0 GiB",
         "disk is nearly full: 1.0 GiB left at /w",
     ):
@@ -434,7 +434,7 @@ def test_no_frame_however_broken_ends_it():
 def test_a_frame_that_cannot_be_read_is_named():
     cluster = Cluster(["a"], 2.0)
     cluster.take("a", {"now": "soon"}, T0)
-    assert look(cluster, T0).why == "a: DOWN its sampler sends what cannot be read (frame.now is not a number)"
+    assert look(cluster, T0).why == "a: DOWN its sampler sends frames that cannot be read (frame.now is not a number)"
 
 
 def test_a_hang_is_seen_where_nvidia_smi_hangs_too():

@@ -1,1 +1,1 @@
-"""The operator's side, measured against named baselines."""
+"""Benchmarks of the operator's side, against named baselines."""

@@ -1,11 +1,11 @@
-"""``llama405b bench fleet|logs|top [HOSTS]``: the operator's side, beside what people use otherwise.
+"""Compare the operator's side with common alternatives: ``llama405b bench fleet|logs|top [HOSTS]``.
 
-fleet: ``true`` on every host by bare paramiko, pdsh and clush, where they are installed, and our ``status``; then a whole
-launch, with all its checks, of a program that a stub runs in torchrun's place, beside the very same commands sent to each
-host by bare paramiko, where no host waits for another. logs: the hosts' lines through ``logs`` beside ``ssh … tail``.
-top: what cluster-top costs here and on a host, beside a fresh ``ssh host nvidia-smi`` per host and refresh.
+fleet: ``true`` on every host with bare paramiko, pdsh and clush, if installed, and our ``status``; then a whole launch,
+including all checks but with a stub instead of torchrun, and the same commands sent to each host by bare paramiko,
+without waiting for other hosts. logs: the hosts' lines with ``logs`` and with ``ssh … tail``.
+top: cluster-top, here and on a host, and a fresh ``ssh host nvidia-smi`` per host and refresh.
 
-Seconds of wall time and of this machine's CPU, by getrusage; hosts may be aliases of a few machines.
+Reports seconds of wall time and of this machine's CPU (getrusage). Hosts may be aliases of a few machines.
 """
 
 import argparse
@@ -27,14 +27,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("what", choices=("fleet", "logs", "top"))
     add_hosts(parser)
-    parser.add_argument("--lines", type=int, default=200_000, help="lines of log to write, for logs [200000]")
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds to watch, for top [60]")
-    parser.add_argument("--no-launch", action="store_true", help="measure only the fan-outs and status, for fleet")
-    parser.add_argument("--repeat", type=int, default=3, help="tries, of which the fastest counts [3]")
+    parser.add_argument("--lines", type=int, default=200_000, help="for logs: log lines to write on each host [200000]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for top: seconds to measure [60]")
+    parser.add_argument("--no-launch", action="store_true", help="for fleet: measure only the fan-outs and status")
+    parser.add_argument("--repeat", type=int, default=3, help="number of tries; the fastest counts [3]")
     args = parser.parse_args(argv)
     if args.seconds < LEAST_S:
         raise UserError(
-            f"--seconds: {args.seconds:g} s; it takes at least {LEAST_S:g}, for a few refreshes to be measured"
+            f"--seconds: {args.seconds:g} is too short to measure a few refreshes; use at least {LEAST_S:g}"
         )
     hosts = read_hosts(args.hosts)
     if args.what == "logs":

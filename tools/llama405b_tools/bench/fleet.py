@@ -1,4 +1,4 @@
-"""``bench fleet``: fan-out, status and a whole launch, beside what people use otherwise."""
+"""``bench fleet``: compare fan-out, status and a whole launch with common alternatives."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ from llama405b_tools.text.tables import table
 
 
 def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> int:
-    """Measure the fan-out."""
+    """Measure the fan-out, and the launch if ``launches``."""
     rows = [(name, least(do, repeat)) for name, do in _fan_outs(hosts).items()]
     rows.append(("llama405b status", least(lambda: _status(hosts), repeat)))
     if launches:
@@ -37,14 +37,14 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
         (name, f"{cost.wall_s:.2f}", f"{cost.cpu_s / len(hosts) * 1000:.1f}", f"{cost.wall_s / bare.wall_s:.2f}")
         for name, cost in rows
     ]
-    print(table((f"{len(hosts)} hosts", "wall s", "CPU ms a host", "x bare true"), shown), flush=True)
+    print(table((f"{len(hosts)} hosts", "wall s", "CPU ms per host", "x bare true"), shown), flush=True)
     if launches:
         print(f"launch: {rows[-1][1].wall_s / rows[-2][1].wall_s:.2f} x the bare fan-out of the same commands")
     return 0
 
 
 def _fan_outs(hosts: Sequence[Host]) -> dict[str, Callable[[], None]]:
-    """``true`` on every host, by everything that is installed."""
+    """Return ways to run ``true`` on every host, with every installed tool."""
     names = ",".join(host.name for host in hosts)
     ssh = given("-F {}", os.environ.get("LLAMA405B_SSH_CONFIG"))
     found: dict[str, Callable[[], None]] = {"bare paramiko, true": lambda: _bare(hosts, _true)}
@@ -57,7 +57,7 @@ def _fan_outs(hosts: Sequence[Host]) -> dict[str, Callable[[], None]]:
 
 
 def _bare(hosts: Sequence[Host], do: Callable[[Host, Ssh], None]) -> None:
-    """Connect to every host, and do something there: the least any tool on paramiko can do."""
+    """Connect to every host, and do something there: the least that any tool based on paramiko can do."""
 
     def one(host: Host) -> None:
         with contextlib.closing(Ssh(host)) as connection:
@@ -74,7 +74,7 @@ def _true(host: Host, connection: Ssh) -> None:
 
 
 def _replay(hosts: Sequence[Host], said: Said) -> Cost:
-    """Send each host what a launch sent it, for a run of another name; ending that is not counted."""
+    """Send each host what a launch sent it, for a run of another name; ending that run is not counted."""
     stubbed_hosts = stubbed(hosts)
     plan = next(request.plan for _, request in said[hosts[0].name] if isinstance(request, StartRequest))
     other = dataclasses.replace(plan, run=BARE_RUN, rdzv_id=f"{plan.rdzv_id}-bare")
@@ -106,5 +106,5 @@ def _replay(hosts: Sequence[Host], said: Said) -> Cost:
 
 
 def _status(hosts: Sequence[Host]) -> None:
-    with Fleet(hosts) as found, contextlib.suppress(UserError):  # that there is no run yet
+    with Fleet(hosts) as found, contextlib.suppress(UserError):  # no run exists yet
         ask_hosts(found, None)

@@ -1,4 +1,4 @@
-"""``bench logs``: the hosts' lines through ``logs``, beside ``ssh … tail``."""
+"""``bench logs``: compare ``logs`` with ``ssh … tail``."""
 
 import subprocess
 import sys
@@ -13,13 +13,13 @@ from llama405b_tools.text.tables import table
 
 
 def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
-    """Measure reading a log of so many lines from every host."""
+    """Measure reading a log of ``lines`` lines from every host."""
     stub_launch(hosts, path, str(lines))
     time.sleep(SETTLE_S)
     total = lines * len(hosts)
     argv = [sys.executable, "-m", "llama405b_tools.cli", "logs", str(path), "--run", RUN]
     rows = [
-        ("ssh … tail, a child each", least(lambda: _tails(hosts), repeat)),
+        ("ssh … tail, one process each", least(lambda: _tails(hosts), repeat)),
         ("llama405b logs -o raw", least(lambda: checked([*argv, "-o", "raw"]), repeat)),
         ("llama405b logs", least(lambda: checked(argv), repeat)),
         ("llama405b logs --fold", least(lambda: checked([*argv, "--fold"]), repeat)),
@@ -30,7 +30,7 @@ def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
 
 
 def _tails(hosts: Sequence[Host]) -> None:
-    """What people type: one ssh a host, each with tail on its files."""
+    """Do what people type: one ssh per host, each with tail on its files."""
     children = []
     for host in hosts:
         files = f"{host.workdir or Path.cwd()}/runs/{RUN}/logs/{host.name}/{RUN}-*/attempt_0/0/stdout.log"
@@ -38,4 +38,4 @@ def _tails(hosts: Sequence[Host]) -> None:
         children.append(subprocess.Popen([*ssh_argv(), host.name, newest], stdout=subprocess.DEVNULL))
     for child in children:
         if child.wait():
-            raise UserError("bench: ssh failed; is every host reached by ssh?")
+            raise UserError("bench: ssh failed; check that `ssh HOST` works for every host")

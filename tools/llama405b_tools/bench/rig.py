@@ -1,4 +1,4 @@
-"""What the benchmarks of the operator's side share: a run with a stub in torchrun's place, and what things cost."""
+"""Shared by the benchmarks of the operator's side: a run with a stub instead of torchrun, and cost accounting."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RUN, BARE_RUN, SETTLE_S = "bench-fleet", "bench-bare", 5.0
-Said = dict[str, list[tuple[str, "DataclassInstance"]]]  # by host, what it was asked: action and request
+Said = dict[str, list[tuple[str, "DataclassInstance"]]]  # by host, the requests it received: action and request
 STUB = """#!/bin/sh
 # in python's place on a host: torchrun becomes a stub, everything else is the real one
 case "$*" in *torch.distributed.run*) exec {python} -c '{body}' "$@" ;; esac
@@ -45,13 +45,13 @@ with open(log + "/stdout.log", "w") as file:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """What something took."""
+    """What something cost."""
 
     wall_s: float
     cpu_s: float  # of this process and its children
 
     def __sub__(self, before: "Cost") -> "Cost":
-        """What was spent since."""
+        """Return the cost since ``before``."""
         return Cost(self.wall_s - before.wall_s, self.cpu_s - before.cpu_s)
 
 
@@ -63,11 +63,11 @@ def checked(argv: Sequence[str], env: dict[str, str] | None = None) -> None:
     """
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"bench: {argv[0]} failed ({done.stderr.strip()[:200]}); is every host reached by ssh?")
+        raise UserError(f"bench: {argv[0]} failed ({done.stderr.strip()[:200]}); check that `ssh HOST` works")
 
 
 class Overheard(Fleet):
-    """Remembers what each host is asked."""
+    """A fleet that records the requests to each host."""
 
     def __init__(self, hosts: Sequence[Host], said: Said) -> None:
         super().__init__(hosts)
@@ -85,19 +85,19 @@ class Overheard(Fleet):
 
 
 def stub_launch(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Cost:
-    """A whole launch with a stub in torchrun's place; ending it is not counted. ``said``: takes what it asked."""
+    """Measure a whole launch with a stub instead of torchrun; ending it is not counted. ``said`` takes its requests."""
     with stub_run(hosts, path, program, said) as cost:
         return cost
 
 
 def stubbed(hosts: Sequence[Host]) -> list[Host]:
-    """These hosts, with the stub as their Python."""
+    """Return the hosts with the stub as their Python."""
     return [dataclasses.replace(host, python=f"{host.workdir or Path.cwd()}/.bench-python") for host in hosts]
 
 
 @contextlib.contextmanager
 def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Iterator[Cost]:
-    """A run of the stub, and what its launch took; ended at the end."""
+    """Launch a run of the stub, yield the launch's cost, and end the run."""
     request = asked.parse([str(path), "--run", RUN, "--resume", "auto", "--", program], time.time())
     stubbed_hosts = stubbed(hosts)
     with Fleet(hosts) as found:
@@ -125,7 +125,7 @@ def _write_stub(found: Fleet, name: str) -> None:
 
 
 def least(do: Callable[[], Cost | None], repeat: int) -> Cost:
-    """The try with the least wall time; ``do`` may count for itself."""
+    """Return the cost of the try with the least wall time; ``do`` may return its own cost."""
     costs = []
     for _ in range(repeat):
         begin = now()
@@ -135,12 +135,12 @@ def least(do: Callable[[], Cost | None], repeat: int) -> Cost:
 
 
 def now() -> Cost:
-    """What this process and its children have cost so far."""
+    """Return the cost of this process and its children so far."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return Cost(time.monotonic(), sum(each.ru_utime + each.ru_stime for each in used))
 
 
 def ssh_argv() -> list[str]:
-    """OpenSSH's client, reading the configuration that we read."""
+    """Return OpenSSH's client command, with the same configuration that we use."""
     config = os.environ.get("LLAMA405B_SSH_CONFIG", "")
     return ["ssh", *(["-F", config] if config else []), "-o", "BatchMode=yes"]

@@ -1,4 +1,4 @@
-"""``llama405b bench top``: what cluster-top costs on both sides, beside a fresh ``ssh host nvidia-smi`` per refresh."""
+"""``llama405b bench top``: compare cluster-top, on both sides, with a fresh ``ssh host nvidia-smi`` per refresh."""
 
 import concurrent.futures
 import contextlib
@@ -33,15 +33,15 @@ from llama405b_tools.top.state.frames import Frame
 LEAST_S = 5.0
 INTERVAL_S = 2.0
 COLUMNS, LINES = 120, 40
-RUN_HOSTS = 64  # whose launch a machine that plays all hosts can take
-WARM_S, PER_HOST_S = 12.0, 0.15  # until every host has sent frames for a while
+RUN_HOSTS = 64  # as many launches as one machine that plays all hosts can take
+WARM_S, PER_HOST_S = 12.0, 0.15  # until every host has been sending frames for some time
 CHANGES, FIRST_STEP, DELAY_MOST_S = 9, 400_001, 30.0
 QUERY = "nvidia-smi --query-gpu=index,utilization.gpu,memory.used,power.draw --format=csv,noheader || true"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Top:
-    """A cluster-top of its own process, with a terminal that nobody sees."""
+    """cluster-top in its own process, with a pseudo-terminal."""
 
     def __init__(self, hosts_file: Path, *args: str) -> None:
         mine, theirs = pty.openpty()
@@ -76,7 +76,7 @@ class Top:
         return (cpu_s - before) / (time.monotonic() - begin), megabytes
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self.child.send_signal(signal.SIGTERM)
         try:
             self.child.wait(10)
@@ -85,9 +85,9 @@ class Top:
 
 
 def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
-    """Measure."""
+    """Measure cluster-top."""
     fresh = least(lambda: _fresh(hosts), repeat)
-    rows = [("ssh host nvidia-smi, a child a host", fresh.cpu_s / INTERVAL_S, 0.0)]  # share of a core, MB
+    rows = [("ssh host nvidia-smi, one process each", fresh.cpu_s / INTERVAL_S, 0.0)]  # share of a core, MB
     with stub_run(hosts[:RUN_HOSTS], path), Fleet(hosts[:1]) as fleet:
         with contextlib.closing(Top(path)) as shown:
             time.sleep(WARM_S + PER_HOST_S * len(hosts))
@@ -103,14 +103,14 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
             f"{100 * share:.1f}",
             f"{1000 * INTERVAL_S * share:.0f}",
             given("{:.0f}", megabytes),
-            f"{rows[0][1] / share:.0f}" if share else "",  # less than a tick
+            f"{rows[0][1] / share:.0f}" if share else "",  # '' if it took less than a tick
         )
         for name, share, megabytes in rows
     ]
-    heads = (f"{len(hosts)} hosts", "% of a core", "CPU ms a refresh", "RSS MB", "times less")
+    heads = (f"{len(hosts)} hosts", "% of a core", "CPU ms per refresh", "RSS MB", "times cheaper")
     print(table(heads, shown_rows), flush=True)
     print(
-        f"a refresh every {INTERVAL_S:g} s; screen {COLUMNS}x{LINES}; a run, with its logs, on {len(hosts[:RUN_HOSTS])} of the hosts"
+        f"refresh every {INTERVAL_S:g} s; screen {COLUMNS}x{LINES}; a run and its logs on {len(hosts[:RUN_HOSTS])} of the hosts"
     )
     print(f"the sampler on a host: {100 * sampler_share:.2f}% of a core, {sampler_mb:.0f} MB")
     print(
@@ -121,7 +121,7 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
 
 
 def _fresh(hosts: Sequence[Host]) -> None:
-    """One refresh as scripts do it: a child of ssh for every host. Where there is no nvidia-smi, sh says so there."""
+    """Refresh once as scripts do: one ssh process per host. Without nvidia-smi, the remote sh reports an error."""
 
     def one(host: Host) -> None:
         argv = [*ssh_argv(), host.name, QUERY]
@@ -134,9 +134,9 @@ def _fresh(hosts: Sequence[Host]) -> None:
 
 
 def _delay(fleet: Fleet, shown: Top, step: int) -> float:
-    """Seconds from a heartbeat that is written on the host to its step on the screen."""
+    """Return the seconds from writing a heartbeat on the host to its step on the screen."""
     [name] = fleet.hosts
-    time.sleep(INTERVAL_S * (step - FIRST_STEP) / CHANGES)  # or each would come right after a sample
+    time.sleep(INTERVAL_S * (step - FIRST_STEP) / CHANGES)  # otherwise each would follow right after a sample
     begin, now = time.monotonic(), time.time()
     beat = Heartbeat(0, name, 0, now, step, Phase.TRAIN, now - 1)
     folder = f"{shell_path(fleet.workdir(name))}/runs/{RUN}/heartbeat"
@@ -144,13 +144,13 @@ def _delay(fleet: Fleet, shown: Top, step: int) -> float:
     fleet.connection(name).run(line, json.dumps(dataclasses.asdict(beat)), DELAY_MOST_S)
     while str(step).encode() not in shown.seen:
         if time.monotonic() > begin + DELAY_MOST_S:
-            raise UserError(f"bench: step {step} is not on the screen after {DELAY_MOST_S:g} s")
+            raise UserError(f"bench: step {step} did not appear on the screen within {DELAY_MOST_S:g} s")
         time.sleep(0.01)
     return time.monotonic() - begin
 
 
 def _sampler(fleet: Fleet, seconds: float) -> tuple[float, float]:
-    """CPU seconds per second and megabytes of one sampler, as it counts them itself."""
+    """Return CPU seconds per second and megabytes of one sampler, by its own count."""
     found: list[Frame] = []
     with contextlib.closing(sources.Live(fleet, RUN, INTERVAL_S)) as live:
         end = live.now() + seconds

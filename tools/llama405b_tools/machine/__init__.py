@@ -1,1 +1,1 @@
-"""Facts of one machine, read from what its programs say: GPUs, fabric, Slurm's words, addresses. Pure."""
+"""Facts about one machine, parsed from its programs' output: GPUs, fabric, torchrun, addresses. Pure."""

@@ -1,4 +1,4 @@
-"""What an address tells. Pure."""
+"""Properties of network addresses. Pure."""
 
 import dataclasses
 import ipaddress
@@ -10,11 +10,11 @@ class Address:
 
     interface: str
     address: str
-    mbit: str  # as the kernel writes it; -1 or "" where it does not know
+    mbit: str  # as the kernel writes it; -1 or "" if unknown
 
 
 def is_private(address: str) -> bool:
-    """Whether an address is of no public network; a name is taken to be somebody's own choice."""
+    """Whether an address is not publicly routable; a name counts as private, because somebody chose it."""
     try:
         return not ipaddress.ip_address(address).is_global
     except ValueError:

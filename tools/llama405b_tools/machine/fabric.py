@@ -1,7 +1,7 @@
-"""What NCCL is told of a host's RDMA devices, and why. Pure.
+"""NCCL's settings for a host's RDMA devices, and the reasons. Pure.
 
-Left to itself NCCL takes every active device, a slow management port too, and on RoCE the first address type, which
-may not be routed; where it finds nothing that works it falls back to TCP sockets in silence.
+By default NCCL uses every active device, even a slow management port, and on RoCE the first address type, which
+may not be routed; if nothing works, it silently falls back to TCP sockets.
 """
 
 import dataclasses
@@ -28,28 +28,28 @@ class RdmaPort:
 
     @property
     def up(self) -> bool:
-        """Whether it is active."""
+        """Whether the port is active."""
         return "ACTIVE" in self.state.upper()
 
     @property
     def gbit(self) -> float:
-        """Its rate in Gbit/s; 0 where it is not known."""
+        """The rate in Gbit/s; 0 if unknown."""
         rate = re.match(r"([\d.]+)", self.rate)
         return float(rate[1]) if rate else 0.0
 
     @property
     def roce(self) -> bool:
-        """Whether it is Ethernet."""
+        """Whether the link is Ethernet."""
         return self.link_layer == "Ethernet"
 
     @property
     def efa(self) -> bool:
-        """Whether it is one of AWS's."""
+        """Whether the device is an AWS EFA."""
         return self.device.startswith(("efa", "rdmap"))
 
     @property
     def gid_index(self) -> int | None:
-        """Of RoCE v2 with an IPv4 address."""
+        """The index of the RoCE v2 GID with an IPv4 address."""
         return next((index for index, kind, gid, _ in self.gids if kind == "RoCE v2" and ":ffff:" in gid), None)
 
 
@@ -62,7 +62,7 @@ class Rdma:
 
 
 def training_ports(ports: Sequence[RdmaPort]) -> list[RdmaPort]:
-    """The ports to train over: those that are up, of the fastest rate; InfiniBand before RoCE."""
+    """Return the ports to train over: the fastest that are up; InfiniBand before RoCE."""
     up = [port for port in ports if port.up and not port.efa]
     kind = [port for port in up if not port.roce] or up
     fastest = max((port.gbit for port in kind), default=0.0)
@@ -70,7 +70,7 @@ def training_ports(ports: Sequence[RdmaPort]) -> list[RdmaPort]:
 
 
 def nccl_env(ports: Sequence[RdmaPort], interface: str) -> dict[str, tuple[str, str]]:
-    """NCCL's settings for one host, each with its reason; ``interface``: on the route to the head."""
+    """Return NCCL's settings for one host, each with its reason; ``interface``: the one on the route to the head."""
     env = {"NCCL_SOCKET_IFNAME": (interface, "on the route to the first host")}
     if any(port.efa for port in ports):
         env["FI_PROVIDER"] = ("efa", "the host has EFA devices; NCCL needs the aws-ofi-nccl plugin for them")
@@ -90,10 +90,10 @@ def _why(use: Sequence[RdmaPort], ports: Sequence[RdmaPort]) -> str:
 
 
 def has_rdma(ports: Sequence[RdmaPort]) -> bool:
-    """Whether a fall-back to TCP sockets would lose something."""
+    """Whether falling back to TCP sockets would lose performance."""
     return any(port.up for port in ports)
 
 
 def socket_line(text: str) -> str:
-    """The line by which NCCL says that it uses TCP sockets; '' where none does."""
+    """Return the line in which NCCL reports that it uses TCP sockets; '' if there is none."""
     return next((line for line in text.splitlines() if SOCKETS in line and "NCCL INFO" in line and "Using" in line), "")

@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` says, read. Pure. Unknown is unknown, never 0."""
+"""Parse the output of ``nvidia-smi``. Pure. Unknown values are None, never 0."""
 
 import dataclasses
 import math
@@ -13,15 +13,15 @@ UNKNOWN = re.compile(
 BROKEN = re.compile(r"ERR!|Unknown Error|requires reset")
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
 PENDING = ("retired_pages.pending", "remapped_rows.pending")
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as newer and older drivers call it
-SLOWED = {  # bits of clocks_event_reasons.active (nvml.h), and whether they say that something is wrong
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # in newer and in older drivers
+SLOWED = {  # bits of clocks_event_reasons.active (nvml.h) that mean something is wrong
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b,? ?(.*)", re.ASCII)
-XIDS = {  # from NVIDIA's list of Xid errors: what is wrong, for those that end a training run
+XIDS = {  # from NVIDIA's list of Xid errors: those that end a training run
     13: "a kernel went out of bounds",
     31: "a memory page fault",
     48: "a double-bit ECC error",
@@ -37,7 +37,7 @@ XIDS = {  # from NVIDIA's list of Xid errors: what is wrong, for those that end 
 }
 FATAL_XIDS = (48, 64, 74, 79, 95, 119, 120)
 
-BF16_TFLOPS = {  # dense, from NVIDIA's data sheets; the first name that is part of the GPU's counts
+BF16_TFLOPS = {  # dense, from NVIDIA's data sheets; the first name contained in the GPU's name counts
     2500: ("GB200",),
     2250: ("B200",),
     835: ("H200 NVL", "H100 NVL"),
@@ -51,7 +51,7 @@ BF16_TFLOPS = {  # dense, from NVIDIA's data sheets; the first name that is part
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU; None where nvidia-smi does not tell."""
+    """One GPU; None for what nvidia-smi does not report."""
 
     index: int
     name: str
@@ -59,7 +59,7 @@ class Gpu:
     used_mib: int | None
     driver: str
     ecc_errors: int | None = None
-    pages_pending: bool | None = None  # to be retired, or rows to be remapped: needs a reset
+    pages_pending: bool | None = None  # pages to retire or rows to remap: needs a reset
     power_limit_w: float | None = None
     power_max_w: float | None = None
     pcie_width: int | None = None
@@ -68,37 +68,37 @@ class Gpu:
     slowed: tuple[str, ...] = ()
     uuid: str = ""
     bus: str = ""  # PCI address
-    utilization: int | None = None  # percent of the last sample in which a kernel ran
+    utilization: int | None = None  # percent of the last sample period in which a kernel ran
     power_w: float | None = None
     clock_mhz: int | None = None  # of the SMs
-    fault: str = ""  # it answers, but not as a GPU that works
+    fault: str = ""  # it answers, but not like a working GPU
 
     @property
     def is_capped(self) -> bool:
-        """Whether it may take clearly less power than it could."""
+        """Whether its power limit is clearly below the maximum."""
         return (self.power_limit_w or math.inf) < 0.95 * (self.power_max_w or 0.0)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it has fewer PCIe lanes than it could."""
+        """Whether it uses fewer PCIe lanes than it could."""
         return (self.pcie_width or math.inf) < (self.pcie_width_max or 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmiAnswer:
-    """What nvidia-smi and its like say on a host, as they say it; None: there is no such program."""
+    """Raw output of nvidia-smi and related programs on a host; None: there is no such program."""
 
-    smi: str | None = None  # one line for each GPU, in the order of ``fields``
+    smi: str | None = None  # one line per GPU, values in the order of ``fields``
     fields: tuple[str, ...] = ()
     apps: str | None = None  # processes that hold GPU memory
     nvlink: str | None = None
-    xid: tuple[str, ...] = ()  # lines of the kernel's log
+    xid: tuple[str, ...] = ()  # lines of the kernel log
     dmesg_readable: bool = True
-    fabric_manager: str = ""  # as systemctl says: active, inactive, failed
+    fabric_manager: str = ""  # from systemctl: active, inactive, failed
 
 
 def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
-    """The GPUs of nvidia-smi's answer, and what is wrong with it as a whole ('' where nothing is)."""
+    """Return the GPUs in nvidia-smi's answer, and what is wrong with the answer as a whole ('' if nothing)."""
     if text is None:
         return [], ""
     if text == "TIMEOUT":
@@ -160,24 +160,24 @@ def _slowed(values: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def bf16_flops(name: str) -> float | None:
-    """Most dense BF16 operations a second of a GPU; None where its data sheet is not among ours."""
+    """Return a GPU's peak dense BF16 operations per second; None if we do not have its data sheet."""
     return next((1e12 * tera for tera, names in BF16_TFLOPS.items() if any(known in name for known in names)), None)
 
 
 def xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:
-    """Xid errors of the kernel's log: PCI address, number, meaning."""
+    """Return the Xid errors in the kernel log: PCI address, number, meaning."""
     matches = [match for line in lines if (match := XID.search(line))]
     return [(match[1], int(match[2]), XIDS.get(int(match[2]), "see NVIDIA's list of Xid errors")) for match in matches]
 
 
 def foreign(apps: str | None) -> list[tuple[int, str]]:
-    """Processes that hold GPU memory: pid and name."""
+    """Return the processes that hold GPU memory: pid and name."""
     rows = [[part.strip() for part in line.split(",")] for line in (apps or "").splitlines()]
     return [(int(row[0]), row[-1]) for row in rows if len(row) >= 3 and re.fullmatch(r"\d{1,9}", row[0], re.ASCII)]
 
 
 def nvlinks_down(text: str | None) -> list[str]:
-    """``GPU 3: link 5`` for every NVLink that is inactive."""
+    """Return ``GPU 3: link 5`` for every inactive NVLink."""
     found, gpu = [], ""
     for line in (text or "").splitlines():
         if match := re.match(r"GPU (\d+):", line):

@@ -1,18 +1,18 @@
-"""In which facts machines differ. Pure."""
+"""Find the facts in which machines differ. Pure."""
 
 import collections
 from collections.abc import Mapping
 
 
 def disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Which hosts differ from the majority: one clause for each differing fact."""
+    """Return which hosts differ from the majority: one clause per differing fact."""
     names = next(iter(facts.values()), {})
     found = [disagreement(name, {host: each.get(name, "missing") for host, each in facts.items()}) for name in names]
     return [clause for clause, odd in found if odd]
 
 
 def disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """A clause on who differs from the majority in one fact, and those hosts: () where all agree."""
+    """Return a clause on who differs from the majority in one fact, and those hosts; () if all agree."""
     counts = collections.Counter(values.values())
     majority = max(counts, key=lambda value: counts[value], default="")
     odd = {host: value for host, value in values.items() if value != majority}

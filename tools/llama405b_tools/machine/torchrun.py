@@ -1,4 +1,4 @@
-"""What torchrun writes when it fails. Pure; ``tests/data/foreign/torchrun`` has a recording of each form."""
+"""Parse what torchrun writes when it fails. Pure; ``tests/data/foreign/torchrun`` has a recording of each form."""
 
 import re
 
@@ -8,6 +8,6 @@ ROOT_CAUSE = re.compile(
 
 
 def root_cause(text: str) -> tuple[int, int] | None:
-    """The local rank that torchrun saw fail first on its host, and its exit code (negative: a signal); None: it names none."""
+    """Return the local rank that torchrun saw fail first on its host, and its exit code (negative: signal), or None."""
     match = ROOT_CAUSE.search(text)
     return (int(match[1]), int(match[2])) if match else None

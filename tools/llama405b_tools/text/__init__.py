@@ -1,1 +1,1 @@
-"""Words for people: cleaned, folded, merged in time, written as figures and tables. Pure."""
+"""Text for people: cleaned, folded, merged in time, formatted as figures and tables. Pure."""

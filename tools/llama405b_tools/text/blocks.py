@@ -1,7 +1,7 @@
-"""Log text as blocks that belong together: a line, or a whole traceback. Pure.
+"""Log text split into blocks that belong together: a line, or a whole traceback. Pure.
 
-A block's time is the one that its first line begins with, where that is credible, else when the line was seen to
-arrive; a line without a time follows its predecessor.
+A block's time is the one at the beginning of its first line, if credible, else the time at which the line arrived;
+a line without a time follows its predecessor.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 MAX_BLOCK_LINES = 500
-CREDIBLE_S = 600.0  # between the time a line says and the time it arrived; else the line means something else
+CREDIBLE_S = 600.0  # between a line's own time and its arrival; beyond that, it means something else
 INDENTED = re.compile(rb"\s+\S|\s*$")
 IN_TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^\s*(\[rank\d+\]:\s*)?Traceback")
 PREFIX = re.compile(rb"(\[rank\d+\]:\s?|E\d{4} [\d:.]+ \d+ [\w./]+:\d+\] ?)")
@@ -23,21 +23,21 @@ ISO = re.compile(r"\[?(\d{4})-(\d\d)-(\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,
 class Block:
     """Lines of one file that belong together."""
 
-    begin: int  # bytes into the file
+    begin: int  # offset in the file, in bytes
     end: int
-    text: str  # without the last line break
+    text: str  # without the final line break
 
 
 class Blocks:
-    """Cuts a file's bytes into blocks as they come; the last one is kept back while it may go on."""
+    """Splits a file's bytes into blocks as they arrive; holds back the last one, which may continue."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
         self.begin = 0
-        self.open = False  # within a traceback
+        self.open = False  # inside a traceback
 
     def feed(self, begin: int, data: bytes) -> Iterator[Block]:
-        """Take what follows (or, where ``begin`` says so, what stands elsewhere), and yield what is complete."""
+        """Take the next bytes (or bytes from elsewhere, according to ``begin``), and yield the complete blocks."""
         if begin != self.begin + sum(map(len, self.lines)):
             yield from self.flush()
             self.begin = begin
@@ -51,7 +51,7 @@ class Blocks:
             self.open = starts or (self.open and indented)  # "ValueError: …" ends it
 
     def flush(self) -> Iterator[Block]:
-        """Yield what was kept back."""
+        """Yield the block that was held back."""
         if self.lines:
             data = b"".join(self.lines)
             end = self.begin + len(data)
@@ -60,14 +60,14 @@ class Blocks:
 
 
 def split_lines(data: bytes) -> list[bytes]:
-    """Lines with their ends; a carriage return ends none: a progress bar writes many."""
+    """Split into lines, keeping their ends; a carriage return does not end one: progress bars write many."""
     return io.BytesIO(data).readlines()
 
 
 def time_of(text: str, arrived: float, utc_offset_s: float) -> float:
-    """When a block was written, in seconds since the epoch of its host's clock.
+    """Return when a block was written, in seconds since the epoch by its host's clock.
 
-    ``arrived``: when it was seen; ``utc_offset_s``: of the host's local time, which a time without a zone is in.
+    ``arrived``: when it was seen; ``utc_offset_s``: of the host's local time, assumed for a time without a zone.
     """
     said = _said(text, arrived, datetime.timezone(datetime.timedelta(seconds=utc_offset_s)))
     if said is None or abs(said - arrived) >= CREDIBLE_S or said > arrived + 1:

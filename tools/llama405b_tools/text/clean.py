@@ -1,4 +1,4 @@
-"""Log text made fit for a terminal: no escapes that it would obey, no tokens. Pure."""
+"""Make log text safe for a terminal: no escape sequences, no tokens. Pure."""
 
 import re
 
@@ -16,22 +16,22 @@ NAMED = re.compile(
 
 
 def clean(text: str) -> str:
-    """One block of a log, as a terminal may show it: what a progress bar wrote last, no controls, no tokens."""
+    """Clean one log block for a terminal: the last state of a progress bar, no control characters, no tokens."""
     lines = [_last_written(line) for line in text.split("\n")]
     return redact(CONTROLS.sub("�", ESCAPES.sub("", "\n".join(lines)).expandtabs()))
 
 
 def printable(line: str) -> str:
-    """One line of a screen, of the same length: nothing in it is a control."""
+    """Replace the control characters of a line; its length stays the same."""
     return LINE_CONTROLS.sub("�", line)
 
 
 def redact(text: str) -> str:
-    """``text`` without what looks like a token: its first letters stay, so that one can tell which it was."""
+    """Remove what looks like a token from ``text``, except its first letters, which tell which one it was."""
     text = TOKENS.sub(lambda match: f"{match[0][:4]}…REDACTED", text)
     return NAMED.sub(lambda match: match[0] if "REDACTED" in match[0] else f"{match[1]}…REDACTED", text)
 
 
 def _last_written(line: str) -> str:
-    """A line as it looks after its carriage returns: the last piece that is not empty."""
+    """Return a line as it looks after its carriage returns: the last non-empty piece."""
     return next((piece for piece in reversed(line.split("\r")) if piece.strip()), "")

@@ -1,4 +1,4 @@
-"""Lengths of time as people write them. Pure."""
+"""Durations as people write them. Pure."""
 
 import re
 
@@ -11,7 +11,7 @@ def seconds(text: str, where: str) -> float:
     """Read ``30s``, ``10m``, ``1h`` or plain seconds.
 
     Raises:
-        UserError: It is none of them.
+        UserError: The text is none of them.
     """
     match = SPAN.fullmatch(text)
     if not match or len(match[1]) > 9:

@@ -1,36 +1,36 @@
-"""How cluster-top writes values: short, and a dash for what is not known. Pure."""
+"""cluster-top's number formats: short, with a dash for unknown values. Pure."""
 
 from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
 DASH = "—"
-WIDE = 100  # columns from which lines have all their numbers
+WIDE = 100  # columns needed for lines with all their numbers
 
 
 def number(value: float | None, form: str) -> str:
-    """A number, or a dash where it is not known."""
+    """Format a number; a dash if unknown."""
     return DASH if value is None else format(value, form)
 
 
 def share(part: float | None, whole: float | None) -> float | None:
-    """``part`` of ``whole`` in percent; None where one is not known."""
+    """Return ``part`` of ``whole`` in percent; None if either is unknown."""
     return 100 * part / whole if part is not None and whole else None
 
 
 def first_known(*values: float | None) -> float | None:
-    """The first that is not None."""
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 def bar(percent: float | None) -> str:
-    """One of eight heights, or a dash where it is not known."""
+    """Draw a bar of one of eight heights; a dash if unknown."""
     if percent is None:
         return DASH
     return BARS[min(7, max(0, int(percent / 12.5)))]
 
 
 def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
-    """The values over time in so many columns, from their least (or 0) to their most (or ``top``)."""
+    """Draw values over time in ``width`` columns, from their minimum to their maximum (with ``top``: from 0 to it)."""
     if not values or width < 1:
         return ""
     columns = min(width, len(values))
@@ -43,7 +43,7 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
 
 
 def span(seconds: float | None) -> str:
-    """``0.8s``, ``12s``, ``3m``, ``5h02m``, ``1d7h``."""
+    """Format a duration: ``0.8s``, ``12s``, ``3m``, ``5h02m``, ``1d7h``."""
     if seconds is None:
         return DASH
     if seconds < 9.95:
@@ -58,7 +58,7 @@ def span(seconds: float | None) -> str:
 
 
 def amount(value: float | None) -> str:
-    """``8.7k``."""
+    """Format a number with a unit prefix: ``8.7k``."""
     if value is None:
         return DASH
     for limit, scale, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -68,7 +68,7 @@ def amount(value: float | None) -> str:
 
 
 def gbit(bytes_per_s: float | None) -> str:
-    """Gigabits a second."""
+    """Format a rate in gigabits per second."""
     if bytes_per_s is None:
         return DASH
     value = bytes_per_s * 8 / 1e9
@@ -76,10 +76,10 @@ def gbit(bytes_per_s: float | None) -> str:
 
 
 def gib(n_bytes: int | None) -> str:
-    """Whole GiB."""
+    """Format a size in whole GiB."""
     return DASH if n_bytes is None else f"{n_bytes / (1 << 30):,.0f}"
 
 
 def middle(name: str, width: int) -> str:
-    """A name that is too long, without its middle: the end tells hosts apart."""
+    """Shorten a long name in the middle, because its end tells hosts apart."""
     return name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"

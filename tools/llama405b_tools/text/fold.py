@@ -1,4 +1,4 @@
-"""The same line of many ranks as one: where it was said in front, its numbers as ranges. Errors are never folded. Pure."""
+"""Fold the same line of many ranks into one: ranks in front, numbers as ranges. Errors are never folded. Pure."""
 
 import collections
 import dataclasses
@@ -10,11 +10,11 @@ from llama405b_tools.text.merge import Entry
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d+)?(?!\w*\d)")
 ERROR = re.compile(r"error|exception|traceback|fatal|fail|killed|abort|segfault|nan\b|timed? ?out|xid", re.IGNORECASE)
-TAIL_DIGITS = re.compile(r"(.*?)(\d+)(\D*)")  # the last number of a name
+TAIL_DIGITS = re.compile(r"(.*?)(\d+)(\D*)")  # the last number in a name
 
 
 def is_error(entry: Entry) -> bool:
-    """Whether a block may be about something that went wrong: each of those counts by itself."""
+    """Whether a block may report a failure; such blocks are shown one by one."""
     return bool(ERROR.search(entry.text)) or "\n" in entry.text
 
 
@@ -24,7 +24,7 @@ class _Kind:
 
     groups: collections.deque[list[Entry]] = dataclasses.field(default_factory=collections.deque)
     n_out: int = 0  # groups of this kind that are complete
-    # host and rank -> group, counted from the first
+    # host and rank -> its next group, counted from the first
     next_of: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
 
@@ -37,7 +37,7 @@ class Fold:
         self.kinds: dict[tuple[str, str], _Kind] = {}
 
     def push(self, entry: Entry) -> Iterator[Sequence[Entry]]:
-        """Take an entry; yields the groups that are complete with it, oldest first."""
+        """Take an entry; yield the groups that it completes, oldest first."""
         yield from self.older_than(entry.time - self.window_s)
         if is_error(entry):
             yield from self.flush()
@@ -69,7 +69,7 @@ class Fold:
 
 
 class OneByOne(Fold):
-    """Folds nothing."""
+    """Yields every entry by itself."""
 
     def push(self, entry: Entry) -> Iterator[Sequence[Entry]]:
         """Yield the entry."""
@@ -77,7 +77,7 @@ class OneByOne(Fold):
 
 
 def text_of(group: Sequence[Entry]) -> str:
-    """The common text of a group, its numbers as ``least–most`` where they differ."""
+    """Return the common text of a group, with differing numbers as ``least–most``."""
     if len(group) == 1:
         return group[0].text
     columns = list(zip(*(NUMBER.findall(entry.text) for entry in group), strict=True))
@@ -94,14 +94,14 @@ def _value(number: str) -> float:
 
 
 def where_of(group: Sequence[Entry]) -> str:
-    """``gpu-[01-08] r0-63``: the hosts and ranks of a group, folded."""
+    """Return a group's hosts and ranks, folded: ``gpu-[01-08] r0-63``."""
     ranks = sorted({entry.rank for entry in group if entry.rank >= 0})
     hosts = fold_names(sorted({entry.host for entry in group}))
     return f"{hosts} {given('r{}', fold_numbers(ranks)) or 'torchrun'}"
 
 
 def fold_numbers(numbers: Sequence[int]) -> str:
-    """``0-3,7`` of sorted whole numbers."""
+    """Fold sorted integers: ``0-3,7``."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
@@ -112,7 +112,7 @@ def fold_numbers(numbers: Sequence[int]) -> str:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """``gpu-[01-08]`` of host names that differ in one number."""
+    """Fold host names that differ in one number: ``gpu-[01-08]``."""
     families: dict[tuple[str, str], list[str]] = {}
     folded: list[str] = []
     for name in names:

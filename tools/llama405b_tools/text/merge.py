@@ -1,6 +1,6 @@
-"""Many sources' log blocks as one sequence in time. Pure: takes entries and a clock's value, returns entries.
+"""Merge log blocks from many sources into one sequence in time. Pure: takes entries and a time, returns entries.
 
-A source is a file on a host, or a host at the operator's machine. Each keeps its own order.
+On a host a source is a file; on the operator's machine it is a host. Each source keeps its own order.
 """
 
 import collections
@@ -13,24 +13,24 @@ from collections.abc import Iterator, Sequence
 class Entry:
     """One block of one log."""
 
-    time: float  # seconds since the epoch: of the host's clock there, of the operator's here
+    time: float  # seconds since the epoch: host's clock on a host, operator's clock on the operator's machine
     host: str
-    file: str  # below the host's log directory
+    file: str  # relative to the host's log directory
     text: str
-    end: int = 0  # bytes into the file
+    end: int = 0  # offset in the file, in bytes
     rank: int = -1  # -1: torchrun's own log
     stream: str = ""  # out | err; "" for torchrun's own
 
     def at(self, time: float) -> "Entry":
-        """The same at another time."""
+        """Return a copy with another time."""
         return dataclasses.replace(self, time=time)
 
 
 class Merge:
-    """Takes entries source by source, and hands them out in order of time as far as that is certain."""
+    """Takes entries source by source, and returns them in order of time as far as the order is certain."""
 
     def __init__(self, most: int = 0) -> None:
-        """``most``: entries kept of one source; older ones are then dropped, and counted (0: none)."""
+        """``most``: entries to keep per source; older ones are dropped and counted (0: no limit)."""
         self.waiting: dict[str, collections.deque[Entry]] = {}
         self.last: dict[str, float] = {}
         self.open: set[str] = set()
@@ -38,16 +38,16 @@ class Merge:
         self.dropped: dict[str, int] = {}
 
     def begin(self, source: str) -> None:
-        """A source may have something to say: what the others say later waits for it."""
+        """Mark a source that may have entries: later entries of other sources wait for it."""
         self.open.add(source)
         self.waiting.setdefault(source, collections.deque(maxlen=self.most or None))
 
     def end(self, source: str) -> None:
-        """A source has nothing more to say for now: the others do not wait for it."""
+        """Mark a source that has no more entries for now: the others do not wait for it."""
         self.open.discard(source)
 
     def push(self, source: str, entries: Sequence[Entry]) -> None:
-        """Take what a source says; its times never go back."""
+        """Take a source's entries; its times never go backward."""
         self.begin(source)
         over = self.size(source) + len(entries) - self.most
         if self.most and over > 0:
@@ -58,11 +58,11 @@ class Merge:
             self.waiting[source].append(entry if entry.time == last else entry.at(last))
 
     def size(self, source: str) -> int:
-        """How many entries of a source wait."""
+        """Return how many entries of a source are waiting."""
         return len(self.waiting.get(source, ()))
 
     def pop(self, until: float = float("-inf")) -> Iterator[Entry]:
-        """Hand out, in order, all that nothing older can follow any more; up to ``until`` even without that certainty."""
+        """Yield, in order, the entries that nothing older can follow; up to ``until`` even if that is uncertain."""
         heap = [(entries[0].time, source) for source, entries in self.waiting.items() if entries]
         heapq.heapify(heap)
         lacking = {source for source in self.open if not self.waiting[source]}

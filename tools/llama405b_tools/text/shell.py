@@ -1,8 +1,8 @@
-"""Words of a shell line. Pure."""
+"""Quoting for shell lines. Pure."""
 
 import shlex
 
 
 def shell_path(path: str) -> str:
-    """A path for a shell line, with ``~/`` left to the host."""
+    """Quote a path for a shell line; the host expands ``~/``."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)

@@ -1,10 +1,10 @@
-"""Columns for a terminal. Pure."""
+"""Tables for a terminal. Pure."""
 
 from collections.abc import Sequence
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of columns, each as wide as it needs to be."""
+    """Format rows as columns, each as wide as it needs to be."""
     lines = [headings, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""cluster-top at a terminal: a Textual app that draws ``panels.screen`` and turns keys into choices."""
+"""cluster-top in a terminal: a Textual app that draws ``panels.screen`` and turns keys into choices."""
 
 import asyncio
 import os
@@ -22,9 +22,9 @@ from llama405b_tools.top.state.picture import HostRow, Picture, Verdict
 
 TICK_S, DRAW_EVERY_S = 0.25, 1.0
 FAR = 1 << 20  # lines: to the very end
-LEAVE_WITHIN_S = 3.0  # after a signal; then the process ends without ceremony
+LEAVE_WITHIN_S = 3.0  # after a signal; then the process exits without cleanup
 HELP, FIRST_ERROR = "HELP", "FIRST ERROR"
-VIEWS = {  # key -> what it shows on the whole screen: mode, and title of a text
+VIEWS = {  # key -> the view it opens: mode, and title of a text
     "enter": ("host", ""),
     "l": ("logs", ""),
     "v": ("events", ""),
@@ -37,8 +37,8 @@ MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
 
 
 def show(session: Session) -> int:
-    """Show it until the person leaves; returns the exit code of what was seen last, or 128 + the signal."""
-    for name in ("COLUMNS", "LINES"):  # the terminal itself says how large it is, and tells when that changes
+    """Show the screen until the user quits; return the exit code of the last picture, or 128 + the signal."""
+    for name in ("COLUMNS", "LINES"):  # the terminal itself reports its size, and any change of it
         os.environ.pop(name, None)
     app = TopApp(session)
     try:
@@ -68,7 +68,7 @@ class TopApp(App[int]):
         yield Static(id="all", markup=False)
 
     def on_mount(self) -> None:
-        """Begin to sample and to draw."""
+        """Start sampling and drawing."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.end_by, number)
@@ -76,7 +76,7 @@ class TopApp(App[int]):
         self.tick()
 
     def end_by(self, number: int) -> None:
-        """A signal: restore the screen, and leave nothing behind, even where the terminal is gone."""
+        """Handle a signal: restore the screen and leave nothing behind, even if the terminal is gone."""
         last_resort = threading.Timer(LEAVE_WITHIN_S, os._exit, (128 + number,))
         last_resort.daemon = True
         last_resort.start()
@@ -84,13 +84,13 @@ class TopApp(App[int]):
         self.exit(128 + number)
 
     def tick(self) -> None:
-        """Take what arrived, and draw now and then."""
+        """Take what arrived, and draw if it is time."""
         self.session.advance(self.session.source.now())
         if time.monotonic() - self.drawn_at >= DRAW_EVERY_S:
             self.draw()
 
     def draw(self, size: Size | None = None) -> None:
-        """Draw what is known."""
+        """Draw the current picture."""
         self.drawn_at = time.monotonic()
         self.pic = self.session.picture(logs=True)
         size = size or self.size
@@ -103,11 +103,11 @@ class TopApp(App[int]):
             self.draw(event.size)
 
     def action_leave(self) -> None:
-        """Leave."""
+        """Quit."""
         self.exit(self.pic.exit_code)
 
     def on_key(self, event: Key) -> None:
-        """Every key. Escape and a key typed at once arrive as one, alt and the key: it is taken as the two it was."""
+        """Handle a key. Escape followed quickly by a key arrives as alt plus that key; treat it as the two keys."""
         event.stop()
         key = event.key.removeprefix("alt+")
         for name in [key] if key == event.key else ["escape", key]:
@@ -152,7 +152,7 @@ class TopApp(App[int]):
             ui.odd_only = not ui.odd_only
 
     def _view(self, key: str, rows: list[HostRow]) -> None:
-        """Show what the key stands for, or go back from it."""
+        """Open the key's view, or go back if it is open."""
         ui, (mode, title) = self.ui, VIEWS[key]
         if ui.mode == mode and title in ("", ui.title):
             ui.mode, ui.back = "cluster", 0
@@ -182,7 +182,7 @@ class TopApp(App[int]):
             self._scroll({"pageup": -page, "pagedown": page, "home": -FAR, "end": FAR}[key])
 
     def _scroll(self, down: int) -> None:
-        """By lines; in a text from its beginning, in the logs and events from the newest."""
+        """Scroll by lines: a text counts from its beginning, logs and events from the newest."""
         most, up = len(self.session.logs.lines), -down
         if self.ui.mode != "logs":
             most = len(panels.whole_text(self.pic, self.ui, self.size.width))
@@ -194,7 +194,7 @@ class TopApp(App[int]):
         self.ui.mode, self.ui.title, self.ui.lines, self.ui.back = "text", title, lines, 0
 
     def _first_error(self) -> None:
-        """From the hosts where they are live, else from the lines of the recording."""
+        """Show the first error: from the hosts if they are live, else from the recording's lines."""
         fleet, run = self.session.fleet, self.session.cluster.wanted or self.session.cluster.run
         if fleet is None:
             found = self.session.logs.first_error()
@@ -208,7 +208,7 @@ class TopApp(App[int]):
         def look() -> None:
             try:
                 lines = first_error.find(fleet, *ask_hosts(fleet, run or None))[1]
-            except Exception as error:  # noqa: BLE001 - said on screen, which goes on
+            except Exception as error:  # noqa: BLE001 - shown on screen, which continues
                 lines = [str(error)]
             self.call_from_thread(self._text, FIRST_ERROR, lines)
 

@@ -1,4 +1,4 @@
-"""The logs as cluster-top shows them: the same engine as ``llama405b logs``, folded, the newest lines kept."""
+"""The logs in cluster-top: the newest lines, folded, by the same engine as ``llama405b logs``."""
 
 import collections
 import threading
@@ -15,24 +15,24 @@ from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.sources import Live, SourceEvent
 
 KEPT = 3000
-TAIL = 100  # lines of each file to begin with
+TAIL = 100  # lines of each file at first
 
 
 class LogPane:
-    """Takes log blocks in order of time, and keeps folded lines."""
+    """Takes log blocks in order of time, and keeps the folded lines."""
 
     def __init__(self) -> None:
         self.fold = Fold()
         self.lines: collections.deque[LogLine] = collections.deque(maxlen=KEPT)
 
     def take(self, host: str, entries: Sequence[tuple[float, str, str]], first_rank: int) -> None:
-        """Blocks of one host: [operator's clock, file, text]."""
+        """Take blocks of one host: [operator's clock, file, text]."""
         for moment, file, text in entries:
             for group in self.fold.push(entry_of(host, moment, file, text, 0.0, first_rank)):
                 self._add(group)
 
     def settle(self, now: float) -> None:
-        """Nothing older than the fold's window will be added to."""
+        """Add the groups that are older than the fold's window: they are complete."""
         for group in self.fold.older_than(now - self.fold.window_s):
             self._add(group)
 
@@ -43,13 +43,13 @@ class LogPane:
             self.lines.append(LogLine(group[0].time, where_of(group), line, is_error(group[0]), hosts))
 
     def first_error(self) -> int | None:
-        """How many lines up from the newest the first error is."""
+        """Return how many lines up from the newest the first error is."""
         ups = (up for up, line in enumerate(reversed(self.lines)) if line.is_error)
         return max(ups, default=None)
 
 
 class LogStream:
-    """Reads the logs of a run in a thread, and puts them among the source's events."""
+    """Reads the logs of a run in a thread, and adds them to the source's events."""
 
     def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
         request = StreamRequest(run, "", follow=True, tail=TAIL)
@@ -64,12 +64,12 @@ class LogStream:
             self.source.arrived.put(SourceEvent(time.time(), entry.host, entries=(block,)))
 
     def dropped(self, counts: Mapping[str, int]) -> None:
-        """See ``logs.Sink``; the oldest go in this pane anyway."""
+        """See ``logs.Sink``; this pane drops the oldest anyway."""
 
     def note(self, text: str) -> None:
-        """See ``logs.Sink``: a line of its own, without the reason, so that a net that is cut is one line for all hosts."""
+        """See ``logs.Sink``. Omits the reason, so that a network failure folds into one line for all hosts."""
         host = text.partition(": ")[0]
-        block = (time.time(), "", "(cluster-top reads no log lines from here; `llama405b logs` says why)")
+        block = (time.time(), "", "(cluster-top cannot read logs from this host; `llama405b logs` says why)")
         self.source.arrived.put(SourceEvent(time.time(), host, entries=(block,)))
 
     def close(self) -> None:

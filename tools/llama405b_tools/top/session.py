@@ -1,4 +1,4 @@
-"""cluster-top's state: a source of events, and what is made of them."""
+"""cluster-top's state: a source of events, and the picture made from them."""
 
 import re
 import time
@@ -11,14 +11,14 @@ from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay, Sou
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, Picture
 
-FIRST_S = 14.0  # for every host to answer or fail, before --once prints what there is
+FIRST_S = 14.0  # for every host to answer or fail; then --once prints what it has
 PLAIN_WIDTH = 120
 GUARD_EVERY_S = 3.0
-LOGS_WAIT_S = 4.0  # for all hosts to tell of the run
+LOGS_WAIT_S = 4.0  # for all hosts to report the run
 
 
 class Session:
-    """A source and what is made of it."""
+    """A source of events, and the state made from them."""
 
     def __init__(
         self, source: EventSource, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
@@ -30,12 +30,12 @@ class Session:
         self.log_of: tuple[str, int] | None = None  # run and attempt
         self.log_since = 0.0
         self.log_streams: list[LogStream] = []
-        self.log_hosts: set[str] = set()  # that they read
+        self.log_hosts: set[str] = set()  # hosts they read
         self.guard_at = 0.0
-        self.moment = source.now()  # up to which all was taken
+        self.moment = source.now()  # up to which events were taken
 
     def advance(self, until: float) -> None:
-        """Take what arrives until a moment of the source's clock."""
+        """Take the events up to a moment of the source's clock."""
         self.moment = until
         for event in self.source.events(until):
             self.take(event)
@@ -59,12 +59,12 @@ class Session:
             self.logs.take(event.host, event.entries, self.cluster.first_rank(event.host))
 
     def look(self, event: SourceEvent) -> None:
-        """Judge the moment of an event, so that what began and ended meanwhile is among the events."""
+        """Judge the moment of an event, so that what begins and ends between two pictures is noticed too."""
         if event.host == self.source.hosts[-1]:
             self.cluster.advance(event.t)
 
     def picture(self, *, logs: bool) -> Picture:
-        """What it is now; with ``logs``, those of the run are followed from now on."""
+        """Return the current picture; with ``logs``, start to follow the run's logs."""
         if self.fleet and time.monotonic() > self.guard_at:
             self.guard_at = time.monotonic() + GUARD_EVERY_S
             self.cluster.guard = guard_shown(self.cluster.run)
@@ -79,7 +79,7 @@ class Session:
         return self.cluster.picture()
 
     def _follow_logs(self, fleet: Fleet) -> None:
-        """Read the logs of every host that tells of the run: of those that are there at first in order of time."""
+        """Read the logs of every host that reports the run; those present at the start are merged in order of time."""
         of, ranks = self.cluster.log_source()
         if of != self.log_of:
             self._change_logs(of)
@@ -91,7 +91,7 @@ class Session:
 
     def _change_logs(self, of: tuple[str, int] | None) -> None:
         self._end_logs()
-        if of and self.log_of and of[0] != self.log_of[0]:  # another run's lines would be taken for its
+        if of and self.log_of and of[0] != self.log_of[0]:  # or another run's lines would seem to be its own
             self.logs = LogPane()
         self.log_of, self.log_since = of, time.monotonic()
 
@@ -101,13 +101,13 @@ class Session:
         self.log_streams, self.log_hosts = [], set()
 
     def close(self) -> None:
-        """Nothing stays on the hosts."""
+        """End everything; nothing stays on the hosts."""
         self._end_logs()
         self.source.close()
 
 
 def guard_shown(run: str) -> GuardShown:
-    """What the guard of a run on this machine does."""
+    """Return what a run's guard on this machine does."""
     if not re.fullmatch(r"[\w.-]+", run) or not (found := guard_record.of_run(run)):
         return GuardShown.NONE
     if found.gone:

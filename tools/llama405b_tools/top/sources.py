@@ -1,6 +1,6 @@
 """Where cluster-top's events come from: samplers on live hosts, a recording, or the simulated incident.
 
-A recording is a header and then an event per line, as JSON; with a name that ends in ``.gz`` it is compressed.
+A recording is a header followed by one event per line, as JSON; it is compressed if its name ends in ``.gz``.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ RETRY_S = 5.0
 PING_S = 10.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_LINE = 1 << 24
-END_OF_TIME = 1e11  # seconds since the epoch; what calendars can write
-GZIP = b"\x1f\x8b"  # how such a file begins (RFC 1952)
-LAST_LINE = '{"end": true}'  # of a recording that is whole
+END_OF_TIME = 1e11  # seconds since the epoch; the most that calendars can write
+GZIP = b"\x1f\x8b"  # how a gzip file begins (RFC 1952)
+LAST_LINE = '{"end": true}'  # of a complete recording
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceEvent:
-    """One thing that arrived, or happened here."""
+    """Something that arrived, or happened on this machine."""
 
     t: float  # operator's clock, seconds since the epoch
     host: str
-    frame: Json = None  # from the sampler, as JSON has it: the cluster reads it
+    frame: Json = None  # JSON from the sampler; the cluster parses it
     link: tuple[str, str] | None = None  # state and why
     entries: tuple[tuple[float, str, str], ...] = ()  # log blocks: operator's clock, file, text
     note: str = ""
@@ -50,7 +50,7 @@ class SourceEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """What a recording begins with."""
+    """The first line of a recording."""
 
     llama405b_recording: int
     hosts: tuple[str, ...]
@@ -58,10 +58,10 @@ class Header:
     badge: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no recording begins with.
+        """Refuse an invalid header.
 
         Raises:
-            ValueError: It is such.
+            ValueError: It is invalid.
         """
         if not self.hosts or any(CONTROLS.search(word) for word in (*self.hosts, self.badge)):
             raise ValueError
@@ -70,10 +70,10 @@ class Header:
 
 
 class Live:
-    """A sampler on every host, over a kept connection; one that breaks is made again."""
+    """A sampler on every host, over a kept connection that is made again when it breaks."""
 
     def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
-        """``elsewhere``: the hosts' files are on this machine, but the hosts are others."""
+        """``elsewhere``: the hosts' files are on this machine, but the hosts are other machines."""
         self.fleet, self.interval_s, self.badge = fleet, interval_s, ""
         self.request = {"run": run, "stay": "", "interval_s": interval_s, "elsewhere": elsewhere}
         self.hosts: Sequence[str] = list(fleet.hosts)
@@ -94,20 +94,20 @@ class Live:
         return False
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """What happened up to a moment of this source's clock; waits for the first until then."""
+        """Yield what happened up to a moment of this source's clock; wait for the first event until then."""
         with contextlib.suppress(queue.Empty):
             yield self.arrived.get(timeout=max(0.0, until - time.time()))
             while True:
                 yield self.arrived.get_nowait()
 
     def stay(self, run: str) -> None:
-        """Have every host that knows a run tell of it, whatever else lives there; '': of the newest that lives."""
+        """Have every host that knows the run report it, whatever else is live there; '': the newest live run."""
         if run != self.request["stay"]:
             self.request["stay"] = run
             self.news.set()
 
     def close(self) -> None:
-        """Let go of everything: a sampler ends with its standard input, and nothing stays on the hosts."""
+        """Close everything: a sampler ends with its standard input, and nothing stays on the hosts."""
         self.closing.set()
         self.news.set()
         for stream in list(self.open.values()):
@@ -117,12 +117,12 @@ class Live:
         while not self.closing.is_set():
             try:
                 said = self._listen(name)
-                kind, why = HostState.DOWN, f"the sampler ended: {said or 'it said nothing'}"
+                kind, why = HostState.DOWN, f"the sampler ended: {said or 'it printed nothing'}"
                 self.fleet.forget(name, unless_open=True)
             except HostError as error:
                 kind, why = HostState(error.kind), str(error)
                 self.fleet.forget(name)
-            except Exception as error:  # noqa: BLE001 - said on screen, which goes on
+            except Exception as error:  # noqa: BLE001 - shown on screen, which continues
                 kind, why = HostState.DOWN, str(error) or type(error).__name__
             if self.closing.is_set():
                 return
@@ -130,14 +130,14 @@ class Live:
             self.closing.wait(RETRY_S)
 
     def _listen(self, name: str) -> str:
-        """Take frames until they end; the last line that was none says why."""
+        """Take frames until they end; return the last line that is not a frame, which says why."""
         request = {"workdir": self.fleet.workdir(name), "host": name} | self.request
         stdin = carried.standard_input("sampler", request)
-        with self.connecting:  # not all at once: a handshake that waits for its turn too long fails
+        with self.connecting:  # not all at the same time: a handshake that waits too long for its turn fails
             connection = self.fleet.connection(name)
             stream = self.open[name] = connection.stream(carried.command("sampler"), stdin)
         last = ""
-        if self.closing.is_set():  # meanwhile
+        if self.closing.is_set():  # since the check above
             stream.close()
         self.arrived.put(SourceEvent(time.time(), name, link=(HostState.OK, "")))
         for line in stream:
@@ -150,7 +150,7 @@ class Live:
         return last
 
     def _ping(self) -> None:
-        """Say what is new, and that somebody is there: a sampler that hears nothing for a minute ends."""
+        """Send what is new, and a sign of life: a sampler that receives nothing for a minute ends."""
         while not self.closing.is_set():
             self.news.wait(PING_S)
             self.news.clear()
@@ -161,7 +161,7 @@ class Live:
 
 
 class Replay:
-    """Events of a recording, as fast as they came (times ``speed``)."""
+    """Events of a recording, at their original speed times ``speed``."""
 
     def __init__(self, header: Header, events: Iterator[SourceEvent], badge: str, speed: float = 1.0) -> None:
         self.hosts: Sequence[str] = header.hosts
@@ -169,11 +169,11 @@ class Replay:
         self.rest = events
         self.next: SourceEvent | None = next(events, None)
         self.begin = self.next.t if self.next else 0.0
-        self.last = self.begin  # of what was yielded
+        self.last = self.begin  # time of the last event that was yielded
         self.began = time.monotonic()
 
     def now(self) -> float:
-        """The moment on this source's clock: the recording's."""
+        """The moment on this source's clock, which is the recording's."""
         return self.last if self.next is None else self.begin + (time.monotonic() - self.began) * self.speed
 
     def done(self) -> bool:
@@ -181,12 +181,12 @@ class Replay:
         return self.next is None
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """What happened up to a moment of this source's clock; waits until then."""
+        """Yield what happened up to a moment of this source's clock; wait until then."""
         yield from self._up_to(until)
         time.sleep(max(0.0, (until - self.now()) / self.speed))
 
     def to_the_end(self) -> Iterator[SourceEvent]:
-        """All that is left, at once; the clock stands at the last of it."""
+        """Yield all that is left without waiting; the clock then stands at the last event."""
         return self._up_to(math.inf)
 
     def _up_to(self, until: float) -> Iterator[SourceEvent]:
@@ -206,7 +206,7 @@ def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
     """Open a recording, or the simulated incident (``demo``).
 
     Raises:
-        UserError: The file cannot be read, or is no recording.
+        UserError: The file cannot be read, or is not a recording.
     """
     if name == "demo":
         names = simulate.names(demo_hosts)
@@ -234,7 +234,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
-    """The events, up to where the file ends or stops making sense: a recording may end with its machine."""
+    """Yield the events up to where the file ends or becomes invalid: the machine may have died while recording."""
     last, whole = 0.0, False
     with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
         for line in lines:
@@ -245,7 +245,7 @@ def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
                 if event.host in hosts and 0 <= event.t < END_OF_TIME:
                     last = event.t
                     yield event
-    words = "the recording ends" if whole else "the recording is cut short here; what came after is not known"
+    words = "the recording ends" if whole else "the recording is cut short here; what followed is unknown"
     yield SourceEvent(last, max(hosts), note=words)
 
 
@@ -256,7 +256,7 @@ def _opened(path: Path, mode: Literal["rt", "xt"], *, zipped: bool) -> IO[str]:
 
 
 class Recorder:
-    """Writes what a source yields to a file."""
+    """Writes a source's events to a file."""
 
     def __init__(self, path: Path, source: EventSource) -> None:
         """Begin a recording.
@@ -269,7 +269,7 @@ class Recorder:
         except FileExistsError:
             raise UserError(f"--record: {path} exists; take another name") from None
         except OSError as error:
-            raise UserError(f"--record: {path} cannot be written ({error.strerror}); name another") from None
+            raise UserError(f"--record: {path} cannot be written ({error.strerror}); take another file") from None
         self._write(reader.dumps(Header(1, tuple(source.hosts), source.interval_s, source.badge)))
 
     def write(self, event: SourceEvent) -> None:

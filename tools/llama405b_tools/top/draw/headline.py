@@ -1,6 +1,6 @@
 """The first lines of cluster-top: what runs where, how it goes, and the verdict. Pure.
 
-Where a line is too long, its least important parts are left out.
+If a line is too long, its least important parts are omitted.
 """
 
 import textwrap
@@ -11,13 +11,13 @@ from rich.text import Text
 from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, Training, Verdict, known
 
-Part = tuple[int, Text]  # and how soon it is left out
+Part = tuple[int, Text]  # the highest number is omitted first
 VERDICTS = {Verdict.HEALTHY: ("●", "green"), Verdict.DEGRADED: ("▲", "yellow"), Verdict.CONNECTING: ("…", "yellow")}
 PHASE_STYLES = {RunPhase.HUNG: "bold red", RunPhase.FAILED: "bold red", RunPhase.TRAIN: "bold green"}
 
 
 def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
-    """What runs where, how it goes, and the verdict, which may take ``max_lines``."""
+    """Return what runs where, how it goes, and the verdict, which may take ``max_lines``."""
     run, ages, first = pic.training, known(row.age_s for row in pic.hosts), Text()
     parts = [
         (0, _alarm(f"hosts {pic.fresh}/{len(pic.hosts)}", when=pic.fresh < len(pic.hosts))),
@@ -51,7 +51,7 @@ def _gpus(pic: Picture) -> str:
 
 
 def _parts(run: Training, pic: Picture, width: int) -> Iterator[Part]:
-    """What is said of the run in the first line, after its phase."""
+    """Yield the parts of the first line that follow the run's phase."""
     yield 2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")
     yield 1, Text(_risk(run, pic, short=width < WIDE))
     if run.attempt > 1:
@@ -63,7 +63,7 @@ def _parts(run: Training, pic: Picture, width: int) -> Iterator[Part]:
 
 
 def _alarm(words: str, *, when: bool) -> Text:
-    """Red where it is wrong."""
+    """Return the words, red if something is wrong."""
     return Text(words, "bold red" if when else "")
 
 
@@ -83,7 +83,7 @@ def _risk(run: Training, pic: Picture, *, short: bool) -> str:
 
 def _no_run(pic: Picture) -> Text:
     if not pic.fresh:
-        return Text("no host is heard: whether a run lives is not known", "dim")
+        return Text("no host has reported: it is unknown whether a run is live", "dim")
     where = pic.workdirs[0] if len(pic.workdirs) == 1 else "their working directories"
     return Text(f"no run in {where} on these hosts; `llama405b launch` starts one", "dim")
 
@@ -112,7 +112,7 @@ def _progress(run: Training, width: int) -> Text:
 
 
 def _joined(first: Text, parts: Sequence[Part], width: int, between: str = " │ ") -> Text:
-    """As many parts as fit, those with the highest number left out first."""
+    """Join as many parts as fit; those with the highest number are omitted first."""
     kept = list(parts)
     while kept and first.cell_len + sum(len(between) + part.cell_len for _, part in kept) > width:
         kept.remove(max(kept, key=lambda entry: entry[0]))

@@ -1,4 +1,4 @@
-"""Lines of cluster-top that are words: of logs, of events, of help. Pure."""
+"""cluster-top's lines of text: logs, events, help. Pure."""
 
 import dataclasses
 import datetime
@@ -25,7 +25,7 @@ class LogLine:
 
 
 def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[Text]:
-    """The newest lines, ``back`` lines up."""
+    """Return the newest lines, scrolled up by ``back`` lines."""
     if room < 1:
         return []
     end = len(logs) - back
@@ -40,7 +40,7 @@ def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[
 
 
 def event_line(event: Change) -> Text:
-    """One line."""
+    """Draw one event."""
     sign, style = SIGNS[event.level]
     line = Text(_clock(event.time), "dim")
     line.append(f"{sign} {given('{} ', event.host)}{event.text}", style)
@@ -48,7 +48,7 @@ def event_line(event: Change) -> Text:
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """A line of words over as many lines as it takes, further ones as far in as its text begins."""
+    """Wrap a line of text, indenting the further lines relative to where its text begins."""
     indent = " " * min(len(line) - len(line.lstrip()) + 2, max(0, width // 4))
     return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
 
@@ -58,5 +58,5 @@ def _clock(moment: float) -> str:
 
 
 def rule(title: str, width: int) -> Text:
-    """A heading across the screen."""
+    """Return a heading as wide as the screen."""
     return Text(f"── {title} {'─' * max(0, width - len(title) - 4)}", "dim")

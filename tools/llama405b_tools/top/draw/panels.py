@@ -1,6 +1,6 @@
-"""The screen of cluster-top: a picture in, lines of rich text out. Pure; the app, ``--once`` and the tests draw with it.
+"""The screen of cluster-top: a picture in, lines of rich text out. Pure; used by the app, ``--once`` and the tests.
 
-One row a host, worst first. High power is good and is not coloured; what deviates is, and has a sign beside its colour.
+One row per host, worst first. High power is good and is not colored; deviations are colored, and also have a sign.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
 from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, ProcessRow, RankRow, known
 
-SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # what is not known comes last
+SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown values come last
     "worst": lambda row: (-row.severity, -len(row.notes)),
     "name": lambda _: (),
     "power": lambda row: (row.power_pct is None, row.power_pct or 0.0),
@@ -24,10 +24,10 @@ SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # what is not 
 }
 SORTS = tuple(SORT_KEYS)
 VERDICT_LINES = 2  # on a screen
-MAX_CELLS = 8  # GPUs shown as numbers; more are bars
+MAX_CELLS = 8  # GPUs shown as numbers; more are shown as bars
 STYLES = {0: "", 1: "yellow", 2: "bold red"}  # by severity
 ODD = "bold yellow"
-WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether it has any
+WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether the host has any
 KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
 SHORT_KEYS, BACK_KEYS = "↑↓ ⏎ / s o l e ? q", "Esc back  PgUp PgDn  q quit"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
@@ -53,7 +53,7 @@ States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no c
 
 @dataclasses.dataclass(slots=True)
 class Ui:
-    """What the person at the keyboard chose."""
+    """The user's choices."""
 
     mode: str = "cluster"  # cluster | host | logs | events | text
     selected: str = ""
@@ -62,13 +62,13 @@ class Ui:
     filter: str = ""
     typing: bool = False
     page: int = 0
-    back: int = 0  # lines up from the newest, in the log view
+    back: int = 0  # lines scrolled up from the newest, in the log view
     title: str = ""
-    lines: Sequence[str] = ()  # of the mode "text"
+    lines: Sequence[str] = ()  # in mode "text"
 
 
 def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: int) -> list[Text]:
-    """Exactly ``height`` lines of ``width`` columns."""
+    """Draw exactly ``height`` lines of ``width`` columns."""
     top = headline(pic, width, VERDICT_LINES)
     room = height - len(top) - 1
     if ui.mode in ("text", "events"):
@@ -89,7 +89,7 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
 
 
 def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
-    """All lines of the mode "text" or "events", as many as they take at this width."""
+    """Return all lines of mode "text" or "events", wrapped to this width."""
     lines = ui.lines
     if ui.mode != "text":
         lines = [event_line(event).plain for event in pic.events]
@@ -97,7 +97,7 @@ def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
 
 
 def _words(pic: Picture, ui: Ui, width: int, room: int) -> list[Text]:
-    """A text from its beginning, or the events up to the newest."""
+    """Draw a text from its beginning, or the events up to the newest."""
     lines = whole_text(pic, ui, width)
     title, begin, end = ui.title, ui.back, ui.back + room - 1
     if ui.mode == "events":
@@ -107,7 +107,7 @@ def _words(pic: Picture, ui: Ui, width: int, room: int) -> list[Text]:
 
 
 def listed(pic: Picture, ui: Ui, width: int) -> list[Text]:
-    """All of it without a screen's limit: every host, what stands out, and the events."""
+    """Draw everything, without a screen's limit: every host, what stands out, and the events."""
     rows = ordered(pic, ui)
     if not rows:
         return [*headline(pic, width), Text(_none(ui))]
@@ -124,7 +124,7 @@ def listed(pic: Picture, ui: Ui, width: int) -> list[Text]:
 
 
 def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
-    """The hosts to show, in order."""
+    """Return the hosts to show, in order."""
     words = ui.filter.lower()
     rows = [row for row in pic.hosts if words in f"{row.name} {row.state} {row.why} {' '.join(row.notes)}".lower()]
     if ui.odd_only:
@@ -153,12 +153,12 @@ def _none(ui: Ui) -> str:
 
 
 def selected_row(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
-    """The host that is selected; the first where none is."""
+    """Return the selected host; the first if none is selected."""
     return next((row for row in rows if row.name == ui.selected), next(iter(rows), None))
 
 
 def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
-    """A line a host."""
+    """Draw one line per host."""
     numbers, area, what = _gpu_columns(rows)
     name_width = _name_width(rows, 22)
     columns = f"{'MEM%':>4} {'TEMP':>4} {'Gb/s':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
@@ -176,7 +176,7 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
 
 
 def _gpu_columns(rows: Sequence[HostRow]) -> tuple[str, int, str]:
-    """Of the wide grid: their heading, their width, what their numbers are."""
+    """Return the heading and width of the wide grid's GPU columns, and what their numbers mean."""
     n_gpus, numbers, what = _most_gpus(rows), "CPU", ""
     area = max(8, n_gpus)
     if n_gpus:
@@ -197,7 +197,7 @@ def _name_width(rows: Sequence[HostRow], most: int) -> int:
 
 
 def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
-    """A host's line, as far as its name."""
+    """Begin a host's line, up to its name."""
     sign, style = "  ", ""
     if is_selected:
         sign, style = "▶ ", "bold"
@@ -221,7 +221,7 @@ def _figures(row: HostRow) -> str:
 
 
 def _cells(row: HostRow, area: int) -> Text:
-    """A number a GPU; bars where they are many; the history of the CPU where there is none."""
+    """Draw a number per GPU; bars if there are many; the CPU's history if there is none."""
     if row.state in (HostState.CONNECTING, *LINK_STATES):
         return Text(DASH, "dim")
     style = "dim" if row.state is HostState.STALE else ""
@@ -250,14 +250,14 @@ def _bars(row: HostRow) -> Text:
 
 
 def _columns(rows: Sequence[HostRow], width: int) -> tuple[int, int, int, int]:
-    """Of the compact grid: GPUs shown, width of a name, width of a host, hosts beside each other."""
+    """Lay out the compact grid: GPUs shown, width of a name, width of a host, hosts per line."""
     n_gpus, name_width = _most_gpus(rows), _name_width(rows, 16)
     cell = 2 + name_width + 1 + max(n_gpus, 7) + 1 + 18
     return n_gpus, name_width, cell, max(1, (width + 2) // (cell + 2))
 
 
 def n_pages(pic: Picture, ui: Ui, width: int, height: int) -> int:
-    """How many pages the hosts take."""
+    """Return how many pages the hosts take."""
     rows, (room, _) = ordered(pic, ui), _rooms(pic, height - len(headline(pic, width, VERDICT_LINES)) - 1)
     if width >= WIDE and len(rows) <= room:
         return 1
@@ -265,14 +265,14 @@ def n_pages(pic: Picture, ui: Ui, width: int, height: int) -> int:
 
 
 def _rooms(pic: Picture, room: int) -> tuple[int, int]:
-    """Lines for hosts, below their heading, and for events."""
+    """Return the lines for hosts, below their heading, and for events."""
     most = next((lines for least, lines in ((45, 8), (24, 4)) if room > least), 2)
     n_events = min(len(pic.events), most)
     return max(4, room - 1 - n_events - 4 - 1), n_events
 
 
 def _grid(pic: Picture, ui: Ui, rows: Sequence[HostRow], selected: HostRow | None, width: int, room: int) -> list[Text]:
-    """The hosts: a line each where there is room, else several a line, in columns; a page of them."""
+    """Draw a page of hosts: one per line if there is room, else several per line, in columns."""
     if width >= WIDE and len(rows) <= room:
         return _wide(rows, selected)
     n_gpus, name_width, cell, columns = _columns(rows, width)
@@ -320,7 +320,7 @@ def _short(row: HostRow, name_width: int, n_gpus: int, *, is_selected: bool) -> 
 
 
 def _gpu_lines(row: HostRow, width: int) -> list[Text]:
-    """The GPUs of a host, a line each."""
+    """Draw the GPUs of a host, one per line."""
     if not row.gpus:
         return []
     lines = [rule(f"{row.name}  {row.gpus[0].name}", width)]
@@ -337,7 +337,7 @@ def _gpu_lines(row: HostRow, width: int) -> list[Text]:
 
 
 def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int) -> list[Text]:
-    """One host: its GPUs, ranks, processes, network and log lines."""
+    """Draw one host: its GPUs, ranks, processes, network and log lines."""
     row = selected_row(ordered(pic, ui), ui)
     if row is None:
         return [Text("no host", "dim")]
@@ -350,7 +350,7 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
         )
     )
     lines += [Text(f"  ! {note}", "yellow") for note in row.notes]
-    lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are not known", "dim")]
+    lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are unknown", "dim")]
     lines += [rule("RANKS", width), *map(_rank_line, row.ranks)]
     lines += [rule("PROCESSES", width), *map(_process_line, row.processes)]
     mine = [line for line in logs if row.name in line.hosts]

@@ -1,1 +1,1 @@
-"""What the hosts say, folded into a picture, with judgements. Pure."""
+"""What the hosts report, folded into a picture, with judgments. Pure."""

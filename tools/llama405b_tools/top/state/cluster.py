@@ -1,6 +1,6 @@
-"""The state of a cluster, folded from the hosts' frames and links. Pure: every moment is given, none is read.
+"""The state of a cluster, folded from the hosts' frames and links. Pure: times are passed in, no clock is read.
 
-``take``, ``link`` and ``advance`` change it; ``picture`` only looks.
+``take``, ``link`` and ``advance`` change it; ``picture`` does not.
 """
 
 import collections
@@ -28,25 +28,25 @@ from llama405b_tools.top.state.picture import (
 from llama405b_tools.top.state.verdicts import BeatId, Note
 
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
-STAY_S = 60.0  # with a run that died, for its guard to bring it back
-RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # of the run on a host, not of the host
+STAY_S = 60.0  # with a run that died, for its guard to restart it
+RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # trouble of the run on a host, not of the host
 LEVELS = {
     **dict.fromkeys(RUN_TROUBLE, Level.BAD),
     **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), Level.WARNING),
-}  # of the states that are said when a host is judged; a link's trouble is said as it happens
+}  # of states noted when a host is judged; a link's trouble is noted as it happens
 LINKS = {str(state): state for state in (HostState.OK, *LINK_STATES)}
 
 
 class Trouble(NamedTuple):
-    """Something that is wrong now, and was said."""
+    """Something that is wrong now, and has been noted."""
 
-    key: str  # without the numbers that change
+    key: str  # text without the numbers that change
     text: str
-    of_run: bool  # of the run that is shown: over when another is
+    of_run: bool  # of the run that is shown: over when another run is shown
 
 
 class Cluster:
-    """Takes what arrives; ``picture`` says what it means."""
+    """Takes what arrives; ``picture`` tells what it means."""
 
     def __init__(self, hosts: Sequence[str], interval_s: float, *, hang_after_s: float = 60.0, badge: str = "") -> None:
         self.hosts = {name: HostView(name) for name in hosts}
@@ -56,22 +56,22 @@ class Cluster:
         self.metrics_of: dict[str, collections.deque[StepMetrics]] = collections.defaultdict(
             lambda: collections.deque(maxlen=KEPT_METRICS)
         )
-        self.hung: BeatId | None = None  # the heartbeat that is a hang
+        self.hung: BeatId | None = None  # the heartbeat judged to be a hang
         self.load = NOT_LOADING
         self.standing: dict[tuple[str, str], Trouble] = {}  # by host and kind
         self.events: collections.deque[Change] = collections.deque(maxlen=KEPT_EVENTS)
         self.alive_at = 0.0  # when the run that is shown was last seen alive
-        self.stay = ""  # the run that hosts are to go on telling of; "" where the newest that lives is to be shown
+        self.stay = ""  # the run that hosts keep reporting; "" to show the newest live run
         self.guard = GuardShown.NONE
-        self.wanted = ""  # the run that was asked for
-        self.found = self._look(0.0)  # at the moment that was advanced to
+        self.wanted = ""  # the run requested by --run
+        self.found = self._look(0.0)  # at the moment last advanced to
 
     def note(self, text: str, now: float) -> None:
-        """Something that happened here, at the operator's."""
+        """Note something that happened on the operator's machine."""
         self._event(now, "", Level.WARNING, text)
 
     def link(self, host: str, state: str, why: str, now: float) -> None:
-        """A connection was made (OK), or was not: AUTH, REFUSED, TIMEOUT or DOWN, and why."""
+        """Take the state of a connection: OK, or AUTH, REFUSED, TIMEOUT or DOWN, and why."""
         known, found = self.hosts[host], LINKS.get(state, HostState.DOWN)
         if found is HostState.OK:
             self._over(host, "link", now)
@@ -80,11 +80,11 @@ class Cluster:
         known.link, known.why, known.linked_at = found, clean(why), now
 
     def take(self, host: str, arrived: Json, now: float) -> None:
-        """A frame arrived, as JSON has it."""
+        """Take a frame, as parsed JSON."""
         try:
             frame = reader.read(Frame, arrived, "frame")
         except reader.MalformedError as error:
-            self.link(host, HostState.DOWN, f"its sampler sends what cannot be read ({error})", now)
+            self.link(host, HostState.DOWN, f"its sampler sends frames that cannot be read ({error})", now)
             return
         self._over(host, "link", now)
         for words in self.hosts[host].take(frame, now):
@@ -92,12 +92,12 @@ class Cluster:
         if frame.run:
             metrics = self.metrics_of[frame.run.name]
             for each in frame.run.metrics:
-                while metrics and metrics[-1].step >= each.step:  # a resumed run goes back
+                while metrics and metrics[-1].step >= each.step:  # a resumed run steps back
                     metrics.pop()
                 metrics.append(each)
 
     def advance(self, now: float) -> None:
-        """Go on to a moment: which run is shown, what is new, what is over."""
+        """Advance to a moment: choose the run to show, note what is new and what is over."""
         self._choose(now)
         found = self.found = self._look(now)
         self.hung = found.hang.beat if found.hang else None
@@ -113,7 +113,7 @@ class Cluster:
             self.load = LoadBegan(now, found.loaded[0])
 
     def picture(self) -> Picture:
-        """What all of it means at the moment that ``advance`` went to."""
+        """Return the picture at the moment last passed to ``advance``."""
         found = self.found
         rows = [
             host.row(self.run, *found.states[name], found.odd, found.notes[name], found.now)
@@ -145,11 +145,11 @@ class Cluster:
         )
 
     def first_rank(self, host: str) -> int:
-        """Of a host; 0 where it is not known."""
+        """Return a host's first rank; 0 if unknown."""
         return next((first for name, first, _ in nodes_of(self.hosts, self.run) if name == host), 0)
 
     def log_source(self) -> tuple[tuple[str, int] | None, dict[str, int]]:
-        """The run and attempt whose logs are to be read, and the first rank of each host that can be asked for them."""
+        """Return the run and attempt whose logs to read, and the first rank of each host that has them."""
         told = self.found.told
         if not told or not self.found.nodes:
             return None, {}
@@ -157,7 +157,7 @@ class Cluster:
         return (self.run, attempt), {name: self.first_rank(name) for name in told}
 
     def _choose(self, now: float) -> None:
-        """Which run to show."""
+        """Choose the run to show."""
         told = [host.frame.run for host in self.hosts.values() if host.frame.run]
         if not told:
             return
@@ -166,16 +166,16 @@ class Cluster:
             self._go_over(best, now)
 
     def _go_over(self, best: RunFrame, now: float) -> None:
-        """To another run, or to another attempt of the same."""
+        """Switch to another run, or to another attempt of the same run."""
         if self.run and best.name != self.run:
-            self._event(now, "", Level.NOTE, f"now run {best.name}, before it {self.run}")
+            self._event(now, "", Level.NOTE, f"now showing run {best.name} instead of {self.run}")
             self.standing = {key: said for key, said in self.standing.items() if not said.of_run}
         if best.name == self.run and best.created > self.created and best.attempt > 1:
             self._event(now, "", Level.NOTE, f"{best.name}: attempt {best.attempt} began")
         self.load, self.run, self.created = NOT_LOADING, best.name, best.created
 
     def _eligible(self, told: Sequence[RunFrame], now: float) -> Sequence[RunFrame]:
-        """The run before while it lives or may come back, and while no other lives; else all."""
+        """Return the shown run while it is live or may come back, and while no other is live; else all runs."""
         ours = [run for run in told if run.name == self.run]
         lives = any(run.alive for run in ours)
         if lives:
@@ -204,14 +204,14 @@ class Cluster:
     def _say(
         self, host: str, kind: str, level: Level, key: str, text: str, now: float, *, of_run: bool = False
     ) -> None:
-        """Something is wrong: a change where that is new, and not for numbers that change."""
+        """Note that something is wrong, if that is new; numbers that change do not count."""
         before = self.standing.get((host, kind))
         if before is None or before.key != key:
             self._event(now, host, level, text)
         self.standing[host, kind] = Trouble(key, text, of_run)
 
     def _over(self, host: str, kind: str, now: float) -> None:
-        """Nothing is wrong any more."""
+        """Note that something is no longer wrong."""
         if before := self.standing.pop((host, kind), None):
             self._event(now, host, Level.NOTE, f"no longer: {before.text}")
 
@@ -220,7 +220,7 @@ class Cluster:
 
 
 def _in_all(hosts: Iterable[HostView], count: Callable[[HostView], int]) -> int:
-    """Summed over machines: two names of the hosts file may be one machine."""
+    """Sum over machines: two names in the hosts file may be the same machine."""
     machines: dict[str, int] = {}
     for host in hosts:
         machines[host.frame.machine] = max(machines.get(host.frame.machine, 0), count(host))

@@ -1,7 +1,7 @@
-"""A sampler's frame, as types: what a host says of itself and of the run, every few seconds. Pure.
+"""A sampler's frame, as types: what a host reports about itself and the run, every few seconds. Pure.
 
-Counters are as the machine counts them, and nvidia-smi's text as it comes. ``contract.reader`` refuses a frame that is malformed;
-heartbeats and metrics that are, are left out of it.
+Counters and nvidia-smi's text are raw. ``contract.reader`` refuses a malformed frame; it only omits heartbeats and
+metrics that are malformed.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import NodeStatus
 from llama405b_tools.remote.messages.status import Beat
 
-Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, ranks
+Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, number of ranks
 Processes = tuple[tuple[int, str, int, int, str, str], ...]  # pid, state, ticks, bytes, rank, command
 
 
@@ -27,7 +27,7 @@ class Cpu:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ram:
-    """Bytes, and processes killed for want of them since boot."""
+    """Bytes, and processes killed for lack of memory since boot."""
 
     total: int | None
     available: int | None
@@ -35,7 +35,7 @@ class Ram:
 
     @property
     def used(self) -> int | None:
-        """Bytes."""
+        """Bytes in use."""
         return None if self.total is None or self.available is None else self.total - self.available
 
 
@@ -51,13 +51,13 @@ class IbPort:
 
     @property
     def name(self) -> str:
-        """As the kernel and NCCL write it."""
+        """The name, as the kernel and NCCL write it."""
         return f"{self.device}/{self.port}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmiFrame:
-    """nvidia-smi's newest answer, and for how long there has been none to the last question."""
+    """nvidia-smi's newest answer, and how long the latest query has gone without one."""
 
     text: str | None
     hung_s: float
@@ -67,7 +67,7 @@ class SmiFrame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One step of training, by whatever trainer: what it does not tell is None."""
+    """One training step, by any trainer; values it does not report are None."""
 
     step: int
     loss: float
@@ -82,7 +82,7 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFrame:
-    """What a host says of the run."""
+    """What a host reports about the run."""
 
     name: str
     created: float
@@ -90,12 +90,12 @@ class RunFrame:
     alive: bool
     status: Annotated[NodeStatus | None, SoundOnly]
     beats: Annotated[tuple[Beat, ...], SoundOnly]
-    log_age_s: float | None  # since the last line of any rank here
-    net: str  # what NCCL said that it takes: IB, EFA, SOCKET; "": nothing yet
-    others: tuple[str, ...] = ()  # other runs that live here
-    nodes: Nodes | None = None  # only where the plan is new
-    nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings here
-    metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only the head's
+    log_age_s: float | None  # since the last line of any rank on this host
+    net: str  # the transport NCCL reported: IB, EFA, SOCKET; "": none yet
+    others: tuple[str, ...] = ()  # other live runs on this host
+    nodes: Nodes | None = None  # only if the plan is new
+    nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
+    metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
     max_steps: int | None = None
     checkpoint_step: int | None = None
 
@@ -106,18 +106,18 @@ class Frame:
 
     now: float  # host's clock, seconds since the epoch
     machine: str
-    pci_gpus: int | None  # None: its files are here, but it is another machine
+    pci_gpus: int | None  # None: the sampler has the host's files but runs on another machine
     cpu: Cpu
     memory: Ram
-    disks: tuple[tuple[str, int, int], ...]  # where the run writes: path, bytes free, bytes
+    disks: tuple[tuple[str, int, int], ...]  # where the run writes: path, bytes free, bytes in total
     net: Mapping[str, tuple[int, int]]  # interface -> bytes received, sent
     ib: tuple[IbPort, ...]
-    kernel: tuple[str, ...] | None  # new lines about GPUs and memory; None: they may not be read
+    kernel: tuple[str, ...] | None  # new lines about GPUs and memory; None: not readable
     smi: SmiFrame
     run: RunFrame | None
     cwd: str = ""
-    own: tuple[float, int] | None = None  # the sampler's CPU seconds (without nvidia-smi's) and most resident bytes
-    procs: Processes | None = None  # None: as before
+    own: tuple[float, int] | None = None  # the sampler's CPU seconds (without nvidia-smi) and peak resident bytes
+    procs: Processes | None = None  # None: unchanged
 
 
 NO_FRAME = Frame(0.0, "", None, Cpu(0, 0, None), Ram(None, None, None), (), {}, (), None, SmiFrame(None, 0.0), None)

@@ -1,6 +1,6 @@
-"""One host as its frames tell of it: whether they are fresh, its rates, its row of the picture. Pure.
+"""One host, from its frames: whether they are fresh, its rates, its row of the picture. Pure.
 
-Knows nothing of the other hosts: what deviates from them, and what the run as a whole does, it is told.
+Knows nothing about other hosts; deviations from them, and the state of the run, are passed in.
 """
 
 import collections
@@ -26,41 +26,41 @@ STALE_FRAMES = 3
 SMI_HUNG_S, FIRST_FRAME_S = 10.0, 15.0
 HISTORY = 120
 COUNTERS_S = 600.0  # errors are counted over this time
-_clean_command = functools.lru_cache(4096)(clean)  # the same on all hosts and in all frames
+_clean_command = functools.lru_cache(4096)(clean)  # commands repeat across hosts and frames
 WHOLE = re.compile(r"\d{1,9}", re.ASCII)
-TICKS = 100  # a second, as Linux counts CPU time for user space
-Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU, why it stands out
+TICKS = 100  # per second, as Linux reports CPU time to user space
+Odd = Mapping[tuple[str, int], Note]  # by host and GPU index, why it stands out
 NOT_ODD = Note("", "")
 
 
 @dataclasses.dataclass(slots=True)
 class HostView:
-    """What is known of a host."""
+    """What is known about a host."""
 
     name: str
     link: HostState = HostState.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
     why: str = ""
-    linked_at: float = math.inf  # of the last word on its connection
+    linked_at: float = math.inf  # time of the last news of its connection
     heard_at: float = 0.0
     frame: Frame = NO_FRAME
     before: Frame = NO_FRAME  # the frame before
-    earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # of minutes
-    active_ports: set[str] = dataclasses.field(default_factory=set)  # that ever were
+    earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # minutes
+    active_ports: set[str] = dataclasses.field(default_factory=set)  # ports that were ever active
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
     gpus_before: list[Gpu] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
     apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
-    expected_gpus: int = 0  # the most it ever had
+    expected_gpus: int = 0  # the most it has had
     xids: list[str] = dataclasses.field(default_factory=list)
     procs: Processes = ()
     procs_at: float = 0.0  # host's clock
     cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
     processes: tuple[ProcessRow, ...] = ()
-    plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, what told its nodes
+    plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, the frame that had its nodes
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
     def take(self, frame: Frame, now: float) -> list[str]:
-        """A frame arrived; the GPU errors that are new in the kernel's log."""
+        """Take a frame; return the GPU errors that are new in the kernel log."""
         self.before, self.frame, self.heard_at = self.frame, frame, now
         self.link, self.why = HostState.OK, ""
         self._keep(frame, now)
@@ -77,7 +77,7 @@ class HostView:
         return new
 
     def _keep(self, frame: Frame, now: float) -> None:
-        """For what is counted over minutes."""
+        """Keep a frame, for what is counted over minutes."""
         if not self.earlier or now - self.earlier[-1][0] > COUNTERS_S / 10:
             self.earlier.append((now, frame))
         while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
@@ -85,7 +85,7 @@ class HostView:
         self.active_ports |= {port.name for port in frame.ib if "ACTIVE" in port.state}
 
     def _take_smi(self, smi: SmiFrame) -> None:
-        """nvidia-smi's answer; while it takes its time the last one stands, and when it hangs nothing is known."""
+        """Take nvidia-smi's answer; while it is slow the last one holds, and when it hangs nothing is known."""
         self.gpus_before = self.gpus
         if smi.hung_s > SMI_HUNG_S:
             self.gpus = [_unknown(gpu) for gpu in self.gpus]
@@ -103,7 +103,7 @@ class HostView:
         self.procs, self.procs_at = procs, host_now
 
     def run(self, name: str) -> RunFrame | None:
-        """What it says of a run; None where it does not know it."""
+        """Return what it reports about a run; None if it does not know it."""
         run = self.frame.run
         return run if run and run.name == name else None
 
@@ -113,15 +113,15 @@ class HostView:
         return self.frame is not NO_FRAME
 
     def is_fresh(self, now: float, interval_s: float) -> bool:
-        """Whether frames come."""
+        """Whether frames arrive."""
         return self.is_heard and now - self.heard_at <= STALE_FRAMES * interval_s
 
     def clock(self, now: float) -> float:
-        """The host's own clock at a moment of the operator's."""
+        """Convert a moment of the operator's clock to the host's clock."""
         return self.frame.now + now - self.heard_at
 
     def state(self, trouble: tuple[HostState, str] | None, now: float, interval_s: float) -> tuple[HostState, str]:
-        """Its state and why; ``trouble``: that of the run here, which counts where the host itself is heard."""
+        """Return its state and why; ``trouble``: the run's on this host, which counts if the host reports."""
         if self.link in LINK_STATES:
             return self.link, self.why
         if not self.is_fresh(now, interval_s):
@@ -139,13 +139,13 @@ class HostView:
     def _smi_trouble(self) -> tuple[HostState, str] | None:
         smi, n_devices = self.frame.smi, self.frame.pci_gpus
         if smi.hung_s > SMI_HUNG_S:
-            return HostState.SMI_HUNG, f"nvidia-smi does not answer for {smi.hung_s:.0f} s; a GPU or the driver hangs"
+            return HostState.SMI_HUNG, f"nvidia-smi has not answered for {smi.hung_s:.0f} s; a GPU or the driver hangs"
         if not self.gpus and (self.smi_fault or (n_devices and not smi.hung_s)):
             return HostState.NO_DRIVER, self.smi_fault or f"{n_devices} NVIDIA devices, but no nvidia-smi"
         return None
 
     def row(self, run_name: str, state: HostState, why: str, odd: Odd, notes: Sequence[Note], now: float) -> HostRow:
-        """Its row of the picture; ``notes``: what stands out here, worst first."""
+        """Return its row of the picture; ``notes``: what stands out on it, worst first."""
         frame, run = self.frame, self.run(run_name)
         ranks = tuple(_rank(beat, self.clock(now)) for beat in (run.beats if run else ()))
         return HostRow(
@@ -169,7 +169,7 @@ class HostView:
         )
 
     def notes(self, odd: Odd) -> list[Note]:
-        """What stands out here, worst first; GPUs of which the same is said together."""
+        """Return what stands out on it, worst first; GPUs with the same note share one."""
         if not self.is_heard:
             return []
         notes = []
@@ -218,7 +218,7 @@ class HostView:
         return tuple(rows)
 
     def _level(self) -> float | None:
-        """Mean power (else utilization) of its GPUs in percent; of its CPU where it has none."""
+        """Return its GPUs' mean power (else utilization) in percent; its CPU's utilization if it has none."""
         powers = known(share(gpu.power_w, gpu.power_limit_w) for gpu in self.gpus)
         if found := powers or known(gpu.utilization for gpu in self.gpus):
             return float(statistics.mean(found))
@@ -232,21 +232,21 @@ class HostView:
         return 100 * (1 - (new.idle - old.idle) / ticks)
 
     def _rate(self, bytes_of: Callable[[Frame], dict[str, int]]) -> float | None:
-        """Bytes a second between the last two frames, where most flowed."""
+        """Return bytes per second between the last two frames, of the busiest entry."""
         new, old, seconds = bytes_of(self.frame), bytes_of(self.before), self.frame.now - self.before.now
         flowed = [new[key] - old[key] for key in new if key in old]
-        if seconds <= 0 or min(flowed, default=-1) < 0:  # counters that began anew tell nothing
+        if seconds <= 0 or min(flowed, default=-1) < 0:  # counters that were reset tell nothing
             return None
         return max(flowed) / seconds
 
 
 def _unknown(gpu: Gpu) -> Gpu:
-    """A GPU of which nothing is known any more but that it is there."""
+    """Return the GPU with its readings unknown."""
     return dataclasses.replace(gpu, utilization=None, power_w=None, temperature_c=None, clock_mhz=None, used_mib=None)
 
 
 def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
-    """What nvidia-smi says of processes on GPUs."""
+    """Parse nvidia-smi's list of processes on GPUs."""
     for line in answer.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) == 3 and (pid := _whole(words[0])) is not None:
@@ -262,7 +262,7 @@ def _net(frame: Frame) -> dict[str, int]:
 
 
 def _ib(frame: Frame) -> dict[str, int]:
-    """All ports together; InfiniBand counts words of four bytes (IBA, PortCounters)."""
+    """Sum over all ports; InfiniBand counts four-byte words (IBA, PortCounters)."""
     counts = [port.counters for port in frame.ib]
     both = [count for count in counts if {"port_rcv_data", "port_xmit_data"} <= set(count)]
     return {"all": 4 * sum(count["port_rcv_data"] + count["port_xmit_data"] for count in both)} if both else {}

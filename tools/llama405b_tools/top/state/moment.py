@@ -1,4 +1,4 @@
-"""What is known of the hosts and of the run that is shown at one moment, and what it means. Pure."""
+"""What is known at one moment about the hosts and the shown run, and what it means. Pure."""
 
 import dataclasses
 import functools
@@ -19,56 +19,56 @@ from llama405b_tools.top.state.hostview import HostView, Odd
 from llama405b_tools.top.state.picture import GuardShown, HostState, RunPhase, Training, known
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
-RECENT_STEPS = 20  # of which the median is taken
-LONG_SILENCE = 5  # times the silence of a hang: then log lines excuse nothing
+RECENT_STEPS = 20  # to take the median of
+LONG_SILENCE = 5  # times the silence of a hang: after that, log lines are no excuse
 MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """The hosts at one moment; everything else follows, and is worked out once."""
+    """The hosts at one moment; everything else is derived, once."""
 
     now: float
     interval_s: float
     hang_after_s: float
     hosts: Mapping[str, HostView]
-    run: str  # that is shown
-    metrics: Sequence[StepMetrics]  # of it, oldest first
-    hung: BeatId | None  # the heartbeat that was a hang before
+    run: str  # the run that is shown
+    metrics: Sequence[StepMetrics]  # of the run, oldest first
+    hung: BeatId | None  # the heartbeat already judged to be a hang
 
     @functools.cached_property
     def fresh(self) -> Sequence[HostView]:
-        """The hosts whose frames come."""
+        """The hosts whose frames are fresh."""
         return [host for host in self.hosts.values() if host.is_fresh(self.now, self.interval_s)]
 
     @functools.cached_property
     def heard(self) -> Mapping[str, RunFrame]:
-        """What each host with fresh frames says of the run."""
+        """What each host with fresh frames reports about the run."""
         return {host.name: run for host in self.fresh if (run := host.run(self.run))}
 
     @functools.cached_property
     def ours(self) -> Sequence[HostView]:
-        """The hosts with fresh frames that tell of the run."""
+        """The hosts with fresh frames that report the run."""
         return [self.hosts[name] for name in self.heard]
 
     @functools.cached_property
     def told(self) -> Mapping[str, RunFrame]:
-        """What each host that knows the run said of it last."""
+        """The last report on the run from each host that knows it."""
         return {name: run for name, host in self.hosts.items() if (run := host.run(self.run))}
 
     @functools.cached_property
     def nodes(self) -> Nodes:
-        """The run's hosts: name, first rank, ranks; () where nobody told yet."""
+        """The run's hosts: name, first rank, number of ranks; () if no host has reported them yet."""
         return nodes_of(self.hosts, self.run)
 
     @functools.cached_property
     def unheard(self) -> Sequence[HostView]:
-        """The run's hosts of which nothing fresh is known."""
+        """The run's hosts without a fresh report."""
         return [self.hosts[node] for node, _, _ in self.nodes if node in self.hosts and node not in self.heard]
 
     @functools.cached_property
     def odd(self) -> Odd:
-        """The GPUs that stood out in the frame before too: frames of a moment are up to an interval apart."""
+        """The GPUs that also stood out in the frame before: frames of one moment are up to an interval apart."""
         hosts = self.ours or self.fresh
         now = verdicts.odd_gpus({host.name: host.gpus for host in hosts})
         if not now:
@@ -87,7 +87,7 @@ class Moment:
 
     @functools.cached_property
     def states(self) -> Mapping[str, tuple[HostState, str]]:
-        """The hosts' states, and why."""
+        """Each host's state, and why."""
         trouble = {failure.host: (HostState.FAILED, verdicts.trouble_words(failure)) for failure in self.failures}
         if self.hang:
             trouble[self.hang.host] = (HostState.HUNG, self.hang.words)
@@ -95,7 +95,7 @@ class Moment:
 
     @functools.cached_property
     def failures(self) -> Sequence[Failure]:
-        """By the node runners' word; else by that of ranks which failed, and will be ended in a moment."""
+        """Failures reported by node runners, and by failed ranks whose node runner has yet to end."""
         states = {name: judge.state_of(run.status, alive=run.alive) for name, run in self.heard.items() if run.status}
         found = [failure for name, state in states.items() if (failure := judge.failure_of(name, state))]
         for name, beats in self.beats.items():
@@ -104,13 +104,13 @@ class Moment:
 
     @functools.cached_property
     def beats(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:
-        """By host, of the ranks that live, and how old each is by that host's clock, in seconds."""
+        """By host, the live ranks' heartbeats and their age in seconds, by that host's clock."""
         clocks = {name: self.hosts[name].clock(self.now) for name, run in self.heard.items() if run.alive}
         return {name: [(beat, now - beat.time) for beat in self.heard[name].beats] for name, now in clocks.items()}
 
     @functools.cached_property
     def hang(self) -> Hang | None:
-        """The rank that the others wait for, where that is a hang."""
+        """The rank that the others wait for, if that is a hang."""
         limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self.median("step_s") or 0.0))
         found = judge.silent_rank(self.beats, limit_s, math.inf)
         if found is None:
@@ -125,15 +125,15 @@ class Moment:
         words = verdicts.hang_words(found.beat, found.age_s, self.hosts[found.host].gpus, log_ages, sure=sure)
         if words is None:
             return None
-        if self.unheard:  # it may only wait for them
+        if self.unheard:  # the rank may only be waiting for them
             first = self.unheard[0]
-            why = first.state(None, self.now, self.interval_s)[1] or "it does not tell of the run"
+            why = first.state(None, self.now, self.interval_s)[1] or "it does not report the run"
             return Hang(first.name, found.age_s, f"{why}; {found.host} waits: {words}", beat)
         return Hang(found.host, found.age_s, words, beat)
 
     @functools.cached_property
     def stall(self) -> str:
-        """That no rank has moved for much longer than a step takes: what may become a hang, and may not."""
+        """The words for a stall: no rank has moved for much longer than a step takes, which may become a hang."""
         step_s = self.median("step_s")
         beats = list(itertools.chain.from_iterable(self.beats.values()))
         if self.hang or self.failures or not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
@@ -145,7 +145,7 @@ class Moment:
 
     @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:
-        """The run's phase, and for how long it is in it."""
+        """The run's phase, and the seconds it has been in it."""
         if self.hang:
             return RunPhase.HUNG, self.hang.age_s
         if self.failures:
@@ -162,18 +162,18 @@ class Moment:
 
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:
-        """Bytes of weights that all ranks have, and those that they will have."""
+        """Bytes of weights that all ranks have now, and will have in the end."""
         beats = [beat for run in self.heard.values() for beat in run.beats]
         return sum(beat.done_bytes for beat in beats), sum(beat.total_bytes for beat in beats)
 
     def median(self, key: str) -> float | None:
-        """Of the last steps."""
+        """Return the median of a metric over the last steps."""
         recent = itertools.islice(reversed(self.metrics), RECENT_STEPS)
         values = known(getattr(metrics, key) for metrics in recent)
         return statistics.median(values) if values else None
 
     def _over(self) -> RunPhase:
-        """The phase of a run that lives nowhere that is heard."""
+        """Return the phase of a run that is live on no reporting host."""
         if self.unheard:
             return RunPhase.UNKNOWN
         statuses = [run.status for run in self.heard.values() if run.status]
@@ -190,13 +190,13 @@ def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:
 
 
 class LoadBegan(NamedTuple):
-    """When loading was first seen, and how far it was then."""
+    """When loading was first seen, and how far along it was."""
 
     time: float
     done_bytes: float
 
     def eta_s(self, now: float, done: int, total: int) -> float | None:
-        """Seconds until all ranks have their weights, at the rate so far."""
+        """Return the seconds until all ranks have their weights, at the rate so far."""
         if done <= self.done_bytes:
             return None
         return (total - done) * (now - self.time) / (done - self.done_bytes)
@@ -206,7 +206,7 @@ NOT_LOADING = LoadBegan(0.0, math.inf)
 
 
 def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | None:
-    """The run that is shown; None where no host knows it."""
+    """Describe the shown run; None if no host knows it."""
     runs = found.told.values()
     if not runs:
         return None
@@ -233,7 +233,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
 
 
 def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
-    """With what its steps tell."""
+    """Add what its steps tell."""
     phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
     lost, lost_rank_hours = max(0, last.step - (shown.checkpoint_step or 0)), None
     if step_s:
@@ -264,7 +264,7 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
 
 
 def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:
-    """Model FLOPs utilization: those of the model over the most that the GPUs could do, all of one kind."""
+    """Model FLOPs utilization: the model's FLOPs over the peak of the GPUs, if they are all the same model."""
     peaks = {gpus.bf16_flops(gpu.name) for host in found.ours for gpu in host.gpus}
     peak = peaks.pop() if len(peaks) == 1 else None
     if not (tokens_per_s and flops_per_token and peak and world):
@@ -273,7 +273,7 @@ def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float |
 
 
 def _network(found: Moment) -> str:
-    """What the training's collectives use: "IB 8x400", "SOCKET"; "" where it is not known."""
+    """Return what the training's collectives use: "IB 8x400", "SOCKET"; "" if unknown."""
     said = {run.net for run in found.heard.values()} - {""}
     if "SOCKET" in said:
         return "SOCKET"
@@ -287,7 +287,7 @@ def _network(found: Moment) -> str:
 
 
 def _ports(host: HostView, named: str) -> str:
-    """How many active ports a host has, and their Gb/s; of those that are named, where any is."""
+    """Return how many active ports a host has, and their Gb/s; only the named ports, if any are named."""
     ports = [port for port in host.frame.ib if "ACTIVE" in port.state and port.rate.strip()]
     rates = [port.rate.split()[0] for port in ports if not named or port.device in named]
     return f" {len(rates)}x{rates[0]}" if rates else ""

@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 def known(values: Iterable[T | None]) -> list[T]:
-    """Without those that are not known."""
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
 class HostState(enum.StrEnum):
-    """What a host is in, worst first."""
+    """A host's state, worst first."""
 
-    HUNG = "HUNG"  # its rank is the one the others wait for
+    HUNG = "HUNG"  # the others wait for one of its ranks
     FAILED = "FAILED"
     DOWN = "DOWN"  # no connection
     AUTH = "AUTH"
     REFUSED = "REFUSED"
     TIMEOUT = "TIMEOUT"
-    STALE = "STALE"  # a connection, and no frames
+    STALE = "STALE"  # a connection, but no frames
     SMI_HUNG = "SMI-HUNG"
     NO_DRIVER = "NO-DRIVER"
     OK = "OK"
     CONNECTING = "CONNECTING"
 
 
-LINK_STATES = (HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN)  # of its connection
+LINK_STATES = (HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN)  # states of the connection
 SEVERITY = {
     **dict.fromkeys((HostState.HUNG, HostState.FAILED, *LINK_STATES), 2),
     **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), 1),
@@ -43,7 +43,7 @@ SEVERITY = {
 
 
 class RunPhase(enum.StrEnum):
-    """What the run as a whole does."""
+    """The phase of the run as a whole."""
 
     STARTING = "STARTING"
     LOADING = "LOADING"
@@ -54,14 +54,14 @@ class RunPhase(enum.StrEnum):
     FAILED = "FAILED"
     STOPPED = "STOPPED"
     DONE = "DONE"
-    UNKNOWN = "UNKNOWN"  # not all its hosts are heard
+    UNKNOWN = "UNKNOWN"  # not all its hosts report
 
 
 OVER = (RunPhase.STOPPED, RunPhase.DONE, RunPhase.FAILED)
 
 
 class Verdict(enum.StrEnum):
-    """The one word for the whole."""
+    """The overall verdict, in one word."""
 
     HEALTHY = "HEALTHY"
     DEGRADED = "DEGRADED"
@@ -72,14 +72,14 @@ class Verdict(enum.StrEnum):
 
     @property
     def exit_code(self) -> int:
-        """What says it to a script."""
+        """The exit code that reports it to a script."""
         return {Verdict.HEALTHY: 0, Verdict.DEGRADED: 1, Verdict.CONNECTING: 1}.get(self, 3)
 
 
 class GuardShown(enum.StrEnum):
     """What the guard on this machine does."""
 
-    NONE = ""  # there is none here
+    NONE = ""  # there is none on this machine
     WATCHING = "watching"
     RECOVERING = "recovering"
     ENDED = "ended"
@@ -94,15 +94,15 @@ class GpuCell:
 
     index: int
     name: str
-    utilization: int | None  # percent of time in which a kernel ran
+    utilization: int | None  # percent of the time in which a kernel ran
     power_w: float | None
     power_limit_w: float | None
     temperature_c: int | None
     clock_mhz: int | None
     used_mib: int | None
     memory_mib: int | None
-    rank: int | None  # that computes on it
-    odd: str = ""  # why it stands out; "": it does not
+    rank: int | None  # the rank that uses it
+    odd: str = ""  # why it stands out; "" if it does not
 
     @property
     def power_pct(self) -> float | None:
@@ -112,18 +112,18 @@ class GpuCell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank, as its heartbeat says."""
+    """One rank, from its heartbeat."""
 
     rank: int
     pid: int
     phase: str
     step: int
     age_s: float  # of the heartbeat
-    state: str  # of the process, as the kernel writes it: R, S, D, T, Z; "": gone
+    state: str  # process state, as the kernel writes it: R, S, D, T, Z; "" if gone
     done_bytes: int
     total_bytes: int
-    data_s: float | None = None  # of its last step: until it had its batch
-    optimizer_s: float | None = None  # and clipping and the update
+    data_s: float | None = None  # in its last step: time until it had its batch
+    optimizer_s: float | None = None  # in its last step: time for clipping and the update
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,10 +146,10 @@ class HostRow:
 
     name: str
     state: HostState
-    why: str  # of a state that is not OK
+    why: str  # the reason for a state other than OK
     age_s: float | None  # since the last frame
     gpus: tuple[GpuCell, ...] = ()
-    has_gpu: bool | None = None  # None: nobody asked the machine
+    has_gpu: bool | None = None  # None: the machine was not queried
     ranks: tuple[RankRow, ...] = ()
     processes: tuple[ProcessRow, ...] = ()
     cpu_pct: float | None = None
@@ -157,34 +157,34 @@ class HostRow:
     ram_bytes: int | None = None
     ram_used_bytes: int | None = None
     disk_free_bytes: int | None = None
-    net_bytes_per_s: float | None = None  # both ways, the busiest interface
-    ib_bytes_per_s: float | None = None  # both ways, all ports
-    notes: tuple[str, ...] = ()  # what stands out here, worst first
-    history: tuple[float, ...] = ()  # mean power or utilization in percent, oldest first; of CPU where there is no GPU
+    net_bytes_per_s: float | None = None  # both directions, the busiest interface
+    ib_bytes_per_s: float | None = None  # both directions, all ports
+    notes: tuple[str, ...] = ()  # what stands out on the host, worst first
+    history: tuple[float, ...] = ()  # mean power or utilization in percent, oldest first; of the CPU if there is no GPU
 
     @property
     def severity(self) -> int:
-        """0 good, 1 not as it should be, 2 of no use to the run."""
+        """0 good, 1 not as it should be, 2 useless to the run."""
         return SEVERITY[self.state]
 
     @property
     def power_pct(self) -> float | None:
-        """Of the GPU that draws least, in percent of its limit."""
+        """Power of the GPU that draws least, in percent of its limit."""
         return min(known(gpu.power_pct for gpu in self.gpus), default=None)
 
     @property
     def temperature_c(self) -> int | None:
-        """Of its hottest GPU."""
+        """Temperature of its hottest GPU."""
         return max(known(gpu.temperature_c for gpu in self.gpus), default=None)
 
     @property
     def step(self) -> int | None:
-        """Of its slowest rank."""
+        """Step of its slowest rank."""
         return min((rank.step for rank in self.ranks), default=None)
 
     @property
     def step_age_s(self) -> float | None:
-        """Of its most silent rank."""
+        """Age of its oldest heartbeat."""
         return max((rank.age_s for rank in self.ranks), default=None)
 
 
@@ -198,7 +198,7 @@ class Training:
     world: int
     attempt: int  # restarts + 1
     step: int | None = None
-    steps: int | None = None  # in all
+    steps: int | None = None  # in total
     loss: float | None = None
     losses: tuple[float, ...] = ()
     step_s: float | None = None  # median of the last steps
@@ -212,15 +212,15 @@ class Training:
     done_bytes: int | None = None  # while loading
     total_bytes: int | None = None
     checkpoint_step: int | None = None
-    lost_steps: int | None = None  # if it died now
+    lost_steps: int | None = None  # steps lost if the run died now
     lost_rank_hours: float | None = None  # the same, in hours of one GPU (or rank, without GPUs)
-    network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "": not known
+    network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "" if unknown
     guard: GuardShown = GuardShown.NONE
-    others: tuple[str, ...] = ()  # other runs that live on these hosts
+    others: tuple[str, ...] = ()  # other live runs on these hosts
 
     @property
     def is_unguarded(self) -> bool:
-        """Whether its guard died while it needs it."""
+        """Whether its guard died while the run still needs it."""
         return self.guard is GuardShown.GONE and self.phase not in (RunPhase.DONE, RunPhase.STOPPED)
 
 
@@ -255,7 +255,7 @@ class Picture:
     hosts: tuple[HostRow, ...]  # in the order of the hosts file
     training: Training | None
     events: tuple[Change, ...]  # oldest first
-    fresh: int  # hosts with a frame that is not stale
+    fresh: int  # hosts whose last frame is not stale
     gpus_seen: int
-    gpus_expected: int  # as far as the hosts have told
-    workdirs: tuple[str, ...] = ()  # where on the hosts runs were looked for
+    gpus_expected: int  # as far as the hosts have reported
+    workdirs: tuple[str, ...] = ()  # directories on the hosts in which runs were looked for

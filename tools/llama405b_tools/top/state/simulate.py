@@ -1,7 +1,7 @@
-"""An incident of a cluster that does not exist: frames as the sampler would send them, for the demo and the tests. Pure.
+"""An incident on a simulated cluster: frames as the sampler would send them, for the demo and the tests. Pure.
 
-SIMULATED, and said so on screen: N hosts of eight H100 train, one GPU is slowed by heat, a rank hangs, the guard restarts
-the run from its checkpoint. nvidia-smi's fields are in its own form.
+The screen is marked SIMULATED. N hosts with eight H100s each train, one GPU is slowed by heat, a rank hangs, and the
+guard restarts the run from its checkpoint. nvidia-smi's fields are in its own format.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from llama405b.contract.reader import Json
 
-FIELDS = (  # of the sampler's question, in its order
+FIELDS = (  # of the sampler's query, in its order
     "index", "uuid", "name", "pci.bus_id", "utilization.gpu", "memory.used", "memory.total", "temperature.gpu", "power.draw",
     "power.limit", "clocks.sm", "ecc.errors.uncorrected.volatile.total", "driver_version",
     "clocks_event_reasons.active",
@@ -20,12 +20,12 @@ GPUS, STEP_S, STEPS, SAVE_EVERY = 8, 6.0, 5000, 10
 TOKENS_PER_GPU_S = 141  # what FSDP alone reaches with Llama 405B on H100s
 FLOPS_PER_TOKEN = 2_473_221_685_248  # of Llama 3.1 405B at 4,096 tokens
 BEGIN = 1_795_000_000.0  # seconds since the epoch
-LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = 24.0, 60.0, 110.0, 150.0, 250.0, 262.0, 282.0  # seconds from there
-WARNED = HUNG + 40  # by NCCL's watchdog
+LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = 24.0, 60.0, 110.0, 150.0, 250.0, 262.0, 282.0  # seconds from BEGIN
+WARNED = HUNG + 40  # NCCL's watchdog warns
 FIRST_STEP = 1180
 LENGTH_S = 340.0
 LOGS = "r-1-0_x/attempt_0"
-ENTRIES = (  # of the sick host: when, file, text
+ENTRIES = (  # log lines of the sick host: when, file, text
     (LOADED - 2, "stdout.log", "attention: flash-attn 2; activation checkpointing: True; cpu offload: False"),
     (WARNED, "stderr.log", "[rank21]: Watchdog: collective _ALLGATHER_BASE has run for 40 s, timeout is 600 s"),
 )
@@ -33,32 +33,32 @@ Event = dict[str, Json]
 
 
 class _Stage(NamedTuple):
-    """What all hosts do for a while."""
+    """What all hosts do for some time."""
 
     phase: str
-    power: float  # of a GPU's limit
+    power: float  # share of a GPU's limit
     clock_mhz: int
     utilization: int
-    process: str  # state of a rank's
-    busy: float  # of the CPU
-    flow: float  # bytes a second through a port, each way
+    process: str  # state of a rank's process
+    busy: float  # share of the CPU
+    flow: float  # bytes per second through a port, in each direction
 
 
 LOADS = _Stage("load", 0.17, 345, 0, "S", 0.3, 6e9)
 TRAINS = _Stage("train", 0.96, 1980, 100, "R", 0.09, 24e9)
 HANGS = _Stage("train", 0.19, 345, 100, "S", 0.03, 0.0)
 GONE = _Stage("train", 0.17, 345, 0, "S", 0.03, 0.0)
-# each until a moment
+# each stage with the moment at which it ends
 STAGES = ((LOADED, LOADS), (HUNG, TRAINS), (ENDED, HANGS), (AGAIN, GONE), (RELOADED, LOADS), (math.inf, TRAINS))
 
 
 def names(n_hosts: int) -> list[str]:
-    """The hosts."""
+    """Return the hosts' names."""
     return [f"gpu-{i:0{len(str(n_hosts))}d}" for i in range(1, n_hosts + 1)]
 
 
 def incident(n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_S) -> Iterator[Event]:
-    """Events in order of time: ``{"t", "host", "frame"}`` and ``{"t", "host", "entries"}``."""
+    """Yield events in order of time: ``{"t", "host", "frame"}`` and ``{"t", "host", "entries"}``."""
     hosts = names(n_hosts)
     sims = [_Host(i, host, hosts) for i, host in enumerate(hosts)]
     t, said = 0.0, FIRST_STEP
@@ -82,7 +82,7 @@ def _stage(t: float) -> _Stage:
 
 
 def _loaded(t: float) -> float:
-    """How much of its weights each rank has."""
+    """Return the share of its weights that each rank has."""
     for begin, end in ((0.0, LOADED), (AGAIN, RELOADED)):
         if begin <= t < end:
             return (t - begin) / (end - begin)
@@ -90,7 +90,7 @@ def _loaded(t: float) -> float:
 
 
 def _step(t: float) -> int:
-    """The last step that was done."""
+    """Return the last completed step."""
     if t < AGAIN:
         return FIRST_STEP + max(0, int((min(t, HUNG) - LOADED) / STEP_S))
     saved = _step(HUNG) // SAVE_EVERY * SAVE_EVERY
@@ -194,7 +194,7 @@ class _Host:
         return run
 
     def _log_age_s(self, t: float) -> float:
-        """Since its last line: of a step, or of the watchdog of the rank that hangs."""
+        """Return the age of its last line: of a step, or of the hung rank's watchdog."""
         if not HUNG <= t < AGAIN:
             return 0.5
         last = LOADED + (_step(t) - FIRST_STEP) * STEP_S
@@ -243,7 +243,7 @@ class _Host:
         }
 
     def log_lines(self, step: int, t: float) -> list[list[Json]]:
-        """What the ranks of this host print at a step."""
+        """Return what this host's ranks print at a step."""
         if self.i:
             return []
         loss = self._metrics(step)["loss"]

@@ -1,7 +1,7 @@
 """What stands out: the GPU or host that deviates from the others, and whether the run hangs. Pure.
 
-A deviation is judged against the median of all GPUs of the run, because a run goes as fast as its slowest rank; nothing is
-judged on what is not known.
+Deviations are judged against the median of all GPUs of the run, because a run is as fast as its slowest rank. Unknown
+values are never judged.
 """
 
 import math
@@ -20,15 +20,15 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state.frames import Frame, Ram
 from llama405b_tools.top.state.picture import HostRow, HostState, RunPhase, Training, Verdict, known
 
-FEW = 4  # GPUs that have to tell before one can deviate
+FEW = 4  # GPUs that must report before one can deviate
 LOW_POWER, LOW_CLOCK = 0.75, 0.9  # of the median
-SLOW, SLOW_PART = 2.0, 0.2  # times the median, and by so much of a step
-HOT_C, HOTTER_C = 80, 8  # and so much above the median
-BUSY = 0.4  # median power over limit: below, GPUs idle together (an offloaded optimizer, a checkpoint)
-IDLE = 0.35  # power over limit of a GPU that waits: a hang's sign
+SLOW, SLOW_PART = 2.0, 0.2  # times the median, and at least this share of a step more
+HOT_C, HOTTER_C = 80, 8  # and this much above the median
+BUSY = 0.4  # median power over limit; below it all GPUs idle together (an offloaded optimizer, a checkpoint)
+IDLE = 0.35  # power over limit of a waiting GPU: a sign of a hang
 LOW_RAM, LOW_DISK, LOW_DISK_BYTES = 0.03, 0.02, 1 << 30
 HANG_STEPS = 5  # times the median step
-STALL_STEPS, STALL_S = 3, 15.0  # times the median step, and at least so long: not a hang yet, and not healthy
+STALL_STEPS, STALL_S = 3, 15.0  # times the median step, and at least this long: not healthy, but not a hang yet
 PHASES = {
     Phase.FAILED: RunPhase.FAILED,
     Phase.START: RunPhase.STARTING,
@@ -39,7 +39,7 @@ PHASES = {
     Phase.EVAL: RunPhase.EVAL,
     Phase.TRAIN: RunPhase.TRAIN,
     Phase.DONE: RunPhase.DONE,
-}  # of a rank -> of the run, in the order in which the others wait for it
+}  # a rank's phase -> the run's, in the order in which other ranks wait for it
 ALONE = {"data_s": "its batch", "optimizer_s": "clipping and update"}  # what each rank does alone
 IB_ERRORS = {
     "symbol_error": "symbol errors",
@@ -48,13 +48,13 @@ IB_ERRORS = {
     "out_of_sequence": "packets out of order",
     "packet_seq_err": "sequence errors",
 }
-BeatId = tuple[str, int, float]  # the last heartbeat of a rank that is silent, to know it again: host, rank, time
+BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
 
 
 class Note(NamedTuple):
     """Something that stands out."""
 
-    key: str  # what it is, without the numbers that change
+    key: str  # words without the numbers that change
     words: str
 
 
@@ -68,7 +68,7 @@ class Hang(NamedTuple):
 
 
 def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:
-    """The GPUs that stand out, by host and index, each with its reason."""
+    """Return the GPUs that stand out, by host and index, each with its reason."""
     everyone = [gpu for each in gpus.values() for gpu in each]
     usual = Usual(
         power=_median(map(_share, everyone), -math.inf),
@@ -85,15 +85,15 @@ def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:
 
 
 class Usual(NamedTuple):
-    """Medians over all GPUs of the run; where too few tell, such that none deviates."""
+    """Medians over all GPUs of the run; if too few report, values from which no GPU deviates."""
 
-    power: float  # of the limit
+    power: float  # share of the limit
     clock: float  # MHz
     heat: float  # °C
 
 
 def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
-    """What stands out of one GPU."""
+    """Yield what stands out about one GPU."""
     if gpu.fault:
         yield Note("fault", gpu.fault)
     if gpu.slowed:
@@ -108,7 +108,7 @@ def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
 
 
 def _below(gpu: Gpu, usual: Usual) -> Iterator[Note]:
-    """Power and clock below those of the others, which work."""
+    """Yield power and clock below those of the others, which are busy."""
     share = _share(gpu)
     if share is not None and share < LOW_POWER * usual.power:
         yield Note("power", f"power {100 * share:.0f}% where the median is {100 * usual.power:.0f}%")
@@ -117,7 +117,7 @@ def _below(gpu: Gpu, usual: Usual) -> Iterator[Note]:
 
 
 def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, Note]]:
-    """The hosts whose ranks keep the others waiting: stopped, or slow in what each does alone: its batch, its update."""
+    """Yield the hosts with ranks that delay the others: stopped, or slow in what each does alone (batch, update)."""
     for host, beat in everyone:
         if beat.state == "T":
             yield host, Note(f"stopped {beat.rank}", f"rank {beat.rank}: {STUCK['T']}")
@@ -137,15 +137,15 @@ def _share(gpu: Gpu) -> float | None:
 
 
 def _median(values: Iterable[float | None], otherwise: float) -> float:
-    """Of those that are known; ``otherwise`` where they are too few."""
+    """Return the median of the known values; ``otherwise`` if there are too few."""
     told = known(values)
     return statistics.median(told) if len(told) >= FEW else otherwise
 
 
 def host_notes(frame: Frame, before: Frame, active: Container[str]) -> list[Note]:
-    """What stands out on a host beside its GPUs.
+    """Return what stands out on a host other than its GPUs.
 
-    ``before``: an earlier frame, for counters that grew since; ``active``: RDMA ports that ever were.
+    ``before``: an earlier frame, for counters that have grown since; ``active``: RDMA ports that were ever active.
     """
     return [*_memory_notes(frame.memory, before.memory), *_disk_notes(frame), *_port_notes(frame, before, active)]
 
@@ -153,7 +153,7 @@ def host_notes(frame: Frame, before: Frame, active: Container[str]) -> list[Note
 def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
     if memory.oom_kills is not None and before.oom_kills is not None and memory.oom_kills > before.oom_kills:
         killed = memory.oom_kills - before.oom_kills
-        yield Note("oom", f"{killed} processes killed for want of memory")
+        yield Note("oom", f"out-of-memory kills: {killed}")
     if memory.total and memory.available is not None and memory.available < LOW_RAM * memory.total:
         yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left")
 
@@ -177,10 +177,10 @@ def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator
 
 
 def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[float], *, sure: bool) -> str | None:
-    """Why it is a hang, in words; None where the GPUs work or the logs go on, so that it may be none.
+    """Say why this is a hang; None if the GPUs are busy or log lines arrive, so that it may not be one.
 
-    ``ages``: seconds since the last log line on each host. ``sure``: it was one already, or the silence is so long that
-    log lines excuse nothing.
+    ``ages``: seconds since the last log line on each host. ``sure``: it already was a hang, or the silence is so long
+    that log lines are no excuse.
     """
     shares, stuck = known(map(_share, gpus)), STUCK.get(beat.state, "")
     works, talks = max(shares, default=0.0) > IDLE + 0.25, min(ages, default=math.inf) < age_s / 4
@@ -196,14 +196,14 @@ def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[flo
 
 
 def phase_of(phases: Container[Phase]) -> RunPhase:
-    """One word for the ranks' phases: the one that the others wait for."""
+    """Return one phase for all ranks: the one that the others wait for."""
     return next((shown for phase, shown in PHASES.items() if phase in phases), RunPhase.STARTING)
 
 
 def verdict(
     hosts: Sequence[HostRow], training: Training | None, hang: Hang | None, failures: Sequence[Failure], stall: str
 ) -> tuple[Verdict, str]:
-    """The one word for the whole, and why: what ends a run before what slows it, and that before what is not yet known."""
+    """Return the verdict and why: what ends a run comes before what slows it, then what is not yet known."""
     if hang:
         return Verdict.HUNG, f"{hang.host}: {hang.words}"
     if failures:
@@ -214,7 +214,7 @@ def verdict(
     if reasons := _reasons(hosts, training, stall):
         return Verdict.DEGRADED, _first(reasons)
     if waiting := [row for row in hosts if row.state is HostState.CONNECTING]:
-        return Verdict.CONNECTING, f"waiting for {len(waiting)} hosts"
+        return Verdict.CONNECTING, f"hosts that have not answered: {len(waiting)}"
     return Verdict.HEALTHY, ""
 
 
@@ -223,20 +223,20 @@ def _first(reasons: Sequence[str]) -> str:
 
 
 def _reasons(hosts: Sequence[HostRow], training: Training | None, stall: str) -> list[str]:
-    """What slows the run, or may, worst first."""
+    """Return what slows the run, or may slow it, worst first."""
     reasons = []
     if training and training.network == "SOCKET":
         reasons.append("training runs over TCP sockets")
     if stall:
         reasons.append(stall)
     if training and training.is_unguarded:
-        reasons.append("its guard is gone: nobody restarts this run")
+        reasons.append("its guard is gone: nothing will restart this run")
     reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if row.severity == 1]
     return reasons + [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
 
 
 def trouble_words(failure: Failure) -> str:
-    """What a failure is: of a node runner that has ended, or of a rank that will be in a moment."""
+    """Describe a failure: of a node runner that has ended, or of a rank whose node runner is about to end."""
     if failure.state:
         return failure_words(failure)
     return f"rank {failure.cause.rank} failed{given(': {}', clean(said_by_rank(failure.cause)))}"
