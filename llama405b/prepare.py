@@ -128,7 +128,7 @@ def build_module(
         fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
         if start:
             load.materialise(module, me, offload=parallel.cpu_offload)
-            how = "the weights come from the checkpoint"
+            how = "weights come from the checkpoint"
         else:
             made_up = llama if random else None
             how = load.load(

@@ -295,7 +295,7 @@ def test_dry_run_opens_nothing(work, cli):
     ("file", "text", "verb", "code", "words"),
     [
         ("hosts.setup.json", '{"node-a": 3}', ["status"], 2, "hosts.setup.json: not written by setup; delete it"),
-        ("hosts.setup.json", '{"node-a": {"python": "/x"}}', ["doctor"], 2, "hosts.setup.json: not what setup wrote"),
+        ("hosts.setup.json", '{"node-a": {"python": "/x"}}', ["doctor"], 2, "hosts.setup.json: not written by setup"),
         ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host knows a run 'r'"),
         ("runs/r/guard.json", '{"run": "r"}', ["stop", "--run", "r"], 0, ""),
         ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "no host knows a run 'r'"),
