@@ -60,10 +60,10 @@ class Optimizer:
     lr: float = option(1e-5, "peak learning rate")
     min_lr: float = option(0.0, "learning rate at the end of the decay")
     warmup: int = option(0, "steps of linear warmup")
-    decay: Literal["cosine", "linear", "constant"] = option("cosine", "from lr to min_lr after the warmup")
+    decay: Literal["cosine", "linear", "constant"] = option("cosine", "schedule from lr to min_lr after the warmup")
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW betas")
     eps: float = option(1e-8, "AdamW epsilon")
-    weight_decay: float = option(0.1, "on matrices, not on vectors (norms)")
+    weight_decay: float = option(0.1, "applied to matrices, not to vectors (norms)")
     max_norm: float = option(1.0, "clip the global gradient norm to this; 0: no clipping")
 
 
@@ -97,8 +97,8 @@ class Checkpoint:
 class Timeouts:
     """How long a collective may block before the run ends."""
 
-    load: int = option(3600, "seconds, until the first step is done and while a checkpoint is written")
-    step: int = option(600, "seconds, at all other times")
+    load: int = option(3600, "seconds a collective may block while loading, in the first step and in a checkpoint")
+    step: int = option(600, "seconds a collective may block at all other times")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
