@@ -70,6 +70,11 @@ def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, co
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)
     refused = ask("none", RequestKind.SAVE)
     assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves nothing")
+    (work / "runs/none/diagnosis").write_text("in the way")
+    lost = ask("none", RequestKind.MEMORY)
+    assert (lost.path, "could not be written" in lost.detail) == ("", True)
+    before = heartbeat(work, "none", 0)["step"]
+    wait_for(lambda: heartbeat(work, "none", 0)["step"] > before)  # the run is none the worse for it
     (work / "runs/none/requests/odd.json").write_text("{")
     assert cli(work, "stop", "--run", "none", "--grace", 0).returncode == 0
     answered = [event for event in ask.events("none") if event.kind is EventKind.ANSWERED]
