@@ -87,7 +87,7 @@ def test_what_the_trainer_refuses_is_not_tried_again(work, cli, demo, corpus):
     flags = [*settings(demo, corpus), "--data.paths", "bad.jsonl"]
     done = cli(work, "launch", "--run", "x", "--restart", 5, "--follow", *flags)
     assert done.returncode == 1
-    assert "the trainer refused its input, and would again" in done.stdout
+    assert "the trainer refused its input and would refuse it again" in done.stdout
     assert "running again" not in done.stdout
 
 
@@ -249,7 +249,7 @@ def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus):
     ends = [(process.communicate(timeout=60), process.returncode) for process in both]
     assert sorted(code for _, code in ends)[0] == 0, ends
     [(_, err)] = [texts for texts, code in ends if code]
-    assert "was started by" in err or "is running on" in err or "exists on" in err, err
+    assert "was just started by" in err or "is running on" in err or "exists on" in err, err
     wait_for(lambda: heartbeat(work, "two", 1)["step"] >= 1)  # the winner trains
     assert cli(work, "status", "--run", "two").returncode == 0
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     hosts = read_hosts(args.hosts)
     origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
-        raise UserError(f"--to: {args.to!r} is relative; use an absolute path")
+        raise UserError(f"--to: {args.to!r} is relative; use a full path")
     with Fleet(hosts) as fleet:
         names = sourcetree.tree_files(Path(origin.path)) if not origin.host and Path(origin.path).is_dir() else None
         if names is not None:
