@@ -42,7 +42,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
         rank = ("node-a", "node-b").index(host)
         os.kill(heartbeat(work, "g", rank)["pid"], signal.SIGKILL)
         wait_for(lambda attempt=attempt, host=host: status(work, "g", host)["attempt"] > attempt)
-    wait_for(lambda: "ended: the run ended well" in guard_log(work, "g"))
+    wait_for(lambda: "ended: the run finished successfully" in guard_log(work, "g"))
     assert {s: m["loss"] for s, m in metrics(work, "g").items()} == {
         s: m["loss"] for s, m in metrics(work, "whole").items()
     }

@@ -78,7 +78,7 @@ class Ending:
         """The ending as one clause."""
         if self.failure:
             return f"{self.failure.host}: {failure_words(self.failure)}"
-        return given("stopped by {}", self.stopped_by) or "the run ended well"
+        return given("stopped by {}", self.stopped_by) or "the run finished successfully"
 
 
 class Watch:

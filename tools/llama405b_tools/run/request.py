@@ -26,7 +26,7 @@ Settings of the training run are flags too (see `llama405b train --help`). Any o
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --rehearse
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --restart 5 --follow
   llama405b launch hosts -- my_script.py --its-own args
-exit codes: 0 started (with --follow: finished well), 1 a host or the run failed, 2 refused, nothing started
+exit codes: 0 started (with --follow: finished successfully), 1 a host or the run failed, 2 refused, nothing started
 """
 
 
