@@ -1,4 +1,4 @@
-"""Twenty faults of a first day, injected into real hosts: each is refused before torchrun starts, in one sentence."""
+"""Twenty faults of a first day, injected into real hosts: each is refused in one sentence before torchrun starts."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What happens while nobody looks: restarts, hangs, stops that save, terminals that die. On this machine, real parts."""
+"""Unattended runs: restarts, hangs, stops that save, terminals that die. On this machine, with real parts."""
 
 import json
 import os

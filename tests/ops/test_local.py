@@ -1,4 +1,4 @@
-"""The whole path on this machine: two nodes, two torchrun agents, real tmux. No sshd."""
+"""A complete run on this machine: two nodes, two torchrun agents, real tmux. No sshd."""
 
 import hashlib
 import json

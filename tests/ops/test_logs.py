@@ -1,4 +1,4 @@
-"""``llama405b logs`` over whole runs on this machine: two nodes, two ranks each, real files, real torchrun."""
+"""``llama405b logs`` over complete runs on this machine: two nodes, two ranks each, real files, real torchrun."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""push on four real hosts: a chain for big files, the differences for code."""
+"""push on four real hosts: a chain for big files, only the differences for code."""
 
 import hashlib
 import os

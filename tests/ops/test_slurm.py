@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm: slurmctld on node-1, slurmd on four hosts, munge between them, a shared directory."""
+"""Runs as jobs of a real Slurm: slurmctld on node-1, slurmd on four hosts, munge on all, a shared directory."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""cluster-top in a real terminal, against real hosts that train: every fault is named, and nothing stays behind."""
+"""cluster-top in a real terminal, against real hosts that train: every fault is named, and nothing is left behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The front door, and that the tools never import torch."""
+"""The command line, and that the tools never import torch."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A rehearsal: what it starts, kills and resumes, what it does not trust, and that it leaves nothing."""
+"""A rehearsal: what it starts, kills and resumes, what it does not trust, and that it leaves nothing behind."""
 
 import pytest
 from fakes import FakeFleet, over

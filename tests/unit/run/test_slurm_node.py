@@ -1,4 +1,4 @@
-"""What the first node of a Slurm job makes of what all say of themselves."""
+"""How the first node of a Slurm job builds the plan from what all nodes report."""
 
 import pytest
 

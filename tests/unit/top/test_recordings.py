@@ -1,4 +1,4 @@
-"""Recordings: what comes back from the file, whole or cut short."""
+"""Recordings: what is read back from a file, complete or cut short."""
 
 import os
 import subprocess

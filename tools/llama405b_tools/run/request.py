@@ -110,7 +110,7 @@ def _parser() -> OneLineParser:
 
 
 def _add_guard(group: argparse._ArgumentGroup) -> None:
-    add, again = group.add_argument, "resume it; give up after N restarts with no newer checkpoint [0]"
+    add, again = group.add_argument, "resume it on failure or hang, up to N times without a newer checkpoint [0]"
     add("--restart", type=int, default=0, metavar="N", help=again)
     add("--hang-after", default="5m", metavar="TIME", help="a rank silent this long counts as hung [5m]")
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery and end")
@@ -121,8 +121,8 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, action="append", default=[], type=type_, metavar=metavar, help=text)
 
     add_list("--env", "K=V", "set an environment variable")
-    add_list("--env-file", "FILE", "set those in a file of K=V lines; names that look secret go as with --secret", Path)
-    add_list("--secret", "NAME", "pass on this environment variable, only through SSH's standard input")
+    add_list("--env-file", "FILE", "read K=V lines from FILE; names that look secret go as with --secret", Path)
+    add_list("--secret", "NAME", "pass on this environment variable through SSH's standard input only")
     before = "shell line to run before torchrun on every host, such as 'module load cuda'"
     group.add_argument("--setup-line", default="", metavar="LINE", help=before)
 

@@ -58,7 +58,7 @@ def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> Pla
         print(f"{plan.run}: already running, without a guard; guarding it from now on")
         return plan
     plan = launch(request, hosts, fleet)
-    dismiss(plan.run)  # the guard of an earlier launch of this name, and below its record
+    dismiss(plan.run)  # the guard of an earlier launch of this name; its record goes next
     RunDir.here(plan.run).guard.unlink(missing_ok=True)
     return plan
 

@@ -1,4 +1,4 @@
-"""Show the logs of every rank on every host as one stream, in order of time.
+"""Show the logs of every rank on every host as one stream, in time order.
 
 Times are corrected for each host's measured clock skew. A broken connection is reopened and resumes at the right byte.
 Exits with 1 if a host could not be reached.
@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-f", "--follow", action="store_true", help="keep following until the run (and its guard) ends")
     add("--first-error", action="store_true", help="show only the first failure: host, rank, signal, traceback")
-    add("--fold", action="store_true", help="show a line that many ranks print only once; errors are never folded")
+    add("--fold", action="store_true", help="show a line once if many ranks print it; errors are never folded")
     add("--host", action="append", default=[], help="show only this host (repeatable)")
     add("--rank", default="", help="show only these ranks: 3 or 0-7,12")
     add("--stderr", action="store_true", help="show only standard error")
