@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--grace", default="30s", metavar="TIME", help="time for the trainer to save first; 0: none [30s]"
     )
-    parser.add_argument("--orphans", action="store_true", help="list processes left by runs whose launcher is gone")
+    parser.add_argument("--orphans", action="store_true", help="list what is left of runs whose node runner is gone")
     parser.add_argument("--end", action="store_true", help="with --orphans: end them")
     args = parser.parse_args(argv)
     grace_s = seconds(args.grace, "--grace")
