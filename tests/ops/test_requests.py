@@ -1,4 +1,4 @@
-"""What an operator asks of a run that trains: carried out by all ranks between two steps, and answered by an event."""
+"""Operators' requests to a training run: all ranks carry them out between two steps, and an event answers them."""
 
 import json
 

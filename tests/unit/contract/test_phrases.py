@@ -1,4 +1,4 @@
-"""Pieces of sentences."""
+"""Parts of sentences."""
 
 import errno
 import os
