@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up everything, then train on the hosts of a hosts file.
+# Set up everything, then train on the hosts in a hosts file.
 #   bash launch.sh                                  the demo: ./hosts, followed to its end
 #   bash launch.sh my-hosts --config my.toml …      `llama405b launch` with these arguments
 set -uo pipefail

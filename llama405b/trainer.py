@@ -1,9 +1,10 @@
 """The step loop: a step, what follows it, and requests. Knows its parts; builds none."""
 
 import dataclasses
+import functools
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from llama405b.checkpoint import store
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import reason_of
 from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.requests import RequestKind, RunRequest
 from llama405b.contract.schema import Config
@@ -167,7 +169,7 @@ class Trainer:
             self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves no checkpoints")
         for kind, write in ((RequestKind.STACKS, write_stacks), (RequestKind.MEMORY, write_memory)):
             if wanted[kind]:
-                self.answer(requests, kind, step, write(self.run, self.me, step))
+                self.answer(requests, kind, step, *everywhere(functools.partial(write, self.run, self.me, step)))
         self.finish_profile(step, ending=ending)
         self.begin_profile(requests, wanted[RequestKind.PROFILE], step)
         return bool(stops)
@@ -189,8 +191,9 @@ class Trainer:
     def finish_profile(self, step: int, *, ending: bool) -> None:
         """Write the profile if this was its last step, or the run's."""
         if self.profile and (ending or step >= self.profile.last_step):
-            path, request, self.profile = self.profile.finish(), self.profile.request, None
-            self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request)
+            path, why = everywhere(self.profile.finish)
+            request, self.profile = self.profile.request, None
+            self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request, detail=why)
 
     def begin_profile(self, requests: Sequence[RunRequest], n_steps: int, step: int) -> None:
         """Start a requested profile, one at a time."""
@@ -208,3 +211,19 @@ class Trainer:
         for request in requests:
             if request.kind is kind:
                 self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)
+
+
+def everywhere(write: Callable[[], Path]) -> tuple[Path | None, str]:
+    """Write a file on every rank; returns this rank's and "", once all ranks are done, or why one is missing.
+
+    A disk that is full is no reason to end the run.
+    """
+    path, why = None, ""
+    try:
+        path = write()
+    except OSError as error:
+        why = f"the file could not be written ({reason_of(error)})"
+    [lacking] = ranks.greatest_of([int(path is None)])
+    if lacking and path:
+        why = "another rank could not write its file"
+    return path, why

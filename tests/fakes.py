@@ -1,4 +1,4 @@
-"""A host that is only values, behind the seam that every connection is: what launch, guard, follow and stop do, in milliseconds."""
+"""A fake host that is only values, behind the seam of every connection: runs launch, guard and stop in milliseconds."""
 
 import queue
 

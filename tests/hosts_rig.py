@@ -1,7 +1,7 @@
 """Real hosts on one machine: N network namespaces, each with its own sshd, host name, PID space, root and users.
 
-Every host sees this machine's files through an overlay of its own: what it writes stays its own, except below
-``shared``. Needs root, sshd and iproute2. Only what this module made is ever ended or removed.
+Each host sees this machine's files through its own overlay: what it writes stays its own, except below ``shared``.
+Needs root, sshd and iproute2. Ends and removes only what this module created.
 """
 
 import os

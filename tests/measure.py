@@ -1,4 +1,4 @@
-"""How large and how dense the code is: ``bash tests/measure.sh``. Prints figures beside their aims; judges nothing else."""
+"""Measure the size and density of the code: ``bash tests/measure.sh``. Prints figures next to targets."""
 
 import ast
 import collections

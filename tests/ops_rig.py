@@ -1,4 +1,4 @@
-"""What the tests of whole runs on this machine share."""
+"""Helpers for tests of complete runs on this machine."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Set up everything, then pass the tests.
+# Set up everything, then run the tests.
 #   bash tests/run.sh [PYTEST ARGS]    the quick ones
-#   bash tests/run.sh quick            the unit tests alone, in half a minute
-#   bash tests/run.sh --all            also the slow ones, and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
+#   bash tests/run.sh quick            only the unit tests, in half a minute
+#   bash tests/run.sh --all            also slow ones and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh

@@ -1,8 +1,8 @@
 """Many hosts for a benchmark: ``python tests/scale.py N VERB …`` runs ``llama405b VERB …`` with N host names.
 
 The names are aliases of four real hosts (network namespaces with an sshd each), written to ``hosts`` in a new directory
-in which the command runs. ``--gpus`` before VERB: nvidia-smi on them tells of eight H100s. Needs root.
-``docs/measurements/`` says what was measured this way.
+where the command runs. With ``--gpus`` before VERB, nvidia-smi on them reports eight H100s. Needs root.
+``docs/measurements/`` has the results.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The operator's benchmarks, on a few hosts: that they run and count; never how fast."""
+"""The operator's benchmarks on a few hosts: they run and count; how fast is not tested."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""doctor on four real hosts: fit, then with faults; and over everything, --deep."""
+"""doctor on four real hosts: first fit, then with faults, and finally with --deep."""
 
 import json
 import re

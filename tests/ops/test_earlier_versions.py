@@ -1,4 +1,4 @@
-"""Run directories that version 0.1 wrote, as it left them: they are still read."""
+"""Run directories written by version 0.1 can still be read."""
 
 import tarfile
 

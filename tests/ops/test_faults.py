@@ -1,4 +1,4 @@
-"""Twenty faults of a first day, injected into real hosts: each is refused before torchrun starts, in one sentence."""
+"""Twenty faults of a first day, injected into real hosts: each is refused in one sentence before torchrun starts."""
 
 import sys
 import time
@@ -78,7 +78,7 @@ def test_03_another_torch(hosts, refused, on):
         f"mv {packages}/torch-*.dist-info /tmp/away; {written}",
         f"rm -r {fake}; mv /tmp/away {packages}/torch-2.0.0.dist-info",
     )
-    refused(words=["the hosts differ: torch is", "but node-2 has 2.99.0", "install the same everywhere"])
+    refused(words=["the hosts differ: torch is", "but node-2 has 2.99.0", "install the same versions"])
 
 
 def test_04_firewall(hosts, refused, on):
@@ -120,7 +120,7 @@ def test_09_busy_port(hosts, refused):
     holder = "import socket, time; s = socket.socket(); s.bind((str(), 23456)); s.listen(); time.sleep(30)"
     hosts.exec(1, "sh", "-c", f"nohup {sys.executable} -c '{holder}' >/dev/null 2>&1 & sleep 1")
     try:
-        refused("--port", 23456, code=2, words=["--port: 23456 is in use on the head; leave --port out"])
+        refused("--port", 23456, code=2, words=["--port: 23456 is in use on the head; omit --port"])
     finally:
         hosts.exec(1, "pkill", "-f", "socket, time")
 
@@ -133,7 +133,7 @@ def test_10_leftover_processes(hosts, refused, operator):
     try:
         done = operator("launch", "--run", name, *DEMO)
         assert done.returncode == 1
-        assert "node-2: 1 processes of an earlier attempt are left; run `llama405b stop` first" in done.stderr
+        assert "node-2: 1 process of an earlier attempt left; run `llama405b stop` first" in done.stderr
         shown = operator("stop", "--orphans")
         assert shown.returncode == 1
         assert "sleep 60" in shown.stdout
@@ -151,12 +151,12 @@ def away(program):
 
 def test_11_no_tmux(refused, on):
     on(3, *away("tmux"))
-    refused(code=2, words=["node-3: there is no tmux; install it there (apt-get install tmux)"])
+    refused(code=2, words=["node-3: tmux is not installed; install it (apt-get install tmux)"])
 
 
 def test_12_no_iproute(refused, on):
     on(3, *away("ip"))
-    refused(words=["node-3: there is no `ip` program; install iproute2 there"])
+    refused(words=["node-3: the `ip` program is not installed; install iproute2 there"])
 
 
 def test_13_no_such_directory(refused, operator):
@@ -167,7 +167,7 @@ def test_13_no_such_directory(refused, operator):
 def test_14_directory_that_cannot_be_written(hosts, refused, on):
     place = hosts.workdir(2)
     on(2, f"rm -rf {place}/runs; chown root {place}; chmod 755 {place}", f"chown {hosts.user(2)} {place}")
-    refused(words=["node-2: ", "runs is not a directory that can be written; correct that, or set workdir="])
+    refused(words=["node-2: ", "runs is not a writable directory; fix that, or set workdir="])
 
 
 def test_15_login_refused(refused, operator):

@@ -1,4 +1,4 @@
-"""What happens while nobody looks: restarts, hangs, stops that save, terminals that die. On this machine, real parts."""
+"""Unattended runs: restarts, hangs, stops that save, terminals that die. On this machine, with real parts."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
         rank = ("node-a", "node-b").index(host)
         os.kill(heartbeat(work, "g", rank)["pid"], signal.SIGKILL)
         wait_for(lambda attempt=attempt, host=host: status(work, "g", host)["attempt"] > attempt)
-    wait_for(lambda: "ended: the run ended well" in guard_log(work, "g"))
+    wait_for(lambda: "ended: the run finished successfully" in guard_log(work, "g"))
     assert {s: m["loss"] for s, m in metrics(work, "g").items()} == {
         s: m["loss"] for s, m in metrics(work, "whole").items()
     }
@@ -87,7 +87,7 @@ def test_what_the_trainer_refuses_is_not_tried_again(work, cli, demo, corpus):
     flags = [*settings(demo, corpus), "--data.paths", "bad.jsonl"]
     done = cli(work, "launch", "--run", "x", "--restart", 5, "--follow", *flags)
     assert done.returncode == 1
-    assert "the trainer refused its input, and would again" in done.stdout
+    assert "the trainer refused its input and would refuse it again" in done.stdout
     assert "running again" not in done.stdout
 
 
@@ -133,7 +133,7 @@ def test_a_stop_right_after_the_launch_waits_until_it_is_heard(work, cli, demo, 
     stopped = cli(work, "stop", "--run", "early", "--grace", "90s")
     assert stopped.returncode == 0, stopped.stdout
     assert time.monotonic() - began < 80
-    assert re.search(r"step (\d+) was the last; newest checkpoint: \S+/step-0*\1$", stopped.stdout, re.MULTILINE), (
+    assert re.search(r"last step: (\d+); newest checkpoint: \S+/step-0*\1$", stopped.stdout, re.MULTILINE), (
         stopped.stdout
     )
 
@@ -161,8 +161,8 @@ def test_stop_lets_the_trainer_save(work, cli, demo, corpus):
     assert stopped.returncode == 0, stopped.stdout
     last = max(metrics(work, "s"))
     saved = work / f"runs/s/checkpoints/step-{last:08d}"
-    assert f"step {last} was the last; newest checkpoint: {saved}" in stopped.stdout
-    assert "steps before" not in stopped.stdout
+    assert f"last step: {last}; newest checkpoint: {saved}" in stopped.stdout
+    assert "steps earlier" not in stopped.stdout
     out, _ = follower.communicate(timeout=30)
     assert follower.returncode == 1
     assert "stopped by " in out
@@ -175,7 +175,7 @@ def test_stop_lets_the_trainer_save(work, cli, demo, corpus):
     wait_for(lambda: max(metrics(work, "s"), default=0) > last)
     now = cli(work, "stop", "--run", "s", "--grace", "0")
     assert now.returncode == 0
-    assert "steps before); --grace 60s would have given it more time" in now.stdout
+    assert "steps earlier); --grace 60s would have given it more time" in now.stdout
 
 
 def test_variables_and_a_setup_line_reach_the_ranks(work, cli):
@@ -204,7 +204,7 @@ def test_leftovers_of_a_run_whose_launcher_is_gone(work, cli, demo, corpus):
     wait_for(lambda: cli(work, "stop", "--orphans").returncode == 1)
     shown = cli(work, "stop", "--orphans")
     assert "node-b" in shown.stdout
-    assert "the same command with --end ends them" in shown.stdout
+    assert "run the same command with --end to end them" in shown.stdout
     assert "LEFTOVERS" in cli(work, "status", "--run", "o").stdout
     ended = cli(work, "stop", "--orphans", "--end")
     assert ended.returncode == 0, ended.stdout
@@ -249,7 +249,7 @@ def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus):
     ends = [(process.communicate(timeout=60), process.returncode) for process in both]
     assert sorted(code for _, code in ends)[0] == 0, ends
     [(_, err)] = [texts for texts, code in ends if code]
-    assert "was started by" in err or "is running on" in err or "exists on" in err, err
+    assert "was just started by" in err or "is running on" in err or "exists on" in err, err
     wait_for(lambda: heartbeat(work, "two", 1)["step"] >= 1)  # the winner trains
     assert cli(work, "status", "--run", "two").returncode == 0
 

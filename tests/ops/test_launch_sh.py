@@ -1,4 +1,4 @@
-"""The first command of the README, in a fresh clone without a .venv, to the end of the demo."""
+"""The first command of the README, run in a fresh clone without a .venv until the demo ends."""
 
 import json
 import math

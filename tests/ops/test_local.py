@@ -1,4 +1,4 @@
-"""The whole path on this machine: two nodes, two torchrun agents, real tmux. No sshd."""
+"""A complete run on this machine: two nodes, two torchrun agents, real tmux. No sshd."""
 
 import hashlib
 import json
@@ -281,7 +281,7 @@ def test_no_tmux_is_said(work, cli, tmp_path_factory):
         (programs / name).symlink_to(f"/usr/bin/{name}")
     done = cli(work, "launch", "--preset", "demo", env={"PATH": str(programs)})
     assert done.returncode == 2
-    assert "node-a: there is no tmux; install it there" in done.stderr
+    assert "node-a: tmux is not installed; install it" in done.stderr
 
 
 def test_dry_run_opens_nothing(work, cli):
@@ -324,7 +324,7 @@ def test_cache_and_scratch_reach_the_ranks(work, cli):
     (work / "hosts").write_text(f"node-a address=localhost slots=1 scratch={work}/places.py/x\n")
     refused = cli(work, "launch", "--run", "q", "--", "places.py")
     assert refused.returncode == 1
-    assert f"node-a: scratch={work}/places.py/x cannot be made or written" in refused.stderr
+    assert f"node-a: scratch={work}/places.py/x cannot be created or written" in refused.stderr
     assert not (work / "runs/q").exists()
 
 

@@ -1,4 +1,4 @@
-"""``llama405b logs`` over whole runs on this machine: two nodes, two ranks each, real files, real torchrun."""
+"""``llama405b logs`` over complete runs on this machine: two nodes, two ranks each, real files, real torchrun."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
         (["--attempt", "first"], "--attempt: 'first' is not a valid attempt"),
         (["--tail", "-1"], "--tail: -1 lines"),
         (["-f", "--first-error"], "--first-error cannot be used with -f"),
-        (["--host", "node-z"], "--host: 'node-z' is not in hosts; take one of node-a, node-b"),
+        (["--host", "node-z"], "--host: 'node-z' is not in hosts; use one of node-a, node-b"),
     ],
 )
 def test_bad_options(work, cli, args, words):

@@ -1,4 +1,4 @@
-"""Where people stand: on the first host, which has no key to itself; and hosts with addresses that lead nowhere."""
+"""Unusual places: an operator on the first host, which has no key to itself, and hosts with unreachable addresses."""
 
 import json
 import shutil

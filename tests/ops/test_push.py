@@ -1,4 +1,4 @@
-"""push on four real hosts: a chain for big files, the differences for code."""
+"""push on four real hosts: a chain for big files, only the differences for code."""
 
 import hashlib
 import os
@@ -162,9 +162,7 @@ def test_from_a_host_and_with_a_full_disk(hosts, operator):
     try:
         done = operator("push", "node-1:/var/tmp/src")
         assert done.returncode == 1
-        assert re.search(
-            r"node-3 .*FAILED: /var/tmp/src has 0.0 GB free, but 0.0 GB are to come; make room", done.stdout
-        )
+        assert re.search(r"node-3 .*FAILED: /var/tmp/src has 0.0 GB free, but needs 0.0 GB; make room", done.stdout)
         for i in (2, 4):
             assert sums_on(hosts, i, "/var/tmp/src") == sums_on(hosts, 1, "/var/tmp/src")
     finally:
@@ -218,7 +216,7 @@ def test_bad_input(hosts, operator):
         assert words in done.stderr
     done = operator("push", "hosts", "--to", "/proc/here", timeout=20)
     assert done.returncode == 1
-    assert done.stdout.count("FAILED: /proc/here cannot be made (No such file or directory)") == 4, done.stdout
+    assert done.stdout.count("FAILED: /proc/here cannot be created (No such file or directory)") == 4, done.stdout
     assert "the same command again" not in done.stdout
     (operator.path / "empty").mkdir()
     assert "contains no files" in operator("push", "empty").stderr

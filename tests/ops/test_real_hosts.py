@@ -148,7 +148,7 @@ def test_a_host_that_does_not_start_stops_the_others(hosts, operator):
     )
     try:
         words = refused(operator)
-        assert "node-3: tmux would not start a session" in words
+        assert "node-3: tmux could not start a session" in words
         assert "nothing is left running" in words
         for i in (1, 2, 3):
             assert processes(hosts, i) == []
@@ -173,7 +173,7 @@ def test_what_differs_between_hosts_is_named(hosts, operator):
 def test_a_host_without_tmux_or_project_or_workdir(hosts, operator):
     hosts.exec(2, "mv", "/usr/bin/tmux", "/usr/bin/tmux.away")
     try:
-        assert "node-2: there is no tmux" in refused(operator, code=2)
+        assert "node-2: tmux is not installed" in refused(operator, code=2)
     finally:
         hosts.exec(2, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
     hosts.hosts_file(operator.path / "hosts", extra="", indices=[1, 2])
@@ -254,7 +254,7 @@ def test_a_cut_connection_does_not_end_a_healthy_run(hosts, operator):
     assert follower.returncode == 0, err
     steps = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]
     assert steps == [f"{i}/40" for i in range(1, 41)]  # each once, none missing
-    assert "node-2 │ reached again" in out
+    assert "node-2 │ reachable again" in out
 
 
 def test_a_dead_host_means_nothing_is_started(hosts, operator):

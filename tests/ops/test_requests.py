@@ -1,4 +1,4 @@
-"""What an operator asks of a run that trains: carried out by all ranks between two steps, and answered by an event."""
+"""Operators' requests to a training run: all ranks carry them out between two steps, and an event answers them."""
 
 import json
 
@@ -70,6 +70,11 @@ def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, co
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)
     refused = ask("none", RequestKind.SAVE)
     assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves no checkpoints")
+    (work / "runs/none/diagnosis").write_text("in the way")
+    lost = ask("none", RequestKind.MEMORY)
+    assert (lost.path, "could not be written" in lost.detail) == ("", True)
+    before = heartbeat(work, "none", 0)["step"]
+    wait_for(lambda: heartbeat(work, "none", 0)["step"] > before)  # the run is none the worse for it
     (work / "runs/none/requests/odd.json").write_text("{")
     assert cli(work, "stop", "--run", "none", "--grace", 0).returncode == 0
     answered = [event for event in ask.events("none") if event.kind is EventKind.ANSWERED]

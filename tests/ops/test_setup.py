@@ -1,4 +1,4 @@
-"""From blank hosts to the first step: sshd, sh and a Python, neither this checkout nor its environment."""
+"""From blank hosts to the first step: they have sshd, sh and a Python, but neither this checkout nor its environment."""
 
 import json
 import re

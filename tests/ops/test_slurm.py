@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm: slurmctld on node-1, slurmd on four hosts, munge between them, a shared directory."""
+"""Runs as jobs of a real Slurm: slurmctld on node-1, slurmd on four hosts, munge on all, a shared directory."""
 
 import json
 import os
@@ -130,7 +130,7 @@ def test_status_logs_and_a_stop_that_saves(type_in):
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert stopped.stdout.count("no process left") == 2
     assert re.search(r"newest checkpoint: .*/step-\d{8}$", stopped.stdout, re.MULTILINE), stopped.stdout
-    assert "steps before" not in stopped.stdout
+    assert "steps earlier" not in stopped.stdout
     after = type_in("status --run s")
     assert after.returncode == 0, after.stdout
     assert after.stdout.count("stopped") >= 2

@@ -1,4 +1,4 @@
-"""cluster-top in a real terminal, against real hosts that train: every fault is named, and nothing stays behind."""
+"""cluster-top in a real terminal, against real hosts that train: every fault is named, and nothing is left behind."""
 
 import json
 import os
@@ -228,10 +228,10 @@ def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--interval", "0"], "--interval: 0 s; it takes 0.2 to 60"),
+        (["--interval", "0"], "--interval: 0 s; use 0.2 to 60"),
         (["--replay", "/no/such"], "--replay: /no/such cannot be read (No such file or directory)"),
         (["--replay", "hosts"], "--replay: hosts is not a recording of cluster-top"),
-        (["--replay", "demo", "--run", "x"], "--replay: a recording has hosts and a run of its own"),
+        (["--replay", "demo", "--run", "x"], "--replay: a recording has its own hosts and run"),
         (["--record", "hosts", "--once"], "--record: hosts exists; take another name"),
         (["/no/hosts"], "/no/hosts: cannot be read"),
         (["a;b", "c"], "HOSTS:1: 'a;b' is not a valid host"),

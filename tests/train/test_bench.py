@@ -1,4 +1,4 @@
-"""The benchmark runs, and the memory that it shows is within the bound that loading promises."""
+"""The benchmark runs, and the memory it reports is within the bound that loading promises."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and bring everything back."""
+"""Checkpoints are complete or absent, and restore everything."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Run where there is one: ``.venv/bin/python -m pytest -m gpu``."""
+"""Tests that need a GPU; run them with ``.venv/bin/python -m pytest -m gpu``."""
 
 import pytest
 import torch

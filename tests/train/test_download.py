@@ -1,4 +1,4 @@
-"""``llama405b download`` with the real huggingface_hub client, against a server on loopback that speaks the Hub's protocol."""
+"""``llama405b download`` with the real huggingface_hub client, against a loopback server that speaks the Hub's protocol."""
 
 import concurrent.futures
 import hashlib

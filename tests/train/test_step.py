@@ -1,4 +1,4 @@
-"""A step's numerics and communication, on real ranks."""
+"""The numerics and communication of a step, on real ranks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The front door, and that the tools never import torch."""
+"""The command line, and that the tools never import torch."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def test_help_fits_one_screen_and_names_every_verb():
 
 def test_unknown_verb(capsys):
     assert cli.main(["lunch"]) == 2
-    assert "there is no verb 'lunch'" in capsys.readouterr().err
+    assert "unknown verb 'lunch'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["launch", "--preset", "demo", "--dry-run"], ["train", "--help"]])
@@ -80,9 +80,9 @@ def test_true_shape_of_405b():
         (["top", "--watch", "0"], "--watch: 0.0 s"),
         (["top", "--watch", "nan"], "--watch: nan s"),
         (["top", "--speed", "0"], "--speed: 0;"),
-        (["top", "--speed", "2"], "--speed: it is for --replay"),
+        (["top", "--speed", "2"], "--speed works only with --replay"),
         (["top", "--interval", "0.1"], "--interval: 0.1 s"),
-        (["top", "--replay", "x", "--run", "y"], "--replay: a recording has hosts"),
+        (["top", "--replay", "x", "--run", "y"], "--replay: a recording has its own hosts"),
         (["launch", "--restart", "2000"], "--restart: 2000 times"),
         (["launch", "--notify", "x"], "--notify needs --restart"),
         (["launch", "--slurm", "", "--restart", "2"], "--slurm: --restart"),

@@ -1,4 +1,4 @@
-"""Each import rule is shown once to fail when it is broken; and the wheel installs nothing it should not."""
+"""Each import rule fails when it is broken; and the wheel installs nothing it should not."""
 
 import ast
 import os

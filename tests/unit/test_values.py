@@ -1,4 +1,4 @@
-"""Nothing in the code decides by a sentence of ours: rewrite them all, and every judgement stays the same."""
+"""No code makes a decision from the words of a message: if all are rewritten, every judgement stays the same."""
 
 import ast
 import re

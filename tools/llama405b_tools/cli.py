@@ -1,4 +1,4 @@
-"""The front door: ``llama405b VERB``. Imports a verb's module only when that verb is called."""
+"""The ``llama405b`` command. A verb's module is imported only when that verb is called."""
 
 import importlib
 import sys
@@ -9,18 +9,18 @@ from llama405b.contract import command
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
-    "doctor": ("llama405b_tools.verbs.doctor", "check that hosts are fit to train, and agree"),
+    "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
     "setup": ("llama405b_tools.verbs.setup", "install the project and its environment on bare hosts"),
-    "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host, as a chain"),
+    "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host"),
     "launch": ("llama405b_tools.verbs.launch", "start a run on every host, or on none"),
-    "status": ("llama405b_tools.verbs.status", "show what runs where, and how it goes"),
+    "status": ("llama405b_tools.verbs.status", "show a run's state on every host, and its progress"),
     "top": ("llama405b_tools.verbs.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
-    "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank of every host"),
-    "attach": ("llama405b_tools.verbs.attach", "open one tmux session with a window for every host"),
+    "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank on every host"),
+    "attach": ("llama405b_tools.verbs.attach", "open a tmux session with one window per host"),
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
-    "train": ("llama405b.train", "run the training program; launch does so under torchrun"),
-    "download": ("llama405b.commands.download", "download a model from the Hugging Face Hub, and verify it"),
-    "demo": ("llama405b.commands.demo", "write a small Llama checkpoint to try things on"),
+    "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
+    "download": ("llama405b.commands.download", "download and verify a model from the Hugging Face Hub"),
+    "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b.commands.bench", "measure against a named baseline"),
 }
 OPERATOR, HOSTS = (
@@ -32,9 +32,9 @@ OPERATOR, HOSTS = (
 def usage() -> str:
     """The help text."""
     lines = [
-        "usage: llama405b VERB …        (llama405b VERB --help tells more)",
+        "usage: llama405b VERB …        (llama405b VERB --help for details)",
         "",
-        "Fully fine-tune Llama 3.1 405B on machines you reach by SSH.",
+        "Fully fine-tune Llama 3.1 405B on machines you reach over SSH.",
     ]
     for title, verbs in (("at your terminal", OPERATOR), ("on a GPU host", HOSTS)):
         lines += ["", f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if args[0] not in VERBS:
-            raise UserError(f"there is no verb {args[0]!r}; take one of {', '.join(VERBS)}")
+            raise UserError(f"unknown verb {args[0]!r}; use one of {', '.join(VERBS)}")
         return _verb(args[0], args[1:])
     except UserError as error:
         print(f"llama405b: {error}", file=sys.stderr)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING
     except BrokenPipeError:
-        sys.stderr.close()  # or Python complains once more on its way out
+        sys.stderr.close()  # or Python complains again on exit
         return 0
 
 
@@ -72,7 +72,7 @@ def cluster_top() -> int:
 
 
 def _verb(verb: str, args: list[str]) -> int:
-    if verb == "train":  # what is wrong with the command is said without waiting for torch
+    if verb == "train":  # report a bad command line before torch is imported, which takes seconds
         command.parse(args)
     name = (
         "llama405b_tools.bench.command"

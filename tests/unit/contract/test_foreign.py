@@ -1,4 +1,4 @@
-"""What gloo, torch's store and torchrun write, each form as it was recorded, and read in one place."""
+"""The output of gloo, torch's store and torchrun: each form as recorded, and all parsed in one place."""
 
 import pytest
 import torch.distributed as dist

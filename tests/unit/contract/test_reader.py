@@ -1,4 +1,4 @@
-"""The one reader: what it takes, what it refuses and how it says so, and that nothing breaks it."""
+"""The reader: what it accepts, what it refuses and with which message, and that no input crashes it."""
 
 import contextlib
 import dataclasses

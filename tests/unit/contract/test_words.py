@@ -1,4 +1,4 @@
-"""Every kind of cause has words, and every state of a run on a host."""
+"""Every kind of cause, and every state of a run on a host, has words."""
 
 import pytest
 

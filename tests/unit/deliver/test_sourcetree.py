@@ -1,4 +1,4 @@
-"""Code that is pushed to one directory by several hosts at once, and what a directory that cannot be written says."""
+"""Code pushed to one directory by several hosts at the same time, and the message for a directory that cannot be written."""
 
 import concurrent.futures
 import os

@@ -1,4 +1,4 @@
-"""What doctor makes of facts: every day-one fault of a host, with its remedy. GPU hardware is text in tests/data."""
+"""What doctor concludes from facts: every day-one fault of a host, with its remedy. GPU hardware is text in tests/data."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Which host keys count for a host: in the clear, hashed by ssh-keygen, by alias, on a port, revoked."""
+"""Which host keys are accepted for a host: in plain text, hashed by ssh-keygen, by alias, on a port, revoked."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What a stream makes of bytes that are not text, and of errors that say nothing."""
+"""How a stream handles bytes that are not text, and errors without a message."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The programs that travel to hosts run under the oldest Python to be had, and import nothing of ours."""
+"""The programs that are sent to hosts run under the oldest Python available, and import nothing of ours."""
 
 import ast
 import os

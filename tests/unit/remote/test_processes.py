@@ -1,4 +1,4 @@
-"""Real processes are found and ended, also those that were orphaned or ignore signals."""
+"""Real processes are found and ended, including orphans and those that ignore signals."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Of several runs on a host the sampler tells of the one it is told to stay with, else of the newest that lives."""
+"""If a host has several runs, the sampler reports the one it was told to stay with, else the newest live one."""
 
 import fcntl
 import json

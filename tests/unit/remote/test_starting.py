@@ -1,4 +1,4 @@
-"""A host's part of a start, with a real tmux: what was begun and not kept is ended by the host itself, whoever still listens."""
+"""Starting a host's part, with a real tmux: whatever is not kept the host ends by itself, whoever still listens."""
 
 import io
 import json

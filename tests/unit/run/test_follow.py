@@ -1,4 +1,4 @@
-"""What following a run makes of what arrives: values in, values out."""
+"""How following a run handles what arrives: values in, values out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which run is meant, how it stands on a host, and where a failure began: values in, values out."""
+"""Which run is meant, its state on a host, and where a failure began: values in, values out."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""A rehearsal: what it starts, kills and resumes, what it does not trust, and that it leaves nothing."""
+"""A rehearsal: what it starts, kills and resumes, what it does not trust, and that it leaves nothing behind."""
 
 import pytest
 from fakes import FakeFleet, over
@@ -65,7 +65,7 @@ class TestRehearsal:
 
     def test_another_loss_after_the_resume_is_not_trusted(self, fleet, capsys):
         assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), ([steps(2, 3.6, first=3)], [])) == 1
-        assert "a checkpoint of these hosts cannot be trusted" in capsys.readouterr().out
+        assert "checkpoints from these hosts cannot be trusted" in capsys.readouterr().out
 
     def test_an_old_loss_of_the_step_is_not_taken_for_the_resumed_one(self, fleet, capsys):
         again = [steps(1, 5.0, 4.0, 3.5), steps(2, 3.7, first=3)]  # the file still has the first attempt's lines
@@ -86,7 +86,7 @@ class TestRehearsal:
     def test_without_checkpoints_there_is_nothing_to_resume(self, fleet, capsys):
         code = rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), more=["--checkpoint.every", "0"])
         assert code == 0
-        assert "nothing is saved" in capsys.readouterr().out
+        assert "nothing was saved" in capsys.readouterr().out
         assert len(asked(fleet, "a", "start")) == 1
 
     def test_a_host_that_does_not_come_back_is_named(self, fleet, capsys):
@@ -106,5 +106,5 @@ class TestRehearsal:
 
 def test_what_cannot_be_ended_is_said(fleet):
     fleet.fakes["b"].faults["stop"] = HostError("gone")
-    with pytest.raises(RunError, match=r"b: could not be asked: gone; .* stop --run r-rehearsal"):
+    with pytest.raises(RunError, match=r"b: could not be queried: gone; .* stop --run r-rehearsal"):
         rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []))

@@ -43,7 +43,7 @@ def test_what_cannot_be_handed_on_is_refused(pairs, names, words):
 def test_a_bad_line_of_an_env_file_is_named(tmp_path):
     path = tmp_path / "run.env"
     path.write_text("A=1\nB\n")
-    with pytest.raises(UserError, match=r"run\.env:2: no '=' in it"):
+    with pytest.raises(UserError, match=r"run\.env:2: there is no '='"):
         request.read_env([], [path], [], {})
     with pytest.raises(UserError, match="cannot be read"):
         request.read_env([], [tmp_path / "none"], [], {})

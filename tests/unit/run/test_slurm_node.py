@@ -1,4 +1,4 @@
-"""What the first node of a Slurm job makes of what all say of themselves."""
+"""How the first node of a Slurm job builds the plan from what all nodes report."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_cache_and_scratch_are_each_nodes_own(run, monkeypatch):
 
 
 def test_a_place_that_cannot_be_written_is_refused(run):
-    with pytest.raises(SystemExit, match="b: --cache: /etc/passwd/hf cannot be made or written"):
+    with pytest.raises(SystemExit, match="b: --cache: /etc/passwd/hf cannot be created or written"):
         meet(run, a=where("10.0.0.1"), b=where("10.0.0.2", places={"cache": place_of("/etc/passwd/hf")}))
 
 
@@ -72,6 +72,6 @@ def test_a_requeued_job_goes_on_with_the_next_attempt(run, monkeypatch):
 def test_nodes_that_differ_or_do_not_come_make_no_plan(run):
     with pytest.raises(SystemExit, match="the nodes differ"):
         meet(run, a=where("10.0.0.1", torch="2.13.0"), b=where("10.0.0.2", torch="2.12.0"))
-    with pytest.raises(SystemExit, match="not all nodes came"):
+    with pytest.raises(SystemExit, match="not all nodes appeared"):
         meet(run, a=where("10.0.0.1"), b=NodeWhere("job 6"))
     assert not read_plan(run).nodes

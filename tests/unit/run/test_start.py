@@ -1,4 +1,4 @@
-"""All or nothing: every host starts, or none is left running."""
+"""All or nothing: every host starts, or nothing is left running."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a status makes of the hosts' answers: values in, values out."""
+"""What status derives from the hosts' answers: values in, values out."""
 
 import pytest
 from fakes import FakeFleet, over

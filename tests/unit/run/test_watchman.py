@@ -1,4 +1,4 @@
-"""The guard: what it brings back, what it gives up on, and what it leaves to be known when it dies itself."""
+"""The guard: when it restarts a run, when it gives up, and what it leaves on record when it dies itself."""
 
 import json
 

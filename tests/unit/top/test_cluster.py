@@ -1,4 +1,4 @@
-"""What cluster-top makes of frames: states, what stands out, hangs, freshness, rates; never a number that is not known."""
+"""What cluster-top derives from frames: states, what stands out, hangs, freshness, rates; never a number that is unknown."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Recordings: what comes back from the file, whole or cut short."""
+"""Recordings: what is read back from a file, complete or cut short."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def test_output_that_nobody_reads_or_that_has_no_room(form):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(demo, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
-    assert "standard output cannot be written (No space left on device)" in done.stderr
+    assert "cannot write to standard output (No space left on device)" in done.stderr
     theirs, ours = os.pipe()
     os.close(theirs)
     gone = subprocess.run(demo, stdout=ours, stderr=subprocess.PIPE, text=True, timeout=60, check=False)

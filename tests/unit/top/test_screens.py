@@ -1,6 +1,6 @@
-"""What cluster-top looks like: text snapshots of several sizes and fleets, and the README's screenshot.
+"""What cluster-top looks like: text snapshots at several sizes and fleets, and the README's screenshot.
 
-``LLAMA405B_UPDATE_SCREENS=1`` writes them anew: look at the difference before you commit it.
+``LLAMA405B_UPDATE_SCREENS=1`` rewrites them: check the diff before you commit it.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What cluster-top judges, as values alone: verdicts, phases and states, never their words."""
+"""What cluster-top judges, as values only: verdicts, phases and states, never their words."""
 
 import copy
 

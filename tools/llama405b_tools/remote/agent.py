@@ -1,8 +1,8 @@
-"""What the operator's machine asks of a host: one short-lived process a question. Standard library alone.
+"""The agent on a host: handles one request from the operator's machine, then exits. Standard library only.
 
 ``python -m llama405b_tools.remote.agent ACTION`` reads one line of JSON from standard input and prints JSON, so that no
-argument or value ever passes through a shell. What goes on (``stream``, ``relay``) ends when its standard input closes: when
-the operator's terminal dies, so does it.
+argument or value ever passes through a shell. Long-running actions (``stream``, ``relay``) end when their standard
+input closes, so they die with the operator's terminal.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from llama405b.contract.paths import UMASK
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-ACTIONS = {  # action: module and function, imported when asked for: most of an agent's time is Python's start
+ACTIONS = {  # action: module and function, imported on demand: most of an agent's time is Python's startup
     "start": ("starting", "start"),
     "status": ("describe", "status"),
     "stop": ("ending", "end"),
@@ -32,7 +32,7 @@ ACTIONS = {  # action: module and function, imported when asked for: most of an 
 
 
 def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[DataclassInstance]"]:
-    """The function that does an action, and the type of the request that it takes."""
+    """Return the function for an action, and the type of the request that it takes."""
     module, function = ACTIONS[name]
     act = getattr(importlib.import_module(f"llama405b_tools.remote.{module}"), function)
     return act, act.__annotations__["request"]
@@ -48,7 +48,7 @@ def main() -> int:
     try:
         request = reader.loads(kind, sys.stdin.readline(), "the request")
     except reader.MalformedError as error:
-        raise SystemExit(f"{sys.argv[1]}: {error}; are both ends of one version?") from None
+        raise SystemExit(f"{sys.argv[1]}: {error}; do both ends run the same version?") from None
     reply = act(request)
     if reply is not None:
         print(reader.dumps(reply), flush=True)

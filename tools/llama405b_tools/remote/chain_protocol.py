@@ -1,9 +1,9 @@
-"""What a chain of hosts speaks: how two of its links connect, and what goes over the connection. Standard library.
+"""The protocol of a chain of hosts: how two neighbors connect, and what goes over the connection. Standard library.
 
-From the source down the chain: a one-time token; the list of files; then, coming back, how many bytes of each everybody
-below has already; then of each file the bytes from there on, and the SHA-256 of the whole.
+The source sends down the chain a one-time token and the list of files; back comes how many bytes of each file all hosts
+below have already; then each file follows from that byte on, with the SHA-256 of the whole.
 
-Bytes travel as they are: the training network is trusted with them, the token only keeps strangers out.
+Bytes are sent in the clear: the training network is trusted with them, and the token only keeps strangers out.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ FileList = list[tuple[str, int]]  # path below the root, bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """What is to come: path below the root, and bytes, of every file."""
+    """The files to come: path below the root and size in bytes of each."""
 
     files: tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Present:
-    """How many bytes of each everybody from here on has already."""
+    """How many bytes of each file this host and all below it have already."""
 
     sizes: tuple[int, ...]
 
@@ -46,7 +46,7 @@ class Link(Protocol):
         """Receive at most ``size`` bytes."""
 
     def close(self) -> object:
-        """End it."""
+        """Close it."""
 
 
 class BrokenLinkError(Exception):
@@ -81,7 +81,7 @@ def source(root: Path, files: FileList, token: str, link: Link, progress: Callab
             while position < size:
                 chunk = file.read(min(CHUNK, size - position, begin - position if position < begin else CHUNK))
                 if not chunk:
-                    raise OSError(f"{base / name} became shorter while it was sent")
+                    raise OSError(f"{base / name} shrank while it was being sent")
                 digest.update(chunk)
                 if position >= begin:
                     send(link, chunk)
@@ -92,10 +92,10 @@ def source(root: Path, files: FileList, token: str, link: Link, progress: Callab
 
 
 def connect(below: NextHop) -> socket.socket:
-    """A connection to the first address of a host that answers.
+    """Connect to the first address of a host that answers.
 
     Raises:
-        BrokenLinkError: None does.
+        BrokenLinkError: No address answers.
     """
     why = "it has no address"
     for address in below.addresses:
@@ -131,13 +131,13 @@ def line(link: Link, limit: int = 1 << 24) -> str:
     while not data.endswith(b"\n"):
         piece = link.recv(1)
         if not piece or len(data) > limit:
-            raise BrokenLinkError("the other end went away")
+            raise BrokenLinkError("the other end closed the connection")
         data += piece
     return data.decode()
 
 
 def exactly(link: Link, size: int) -> bytes:
-    """Receive so many bytes.
+    """Receive exactly ``size`` bytes.
 
     Raises:
         BrokenLinkError: The other end is gone.
@@ -146,6 +146,6 @@ def exactly(link: Link, size: int) -> bytes:
     while len(data) < size:
         piece = link.recv(size - len(data))
         if not piece:
-            raise BrokenLinkError("the host before went away")
+            raise BrokenLinkError("the previous host closed the connection")
         data += piece
     return data

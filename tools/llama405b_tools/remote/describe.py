@@ -1,4 +1,4 @@
-"""What this host knows of its runs. Standard library."""
+"""What this host knows about its runs. Standard library."""
 
 import contextlib
 import time
@@ -15,11 +15,11 @@ from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.status import Beat, HostRun, StatusReply, StatusRequest
 
 NEWEST_RUNS = 20
-LAST_BYTES = 4096  # of the metrics, in which their last line is
+LAST_BYTES = 4096  # of the metrics file, enough for its last line
 
 
 def status(request: StatusRequest) -> StatusReply:
-    """Every run of this host, newest first: its state, its ranks' heartbeats, its last step and checkpoint."""
+    """Describe every run of this host, newest first: state, heartbeats of its ranks, last step and checkpoint."""
     found = []
     for name in [path.name for path in Path("runs").glob("*") if request.run in (None, path.name)]:
         plan = read_plan(run_of(name))
@@ -30,7 +30,7 @@ def status(request: StatusRequest) -> StatusReply:
 
 
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
-    """One run, as its files and processes here tell."""
+    """Describe one run, from its files and processes here."""
     node, alive = plan.find(host), lives(run, plan, host)
     saved = newest_complete(checkpoints_of(run, plan))
     return HostRun(
@@ -52,7 +52,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
 
 
 def lives(run: RunDir, plan: Plan, host: str) -> bool:
-    """Whether a node runner runs the plan: here, or on the node of a Slurm job whose files these are."""
+    """Whether a node runner is running the plan: here, or on the node of a Slurm job whose files these are."""
     if not plan.slurm_job:
         return is_alive(run, host)
     status = read_record(NodeStatus, run.status(host))
@@ -70,12 +70,12 @@ def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
 
 
 def stopped_by(run: RunDir, host: str) -> str:
-    """Who asked for the run's end here; "" where nobody did."""
+    """Who stopped the run here; "" if nobody did."""
     return stop_mark(run, host).by
 
 
 def stop_mark(run: RunDir, host: str) -> StopMark:
-    """Who asked for the run's end here, and what time there is for it."""
+    """Who stopped the run here, and with how much time to save."""
     return read_record(StopMark, run.stop(host)) or StopMark("")
 
 

@@ -1,4 +1,4 @@
-"""End a run's processes on this host and see that none is left; hand a request to one that trains. Standard library."""
+"""End a run's processes on this host and check that none is left; pass a request to a training run. Standard library."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ SLACK_S = 10.0  # beyond that, for the node runner to write how it ended
 
 
 def end(request: EndRequest) -> Ended:
-    """End every process of the run on this host, and look whether any is left."""
+    """End every process of the run on this host, and check whether any is left."""
     run, host = run_of(request.run), request.host
     plan = read_plan(run)
     if request.only not in (None, plan.rdzv_id):  # another launch's: not ours to end
@@ -61,7 +61,7 @@ def end(request: EndRequest) -> Ended:
 
 
 def _end_runner(run: RunDir, host: str, request: EndRequest) -> None:
-    """Tell the node runner to end the run, and wait for it; its guardian ends the rest where it does not answer."""
+    """Tell the node runner to end the run, and wait; if it does not end, kill it: its guardian ends the rest."""
     runner = read_record(NodeStatus, run.status(host))
     if runner is None or not processes.same_process(runner.pid, runner.pid_start):
         return
@@ -76,7 +76,7 @@ def _end_runner(run: RunDir, host: str, request: EndRequest) -> None:
 
 
 def orphans(request: OrphansRequest) -> OrphansReply:
-    """Processes of runs whose node runner is gone, by run directory; ended where ``end`` says so."""
+    """Find processes of runs whose node runner is gone, by run directory; with ``end``, end them."""
     found = []
     for value, pids in sorted(processes.all_marked().items()):
         directory, _, host = value.rpartition(":")
@@ -90,7 +90,7 @@ def orphans(request: OrphansRequest) -> OrphansReply:
 
 
 def pass_request(request: AskRequest) -> Asked:
-    """Write a request for the trainer to find; for the head, whose rank 0 looks for them."""
+    """Write a request for the trainer; called on the head, whose rank 0 looks for requests."""
     run = run_of(request.run)
     plan = read_plan(run)
     if not plan.nodes or not lives(run, plan, plan.nodes[0].name):

@@ -1,7 +1,7 @@
-"""The logs of one run on this host, as blocks in order of time. Runs on the host; standard library alone.
+"""The logs of one run on this host, as blocks in order of time. Runs on the host; standard library only.
 
-Files appear as attempts start. A block's time comes from the line itself or from ``logs/<host>/times``, in which the
-node runner notes when each part of each file arrived.
+Files appear as attempts start. A block's time comes from the line itself or from ``logs/<host>/times``, where the node
+runner records when each part of each file arrived.
 """
 
 import bisect
@@ -31,7 +31,7 @@ class HostLogs:
         self.root = run.logs(host)
         marked = [int(m[1]) for file in request.marks if (m := ATTEMPT_DIR.fullmatch(file.split("/")[0]))]
         newest = read_plan(run).attempt
-        self.attempt = request.attempt or min([newest, *marked])  # a reader that comes back goes on where it was
+        self.attempt = request.attempt or min([newest, *marked])  # a reader that returns continues where it was
         self.follow_attempts = request.attempt == 0
         self.tail = Tail(self.root, wants=self._wants)
         self.times = Times(run.times(host))
@@ -65,7 +65,7 @@ class HostLogs:
         return News(entries=entries, marks=marks, now=time.time())
 
     def _read(self, *, final: bool) -> bool:
-        """Read a piece of every file of which nothing waits; whether there was anything."""
+        """Read a piece of every file that has nothing waiting; returns whether there was anything."""
         self.times.read()
         found = False
         for path in self.tail.files():
@@ -82,7 +82,7 @@ class HostLogs:
                 blocks = list(self.blocks[file].feed(piece.begin, piece.data))
             elif final or file in self.idle:
                 blocks = list(self.blocks[file].flush())
-            else:  # a block that may go on waits for one more pass
+            else:  # a block that may continue waits for one more pass
                 self.idle.add(file)
                 blocks = []
             if piece or blocks:
@@ -107,7 +107,7 @@ class HostLogs:
         return self.attempt < 0 or attempt == self.attempt or (self.follow_attempts and attempt > self.attempt)
 
     def _set_begin(self, path: Path, file: str) -> None:
-        """Where to begin in a file that is seen for the first time."""
+        """Set where to begin in a file that is seen for the first time."""
         if file in self.marks:
             return
         info, offset = path.stat(), 0
@@ -129,7 +129,7 @@ class Times:
         self.seconds: dict[str, list[float]] = {}
 
     def read(self) -> None:
-        """Take what was added."""
+        """Read what was added."""
         for piece in self.source.all():
             for line in piece.data.decode("utf-8", "replace").splitlines():
                 words = line.split(" ", 2)
@@ -138,19 +138,19 @@ class Times:
                     self.seconds.setdefault(words[2], []).append(float(words[0]))
 
     def of(self, file: str, end: int) -> float | None:
-        """When the byte before ``end`` had arrived; None where that is not noted yet."""
+        """When the byte before ``end`` arrived; None if that is not recorded yet."""
         index = bisect.bisect_left(self.ends.get(file, []), end)
         return next(iter(self.seconds.get(file, [])[index : index + 1]), None)
 
     def begin_of(self, file: str, since: float) -> int:
-        """Where what arrived from ``since`` on begins."""
+        """The position of the first part that arrived at ``since`` or later."""
         self.read()
         index = bisect.bisect_left(self.seconds.get(file, []), since)
         return [0, *self.ends.get(file, [])][index]
 
 
 def _start_of_last(path: Path, lines: int) -> int:
-    """Where the last ``lines`` lines of a file begin."""
+    """Return where the last ``lines`` lines of a file begin."""
     end = path.stat().st_size
     with path.open("rb") as file:
         found, position = b"", end

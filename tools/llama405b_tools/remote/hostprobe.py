@@ -1,7 +1,7 @@
-"""What doctor asks of a bare host.
+"""What doctor runs on a bare host.
 
-One file that travels by SSH's standard input and runs under any Python 3.6 or newer:
-it imports nothing of ours, changes nothing that stays, and judges nothing.
+One file that is sent through SSH's standard input and runs under Python 3.6 or newer:
+it imports nothing of ours, leaves no change behind, and judges nothing.
 
 Line 1 of its standard input is a request (JSON). It prints the facts (one line of JSON), listens, reads a second line
 that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes.
@@ -72,7 +72,7 @@ print(json.dumps(packages))
 
 
 def run(args, timeout=15, **more):
-    """A command's output; None where there is no such program, "TIMEOUT" where it hangs."""
+    """Return a command's output; None if there is no such program, "TIMEOUT" if it hangs."""
     if not shutil.which(args[0]):
         return None
     try:
@@ -87,7 +87,7 @@ def run(args, timeout=15, **more):
 
 
 def read(path, default=""):
-    """A small file's text."""
+    """Return a small file's text."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 20)
@@ -111,7 +111,7 @@ def identity():
 
 
 def environment(request):
-    """The target python's packages, without importing any, and the project's code."""
+    """The target Python's packages, without importing any, and the version of the project's code."""
     workdir = os.path.expanduser(request["workdir"])
     python = os.path.expanduser(request["python"])
     found = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
@@ -137,7 +137,7 @@ def environment(request):
 
 
 def gpus():
-    """What nvidia-smi says, as it says it."""
+    """The output of nvidia-smi, unparsed."""
     query = ["--format=csv,noheader,nounits"]
     text = run(["nvidia-smi", "--query-gpu=" + GPU_FIELDS] + query, 20)
     if text is None or text == "TIMEOUT":
@@ -185,7 +185,7 @@ def rdma() -> dict:
 
 
 def network() -> dict:
-    """Own IPv4 addresses with their interfaces and speeds, and the default route's interface."""
+    """This host's IPv4 addresses with their interfaces and speeds, and the default route's interface."""
     found = []
     for line in (run(["ip", "-4", "-o", "addr"], 5) or "").splitlines():
         words = line.split()
@@ -197,7 +197,7 @@ def network() -> dict:
 
 
 def inside_tmux():
-    """Limits as a process inside tmux has them: not those of this SSH session."""
+    """The limits of a process inside tmux, which are not those of this SSH session."""
     if not shutil.which("tmux"):
         return None
     folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
@@ -236,7 +236,7 @@ def memory():
 
 
 def kill_user_processes():
-    """Whether logind ends what a user leaves behind at log-out, tmux too."""
+    """Whether logind ends a user's processes at logout, including tmux."""
     value = False
     for path in ["/etc/systemd/logind.conf"] + sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf")):
         for line in read(path).splitlines():
@@ -247,14 +247,14 @@ def kill_user_processes():
 
 
 def disks(request):
-    """Filesystems that could hold weights or checkpoints, and spare drives; rates where this user may write."""
+    """Filesystems that could hold weights or checkpoints, and spare drives; write rates where this user may write."""
     wanted = [os.path.expanduser(path) for path in request["paths"] if path]
     places = [nearest_directory(path, request.get("rates")) for path in wanted]
     return {"filesystems": filesystems() + places, "unmounted_nvme": spare_drives()}
 
 
 def filesystems():
-    """Those of more than a GiB, each device once."""
+    """Filesystems larger than 1 GiB, each device once."""
     found, seen = [], set()
     for line in read("/proc/mounts").splitlines():
         words = line.split()
@@ -272,7 +272,7 @@ def filesystems():
 
 
 def nearest_directory(path, with_rates):
-    """A directory that a run would write, or the nearest there is above it."""
+    """A directory that a run would write to, or its nearest existing parent."""
     here = path
     while not os.path.isdir(here) and here not in ("", "/"):
         here = os.path.dirname(here)
@@ -284,7 +284,7 @@ def nearest_directory(path, with_rates):
 
 
 def spare_drives():
-    """NVMe drives that nothing is on."""
+    """NVMe drives that are not in use."""
     mounted, found = read("/proc/mounts"), []
     for path in sorted(glob.glob("/sys/block/nvme*n*")):
         name = os.path.basename(path)
@@ -315,7 +315,7 @@ def rates(folder):
 
 
 def weights(path, hashed=False):
-    """Which safetensors files of a checkpoint are missing, or have another size or SHA-256 than they should."""
+    """Which safetensors files of a checkpoint are missing, or have the wrong size or SHA-256."""
     if not path:
         return None
     path = os.path.expanduser(path)
@@ -336,14 +336,14 @@ def weights(path, hashed=False):
     if hashed and not faults:
         known = digests(path)
         found["unhashed"] = len([name for name in names if name not in known])
-        with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib lets go of the interpreter
+        with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib releases the GIL
             jobs = [(name, pool.submit(sha256, os.path.join(path, name))) for name in names if name in known]
         faults += ["%s is not what was verified (SHA-256)" % name for name, job in jobs if job.result() != known[name]]
     return found
 
 
 def fault_of(path, name):
-    """What is wrong with a safetensors file, by its size and header; '' where nothing is."""
+    """What is wrong with a safetensors file, by its size and header; '' if nothing is."""
     file = os.path.join(path, name)
     try:
         actual = os.path.getsize(file)
@@ -362,7 +362,7 @@ def fault_of(path, name):
 
 
 def digests(path):
-    """The SHA-256 that download or push noted of files in a directory."""
+    """The SHA-256 that download or push recorded for each file in a directory."""
     known = {}
     for record in (".llama405b-download.json", ".llama405b-pushed.json"):
         try:
@@ -374,7 +374,7 @@ def digests(path):
 
 
 def sha256(path):
-    """Of a file's content."""
+    """The SHA-256 of a file's content."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         for block in iter(lambda: file.read(8 << 20), b""):
@@ -383,7 +383,7 @@ def sha256(path):
 
 
 def leftovers():
-    """Processes of earlier runs, whatever became of their launcher."""
+    """Processes of earlier runs, whether or not their launcher is alive."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -397,7 +397,7 @@ def leftovers():
 
 
 class Listener:
-    """Answers with this host's token on a port, and tells where each caller came from."""
+    """Answers every caller on a port with this host's token."""
 
     def __init__(self, port: int, token: str) -> None:
         self.token = token
@@ -430,7 +430,7 @@ class Listener:
 
 
 def reach(address: str, port: int, token: str) -> dict:
-    """'' where the peer answers with its token, else what happened; and the own address used."""
+    """The fault in reaching a peer, '' if it answers with its token; and this host's address on the way."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as link:
             mine = link.getsockname()[0]
@@ -450,13 +450,13 @@ def reach(address: str, port: int, token: str) -> dict:
 
 
 def reach_all(peers):
-    """Try every address and port of every peer, many at once."""
+    """Try every address and port of every peer, many in parallel."""
     results, jobs = {}, []
     for peer in peers:
         results[peer["name"]] = {"resolves": None, "reached": {}}
         for place, address in enumerate(peer["addresses"]):
             jobs.append((place, peer, address))
-    jobs.sort(key=lambda job: -job[0])  # everybody's first address first: it is taken from the end
+    jobs.sort(key=lambda job: -job[0])  # every peer's first address first: jobs are taken from the end
     lock, pending = threading.Lock(), list(jobs)
 
     def work():
@@ -469,7 +469,7 @@ def reach_all(peers):
                 found = reach(address, port, peer["token"])
                 with lock:
                     results[peer["name"]]["reached"]["%s:%d" % (address, port)] = found
-                if found.get("silent"):  # nor would it on another port
+                if found.get("silent"):  # nor would it answer on another port
                     break
 
     def resolve(peer):
@@ -492,7 +492,7 @@ def reach_all(peers):
 
 
 def main():
-    """Answer one doctor."""
+    """Answer one doctor command."""
     request = json.loads(sys.stdin.readline())
     os.umask(0o077)
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
@@ -514,7 +514,7 @@ def main():
     def collect(name):
         try:
             facts[name] = parts[name]()
-        except Exception as error:  # one fact that cannot be had does not cost the others
+        except Exception as error:  # one fact that is not available must not cost the others
             facts[name] = None
             failed[name] = "%s: %s" % (type(error).__name__, error)
 
@@ -533,7 +533,7 @@ def main():
     facts["ports"] = [listener.port for listener in listeners if not listener.fault]
     facts["now"] = time.time()
     print(json.dumps(facts), flush=True)
-    if select.select([sys.stdin], [], [], 3600)[0]:  # all the others have their turn first
+    if select.select([sys.stdin], [], [], 3600)[0]:  # all other hosts may have their turn first
         line = sys.stdin.readline()
         if line:
             print(json.dumps({"peers": reach_all(json.loads(line)["peers"]), "now": time.time()}), flush=True)

@@ -1,4 +1,4 @@
-"""What launch must know of a host before it starts anything there. Runs on the host; standard library alone.
+"""What launch must know about a host before it starts anything there. Runs on the host; standard library only.
 
 Changes nothing.
 """
@@ -27,7 +27,7 @@ from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest, Re
 
 
 def probe(request: ProbeRequest) -> None:
-    """Say what launch must know of this host; the head goes on listening for the others until its input closes.
+    """Print what launch must know about this host; the head keeps listening for the others until its input closes.
 
     Starts nothing and changes nothing.
     """
@@ -43,7 +43,7 @@ def probe(request: ProbeRequest) -> None:
 def _facts(request: ProbeRequest) -> LaunchFacts:
     run, host = run_of(request.run), request.host
     versions = {
-        "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases agree with each other
+        "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases are compatible
         **{name: version_of(name) for name in request.packages},
         "llama405b": llama405b.__version__,
     }
@@ -87,14 +87,14 @@ def addresses() -> tuple[Address, ...]:
 
 
 def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Reach:
-    """The way to an address of the head; on it the own address and its interface."""
+    """The route to an address of the head, with this host's own address and interface on it."""
     found = reader.read(Reach, hostprobe.reach(address, request.port, request.token), address)
     interface = next((entry.interface for entry in own if entry.address == found.mine), "")
     return dataclasses.replace(found, interface="lo" if found.mine.startswith("127.") else interface)
 
 
 def place_of(path: str) -> RunPlace:
-    """A directory that the run is to write, in full, and whether it can be made and written."""
+    """The full path of a directory that the run writes to, and whether it can be created and written."""
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if parent.exists())
     return RunPlace(str(full), there.is_dir() and os.access(there, os.W_OK | os.X_OK))
@@ -109,14 +109,14 @@ def version_of(package: str) -> str:
 
 
 def _machine_id() -> str:
-    """Equal for two hosts of the file that are one machine."""
+    """An ID that is equal for two hosts of the hosts file that are one machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + socket.gethostname()
     return socket.gethostname()
 
 
 def n_gpus() -> int:
-    """How many GPUs the driver lists; a driver that hangs or is not there has none to offer."""
+    """How many GPUs the driver lists; 0 if it hangs or is not installed."""
     if not shutil.which("nvidia-smi"):
         return 0
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -126,7 +126,7 @@ def n_gpus() -> int:
 
 
 def _weights_fault(check: WeightsCheck | None) -> str:
-    """'' where the checkpoint that rank 0 will read is whole and fits, else the trainer's own sentence."""
+    """'' if the checkpoint that rank 0 will read is whole and fits, else the trainer's own sentence."""
     if check is None:
         return ""
     try:

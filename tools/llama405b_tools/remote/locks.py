@@ -1,4 +1,4 @@
-"""Who runs on this host: a lock that the node runner and its guardian hold while they live. Standard library."""
+"""Whether a run is alive on this host: a lock that its node runner and guardian hold. Standard library."""
 
 import fcntl
 import os
@@ -9,10 +9,10 @@ from llama405b.contract.paths import RunDir
 
 
 def take_lock(path: Path, tries: int = 10) -> int | None:
-    """Hold the run's lock on this host until the process (and its guardian) ends; None where another holds it."""
+    """Hold the run's lock on this host until the process (and its guardian) ends; None if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(tries):  # `status` holds it for an instant to look
+    for _ in range(tries):  # `status` holds it for an instant to check
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -1,9 +1,9 @@
-"""The node runner: what tmux starts on a host, and the parent of torchrun there. Standard library alone.
+"""The node runner: what tmux starts on a host, and the parent of torchrun there. Standard library only.
 
 ``python -m llama405b_tools.remote.node RUN_DIR HOST`` takes everything from ``RUN_DIR/plan.json``. It holds the run's lock
-on the host, ends what an earlier attempt left behind, hands the secrets to torchrun's environment only, and writes
-the truth to ``status/<host>.json``. It leaves no process behind, however it ends itself: a guardian, which shares
-its lock, outlives a SIGKILL of the runner just long enough to end the rest.
+on the host, ends what an earlier attempt left behind, passes the secrets only to torchrun's environment, and records the
+run's state in ``status/<host>.json``. It leaves no process behind, however it ends: a guardian, which shares its lock,
+outlives a SIGKILL of the runner just long enough to end the rest.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, 
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
-NOTE_EVERY_S = 0.5  # of one file
-DONE, MOST_WORD = b"done", 4096  # what the guardian hears: that all is well, or a cause
+NOTE_EVERY_S = 0.5  # per file
+DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
 
 class NodeRunner:
@@ -46,8 +46,8 @@ class NodeRunner:
         self.run, self.host = run, host
         self.marker = f"{run.path}:{host}"
         self.stop_signal = 0
-        self.fell_back = ""  # NCCL's line that says so
-        self.ended = threading.Event()  # torchrun has
+        self.fell_back = ""  # NCCL's line about falling back to TCP
+        self.ended = threading.Event()  # set once torchrun has ended
         self.plan = read_plan(run)
         if not self.plan.nodes:
             raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
@@ -56,13 +56,13 @@ class NodeRunner:
         """Run torchrun to its end; returns its exit code, or 128 + the signal that ended it.
 
         Raises:
-            OSError: Of this host's disk or processes; the guardian ends what was started, and says why.
+            OSError: A disk or process of this host fails; the guardian ends what was started, and records why.
         """
         lock = take_lock(self.run.lock(self.host))
         if lock is None:
-            raise SystemExit(f"{self.run.name} runs on {self.host} already")
+            raise SystemExit(f"{self.run.name} is already running on {self.host}")
         self.report(NodeState.STARTING)
-        if by := stopped_by(self.run, self.host):  # between the agent's look and ours
+        if by := stopped_by(self.run, self.host):  # since the agent checked
             self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, self.host, by=by))
             return 128 + signal.SIGTERM
         guardian, line = self.start_guardian()
@@ -88,7 +88,7 @@ class NodeRunner:
         return code if code >= 0 else 128 - code
 
     def on_signal(self, number: int, _frame: object) -> None:
-        """Remember that the run is to end."""
+        """Note that the run is to end."""
         self.stop_signal = self.stop_signal or number
 
     def report(
@@ -114,7 +114,7 @@ class NodeRunner:
                 append_line(self.run.ends(self.host), reader.dumps(status))
 
     def report_end(self, code: int) -> None:
-        """Say how torchrun ended, and why."""
+        """Record how torchrun ended, and why."""
         by, host = stopped_by(self.run, self.host), self.host
         exit_code = code if code >= 0 else None
         if self.fell_back:
@@ -131,7 +131,7 @@ class NodeRunner:
             self.report(NodeState.EXITED, self.first_failure(code) if code else None, exit_code=code)
 
     def first_failure(self, code: int) -> Cause:
-        """The first failure of this attempt on this host, from torchrun's summary and the rank's own word."""
+        """The first failure of this attempt on this host, from torchrun's summary and the rank's heartbeat."""
         log = self.run.agent_log(self.host)
         text = log.read_text(encoding="utf-8", errors="replace").rpartition(f"\nattempt {self.plan.attempt}: ")[2]
         if setup := re.search(rf"^{SETUP_FAILED} (\d+)$", text, re.MULTILINE):
@@ -149,7 +149,7 @@ class NodeRunner:
         return Cause(CauseKind.RANK_EXIT, self.host, rank, exit_code=exit_code)
 
     def start_guardian(self) -> tuple[int, int]:
-        """Fork the process that ends the run should this one be killed; returns its pid and a pipe to it."""
+        """Fork the process that ends the run if this one is killed; returns its pid and a pipe to it."""
         read, write = os.pipe()
         os.set_inheritable(write, False)
         runner = os.getpid()
@@ -157,7 +157,7 @@ class NodeRunner:
         if pid:
             os.close(read)
             return pid, write
-        os.setsid()  # a hang-up of the terminal is not for it
+        os.setsid()  # so that a hangup of the terminal does not reach it
         os.close(write)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -171,7 +171,7 @@ class NodeRunner:
         os._exit(0)
 
     def start_torchrun(self) -> "subprocess.Popen[bytes]":
-        """Start torchrun in a session of its own, with the secrets in its environment alone."""
+        """Start torchrun in a session of its own, with the secrets only in its environment."""
         node = self.plan.node(self.host)
         logs = self.run.logs(self.host)
         logs.mkdir(parents=True, exist_ok=True)
@@ -197,20 +197,20 @@ class NodeRunner:
             )
 
     def look_for_sockets(self, data: bytes, child: "subprocess.Popen[bytes]") -> None:
-        """End the run where NCCL says that it falls back to TCP, if the plan has it so: it would train at a crawl."""
+        """End the run if NCCL falls back to TCP and the plan forbids that: it would train at a crawl."""
         if self.plan.refuse_sockets and not self.fell_back and fabric.SOCKETS.encode() in data:
             self.fell_back = fabric.socket_line(data.decode("utf-8", "replace"))
             if self.fell_back:
                 child.terminate()
 
     def take_secrets(self) -> dict[str, str]:
-        """Read the secrets' file, and delete it."""
+        """Read the secrets file and delete it."""
         secrets = read_secrets(self.run.secrets(self.host))
         self.run.secrets(self.host).unlink(missing_ok=True)
         return secrets
 
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
-        """Wait for torchrun; once told to stop, end it in ever harder ways, each with its time."""
+        """Wait for torchrun; once told to stop, end it in ever harder ways, each with a time limit."""
         while not self.stop_signal:
             if self.run.stop(self.host).exists():  # in a Slurm job no signal reaches this process alone
                 self.stop_signal = signal.SIGTERM
@@ -228,12 +228,12 @@ class NodeRunner:
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return child.wait(seconds)
-        raise AssertionError("a wait without a limit came to its end")
+        raise AssertionError("a wait without a limit timed out")
 
     def let_save(self, child: "subprocess.Popen[bytes]", grace_s: float) -> int | None:
-        """Tell the ranks to save after this step, and to end; returns torchrun's exit code, None if they took too long.
+        """Tell the ranks to save after this step and exit; returns torchrun's exit code, None if they took too long.
 
-        Each is told once it writes heartbeats: then it knows the signal, which before would kill it.
+        Each is told once it writes heartbeats: before that, it does not handle the signal, which would kill it.
         """
         node, deadline = self.plan.node(self.host), time.monotonic() + grace_s
         deaf = set(range(node.first_rank, node.first_rank + node.slots))
@@ -249,12 +249,12 @@ class NodeRunner:
         return code
 
     def show_logs(self, child: "subprocess.Popen[bytes]") -> threading.Thread:
-        """Print the logs of this host's ranks in the tmux pane, for whoever attaches, and note when what arrived."""
+        """Print the logs of this host's ranks in the tmux pane, for whoever attaches, and record when they arrived."""
         root = self.run.logs(self.host)
         tail = Tail(root, from_end=True)
 
         def follow() -> None:
-            ends: dict[Path, int] = {}  # arrived, and not noted yet
+            ends: dict[Path, int] = {}  # arrived but not recorded yet
             noted: dict[Path, float] = {}
             with self.run.times(self.host).open("a", encoding="utf-8") as times:
                 while True:

@@ -12,12 +12,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """Make orphans below this process its own children, so that none gets out of sight."""
+    """Make orphans below this process its own children, so that none is lost."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where it is gone or a zombie."""
+    """When a process started, in clock ticks since boot; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
     except OSError:
@@ -26,7 +26,7 @@ def start_time(pid: int) -> int | None:
 
 
 def state(pid: int) -> str:
-    """A process's state as the kernel writes it (R, S, D, T, Z, …); "" where there is none."""
+    """A process's state as the kernel writes it (R, S, D, T, Z, …); "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2][:1]
     except OSError:
@@ -34,17 +34,17 @@ def state(pid: int) -> str:
 
 
 def same_process(pid: int, began: int) -> bool:
-    """Whether ``pid`` still is the process that began then."""
+    """Whether ``pid`` is still the process that started at ``began``."""
     return pid > 0 and start_time(pid) == began
 
 
 def marked(value: str) -> list[int]:
-    """Processes whose environment says that they belong to ``<run directory>:<host>``."""
+    """Processes whose environment marks them as belonging to ``<run directory>:<host>``."""
     return all_marked().get(value, [])
 
 
 def all_marked() -> dict[str, list[int]]:
-    """Processes of every run here that this user may look at, by the ``<run directory>:<host>`` they belong to."""
+    """Processes of every run here that this user may inspect, by the ``<run directory>:<host>`` they belong to."""
     needle = f"{MARKER}=".encode()
     found: dict[str, list[int]] = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208
@@ -62,7 +62,7 @@ def all_marked() -> dict[str, list[int]]:
 
 
 def children(pid: int) -> list[int]:
-    """The living processes that ``pid`` started itself."""
+    """The live processes that ``pid`` itself started."""
     return _children().get(pid, [])
 
 
@@ -75,7 +75,7 @@ def command_of(pid: int) -> str:
 
 
 def descendants(root: int) -> list[int]:
-    """All living processes below ``root``."""
+    """All live processes below ``root``."""
     parents = _children()
     found: list[int] = []
     pending = [root]
@@ -102,7 +102,7 @@ def _children() -> dict[int, list[int]]:
 def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
     """SIGKILL every process of ``<run directory>:<host>`` until none is left.
 
-    Returns how many were ended, and those that could not be within ``seconds`` (in a D state, say).
+    Returns how many were ended, and which could not be ended within ``seconds`` (for example in state D).
     """
     ended: set[int] = set()
     deadline = time.monotonic() + seconds

@@ -1,6 +1,6 @@
-"""One host of a chain: receive files, write them, and pass them on meanwhile. Standard library.
+"""One host of a chain: receive files, write them, and pass them on at the same time. Standard library.
 
-A host writes into ``.<name>.part``, verifies, and renames; what broke off is gone on with at the byte.
+A host writes to ``.<name>.part``, verifies, and renames; an interrupted file resumes at the byte where it stopped.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
 
 P = ParamSpec("P")
-AHEAD = 8  # chunks on their way to the disk or to the next host
+AHEAD = 8  # chunks queued for the disk or the next host
 ACCEPT_S = 15.0
 RECORD = ".llama405b-pushed.json"  # what was verified here: name -> [bytes, mtime_ns, sha256]
 
@@ -46,7 +46,7 @@ class Receiver:
         """Receive everything; ``below``: the next host's addresses, port and token.
 
         Raises:
-            wire.BrokenLinkError: The host before is gone; what came until then is kept.
+            chain_protocol.BrokenLinkError: The previous host is gone; what arrived is kept.
             OSError: This host's disk fails.
         """
         link = self._accept()
@@ -55,15 +55,13 @@ class Receiver:
         )
         for name, _ in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise OSError(f"{name!r} leads out of the directory")
+                raise OSError(f"{name!r} points outside the directory")
         mine = [self._present(name, size) for name, size in files]
         lacking = sum(size - have for (_, size), have in zip(files, mine, strict=True))
         self.root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.root).free
         if lacking > free:
-            raise OSError(
-                f"{self.root} has {free / 1e9:.1f} GB free, but {lacking / 1e9:.1f} GB are to come; make room"
-            )
+            raise OSError(f"{self.root} has {free / 1e9:.1f} GB free, but needs {lacking / 1e9:.1f} GB; make room")
         least = mine
         if below:
             least = [min(pair) for pair in zip(mine, self._connect(below, files), strict=True)]
@@ -77,7 +75,7 @@ class Receiver:
         link.close()
 
     def _accept(self) -> socket.socket:
-        """The connection of whoever knows the token."""
+        """Accept the connection of the host that knows the token."""
         while True:
             link, _ = self.listener.accept()
             link.settimeout(chain_protocol.STALL_S)
@@ -87,7 +85,7 @@ class Receiver:
             link.close()
 
     def _connect(self, below: NextHop, files: chain_protocol.FileList) -> list[int]:
-        """Connect to the next host, and hear what everybody below has; without it the chain ends here."""
+        """Connect to the next host, and return what all hosts below have; if that fails, the chain ends here."""
         for address in below.addresses:
             try:
                 self.next = socket.create_connection((address, below.port), chain_protocol.CONNECT_S)
@@ -113,7 +111,7 @@ class Receiver:
         return 0
 
     def _receive(self, link: chain_protocol.Link, name: str, size: int, have: int, begin: int) -> None:
-        """Receive a file from ``begin`` on, and pass it on; what is here already (``have``) is not written again."""
+        """Receive a file from ``begin`` on, and pass it on; the ``have`` bytes already here are not written again."""
         target = _Target(self.root / name, size, have, self._known(name, size))
         self.done += begin
         with contextlib.closing(target), _Worker() as onward, _Worker() as disk:
@@ -122,7 +120,7 @@ class Receiver:
                 while position < size:
                     chunk = link.recv(min(chain_protocol.CHUNK, size - position))
                     if not chunk:
-                        raise chain_protocol.BrokenLinkError(f"the host before stopped at byte {position} of {name}")
+                        raise chain_protocol.BrokenLinkError(f"the previous host stopped at byte {position} of {name}")
                     if fresh := chunk[max(0, have - position) :]:
                         disk.do(target.write, fresh)
                     onward.do(self._pass_on, chunk)
@@ -136,10 +134,10 @@ class Receiver:
         self._settle(name, target, said.decode())
 
     def _settle(self, name: str, target: "_Target", said: str) -> None:
-        """Give a file its name where its content is right; else throw it away."""
+        """Give a file its name if its content is right; else delete it."""
         if said != target.sha256:
             target.at.unlink(missing_ok=True)
-            self.bad.append(f"{name} differs from the source by its SHA-256, and was thrown away")
+            self.bad.append(f"{name} has another SHA-256 than the source, and was deleted")
             return
         target.at.replace(target.path)
         info = target.path.stat()
@@ -162,10 +160,10 @@ class Receiver:
 
 
 class _Target:
-    """A file that comes: written as ``.<name>.part`` until it is verified, unless it is here whole."""
+    """An incoming file: written as ``.<name>.part`` until it is verified, unless all of it is here."""
 
     def __init__(self, path: Path, size: int, have: int, known: str) -> None:
-        """Look what is here: ``have`` bytes, whose SHA-256 is ``known``, if it is."""
+        """Check what is here: ``have`` bytes, with the SHA-256 ``known`` ('' if unknown)."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.at, self.known = path, _partial(path), known
         self.digest = hashlib.sha256()
@@ -181,13 +179,13 @@ class _Target:
             self.part.seek(have)
 
     def write(self, chunk: bytes) -> None:
-        """Add to what is here."""
+        """Append a chunk."""
         assert self.part
         self.part.write(chunk)
         self.digest.update(chunk)
 
     def close(self) -> None:
-        """Have it on the disk.
+        """Flush the file to disk, and close it.
 
         Raises:
             OSError: The disk fails.
@@ -199,12 +197,12 @@ class _Target:
 
     @property
     def sha256(self) -> str:
-        """Of what is here."""
+        """The SHA-256 of what is here."""
         return self.known or self.digest.hexdigest()
 
 
 class _Worker:
-    """A thread that does things in order, a few ahead of what was asked; the first error is raised to the asker."""
+    """A thread that runs queued calls in order; the first error is raised in the caller."""
 
     def __init__(self) -> None:
         self.work: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
@@ -219,17 +217,17 @@ class _Worker:
         self.drain()
 
     def do(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have something done."""
+        """Queue a call."""
         self._raise()
         self.work.put(functools.partial(call, *args, **kwargs))
 
     def wait(self) -> None:
-        """Until all is done."""
+        """Wait until all calls are done."""
         self.drain()
         self._raise()
 
     def drain(self) -> None:
-        """End the thread, after what it was given."""
+        """End the thread, after the calls in the queue."""
         if self.thread.is_alive():
             self.work.put(None)
             self.thread.join()
@@ -253,7 +251,7 @@ def _hash_into(digest: "hashlib._Hash", path: Path, size: int) -> None:
         while left:
             chunk = file.read(min(chain_protocol.CHUNK, left))
             if not chunk:
-                raise OSError(f"{path} became shorter")
+                raise OSError(f"{path} shrank while it was being read")
             digest.update(chunk)
             left -= len(chunk)
 

@@ -1,4 +1,4 @@
-"""What the agent does in a chain of hosts: receive and pass on, or send what is here; tells how it goes. Standard library."""
+"""The agent's part in a chain of hosts: receive and pass on, or send what is here; reports progress. Standard library."""
 
 import contextlib
 import hashlib
@@ -27,19 +27,19 @@ from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
 
 
 def relay(request: RelayRequest) -> None:
-    """A host's part: say where it listens, hear who comes next, receive, and tell how it goes once a second.
+    """A host's part: report where it listens, learn which host is next, receive, and report progress once per second.
 
-    Before that every host leaves a mark, and says whose it sees: who shares a directory must not write it at once.
+    Before that, every host leaves a mark and reports whose it sees: hosts that share a directory must not all write to it.
     """
     root = Path(request.to).expanduser()
     receiver = Receiver(root, request.token)
     mark = f".llama405b-{hashlib.sha256(request.token.encode()).hexdigest()[:16]}-"  # the token itself is a secret
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):  # a full disk is said when it is known what is to come
+        with contextlib.suppress(OSError):  # a full disk is reported once it is known what is to come
             (root / f"{mark}{request.host}").touch()
     except OSError as error:
-        _say(RelayReady(fault=f"{root} cannot be made ({reason_of(error)})"))
+        _say(RelayReady(fault=f"{root} cannot be created ({reason_of(error)})"))
         return
     _say(RelayReady(receiver.port, tuple(entry.address for entry in addresses())))
     if sys.stdin.readline() == LOOK:
@@ -56,7 +56,7 @@ def relay(request: RelayRequest) -> None:
 
 
 def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
-    """Receive everything; what went wrong, and whether that is this host's fault and would be again."""
+    """Receive everything; returns what went wrong, and whether that is this host's fault and would recur."""
     try:
         receiver.run(below)
     except TimeoutError:
@@ -69,14 +69,14 @@ def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
 
 
 def _end_with_input() -> None:
-    """The operator is gone: what came is kept, and the same command goes on from there."""
+    """Exit once the operator is gone: what arrived is kept, and the same command continues from there."""
     while sys.stdin.readline():
         pass
     os._exit(1)
 
 
 def send_from_here(request: SendRequest) -> None:
-    """The source's part, where a host has the files: send them to the first of the chain."""
+    """The source's part, if a host has the files: send them to the first host of the chain."""
     root, done = Path(request.path).expanduser(), 0
     fault = ""
 
@@ -100,13 +100,13 @@ def _say(message: RelayReady | RelaySees | RelayNews) -> None:
 
 
 def _hear(kind: type[Hop]) -> Hop | None:
-    """The next line of standard input; None where it has closed."""
+    """Read the next line of standard input; None if it has closed."""
     line = sys.stdin.readline()
     return reader.loads(kind, line, "the next hop") if line else None
 
 
 class _Telling:
-    """Tells once a second how it goes."""
+    """Reports progress once per second."""
 
     def __init__(self, state: Callable[[], RelayNews]) -> None:
         self.state, self.over = state, threading.Event()

@@ -1,10 +1,10 @@
 """What cluster-top runs on a host: a frame of facts every few seconds, as a line of JSON. Leaves nothing behind.
 
-Sent over SSH and run by whatever python3 the host has (3.6 or newer), so it is one file that imports nothing of ours and
-installs nothing. It ends when its standard input closes, or when it has heard nothing for a minute.
+It is sent over SSH and run by whatever python3 the host has (3.6 or newer), so it is one file that imports nothing of ours
+and installs nothing. It ends when its standard input closes, or when it has received nothing for a minute.
 
-Counters are sent as they are, and nvidia-smi's text as it comes: what they mean is decided at the operator's terminal.
-nvidia-smi runs beside it, so that a driver that hangs delays no frame.
+Counters and nvidia-smi's text are sent as they are: what they mean is decided at the operator's terminal. nvidia-smi runs
+in a thread of its own, so that a driver that hangs delays no frame.
 """
 
 import fcntl
@@ -22,13 +22,13 @@ import sys
 import threading
 import time
 
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "")  # newest name first; "": without
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "")  # newest name first; "": do not ask
 FIELDS = (
     "index,uuid,name,pci.bus_id,utilization.gpu,memory.used,memory.total,temperature.gpu,power.draw,power.limit,clocks.sm,"
     "ecc.errors.uncorrected.volatile.total,driver_version"
 )
-SMI_WAIT_S = 1.0  # of a frame for nvidia-smi
-SLOW_EVERY_S = 10.0  # processes, and what else costs more
+SMI_WAIT_S = 1.0  # how long a frame waits for nvidia-smi
+SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 DEAF_S = 60.0
 FIRST_METRICS_BYTES = 256 << 10
 NCCL_SEARCH_BYTES = 1 << 20
@@ -42,7 +42,7 @@ STEP_DIR = re.compile(r"step-\d{8}$")
 
 
 def read(path, default=""):
-    """A small file's text."""
+    """Return a small file's text."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -51,7 +51,7 @@ def read(path, default=""):
 
 
 def read_object(path):
-    """A JSON object in a file, or None."""
+    """Return a JSON object from a file, or None."""
     try:
         found = json.loads(read(path, "null"))
     except ValueError:
@@ -60,7 +60,7 @@ def read_object(path):
 
 
 class Smi:
-    """nvidia-smi, asked again and again in a thread of its own."""
+    """nvidia-smi, queried repeatedly in a thread of its own."""
 
     def __init__(self):
         self.reasons = list(REASONS)
@@ -72,7 +72,7 @@ class Smi:
         self.idle.set()
 
     def ask(self, with_apps):
-        """Begin to ask, unless the last question has no answer yet."""
+        """Start a query, unless the last one has no answer yet."""
         if self.idle.is_set() and shutil.which("nvidia-smi"):
             self.idle.clear()
             self.began = time.monotonic()
@@ -107,7 +107,7 @@ class Smi:
         return self.child.communicate()[0].decode("utf-8", "replace")
 
     def state(self):
-        """The newest answer, its age, and for how long there has been none to the last question."""
+        """The newest answer, its age, and how long the last query has had no answer."""
         self.idle.wait(SMI_WAIT_S)
         now = time.monotonic()
         hung_s = 0.0 if self.idle.is_set() else now - self.began
@@ -117,14 +117,14 @@ class Smi:
         return dict(self.answer, apps=self.apps, age_s=age_s, took_s=took_s, hung_s=round(hung_s, 1))
 
     def end(self):
-        """Leave no child behind, as far as the driver lets go of it."""
+        """Leave no child process behind, if the driver lets go of it."""
         self.ended = True
         if self.child is not None and self.child.poll() is None:
             self.child.kill()
 
 
 class Kernel:
-    """New lines of the kernel's log about GPUs and memory, where this user may read it."""
+    """New lines of the kernel's log about GPUs and memory, if this user may read it."""
 
     WORDS = re.compile(r"NVRM: Xid|Out of memory: Killed process|oom-kill")
 
@@ -136,7 +136,7 @@ class Kernel:
             self.file = None
 
     def new(self):
-        """Lines since the last call; None where they may not be read."""
+        """Lines since the last call; None if this user may not read them."""
         if self.file is None:
             return None
         found = []
@@ -164,17 +164,17 @@ class Run:
         self.stay, self.said = (
             request.get("stay"),
             b"",
-        )  # the name of a run, and what was said of it after its last line
-        self.others = []  # names of the other runs that live here
+        )  # the name of a run, and input after the last complete line
+        self.others = []  # names of the other runs that are alive here
 
     def hear(self, data):
-        """Take what the operator says: lines of JSON that name the run to stay with; an empty one says that it is there."""
+        """Take input from the operator: lines of JSON that name the run to stay with; empty ones only show it is there."""
         *lines, self.said = (self.said + data).split(b"\n")
         for line in filter(None, lines):
             self.stay = json.loads(line.decode())["stay"]
 
     def frame(self, slow):
-        """Everything that changed, and the ranks as they are."""
+        """Everything that changed, and the ranks' present state."""
         self._find()
         if self.plan is None:
             return None
@@ -202,7 +202,7 @@ class Run:
         return found
 
     def _of_head(self):
-        """What rank 0's host knows beside."""
+        """What only rank 0's host knows."""
         steps = re.findall(r"^max_steps = (\d+)", read(self.path + "/config.toml"), re.M)
         return {
             "metrics": self._metrics(),
@@ -211,11 +211,11 @@ class Run:
         }
 
     def _status(self, suffix):
-        """A file that the node runner or a stop wrote; {} where there is none."""
+        """Return a file that the node runner or a stop wrote; {} if there is none."""
         return read_object("%s/status/%s%s" % (self.path, self.request["host"], suffix)) or {}
 
     def _find(self):
-        """The run to stay with, where this host has it; else the newest that lives, else the newest."""
+        """Find the run to stay with, if this host has it; else the newest live one, else the newest."""
         plans = self._plans()
         if not plans:
             self.plan = None
@@ -234,7 +234,7 @@ class Run:
             self._look_at_logs()
 
     def _plans(self):
-        """The runs of this host: whether each lives, when it was created, its path, what tells a new plan, plan and node."""
+        """The runs of this host: whether alive, when created, path, a mark that changes with the plan, plan and node."""
         found = []
         for file in glob.glob("runs/%s/plan.json" % (glob.escape(self.request.get("run") or "") or "*")):
             path = os.path.dirname(os.path.abspath(file))
@@ -279,7 +279,7 @@ class Run:
         return beat
 
     def _look_at_logs(self):
-        """This attempt's log files, and which network NCCL said that it takes."""
+        """Find this attempt's log files, and the network that NCCL says it uses."""
         folder = "%s/logs/%s" % (self.path, self.request["host"])
         self.logs = glob.glob("%s/%s*/attempt_*/*/*.log" % (folder, glob.escape(self.plan["rdzv_id"])))
         for path in self.logs:
@@ -304,7 +304,7 @@ class Run:
         return round(time.time() - max(written), 1) if written else None
 
     def _metrics(self):
-        """Lines that were added."""
+        """Metrics that were added since the last call."""
         try:
             with open(self.path + "/metrics.jsonl", "rb") as file:
                 info = os.fstat(file.fileno())
@@ -336,7 +336,7 @@ class Run:
 
 
 def cpu():
-    """Ticks busy and in all, since boot."""
+    """Ticks since boot, in all and idle."""
     ticks = [int(word) for word in read("/proc/stat").partition("\n")[0].split()[1:9]]
     return {
         "total": sum(ticks),
@@ -347,7 +347,7 @@ def cpu():
 
 
 def memory():
-    """Bytes, and how many processes were killed for want of them."""
+    """Bytes of memory, and how many processes were killed for lack of it."""
     found = {}
     for line in read("/proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
@@ -362,7 +362,7 @@ def memory():
 
 
 def disks(paths):
-    """Bytes free and in all, where the run writes."""
+    """Bytes free and in total, where the run writes."""
     found = []
     for path in paths:
         try:
@@ -374,7 +374,7 @@ def disks(paths):
 
 
 def network():
-    """Bytes received and sent of each interface that is no loopback, bridge or container's."""
+    """Bytes received and sent by each interface, except loopback, bridges and containers."""
     found = {}
     for line in read("/proc/net/dev").splitlines()[2:]:
         name, _, rest = line.partition(":")
@@ -406,7 +406,7 @@ def infiniband():
 
 
 def processes(marker):
-    """Those that belong to the run on this host: pid, state, ticks of CPU, resident bytes, local rank, command."""
+    """The run's processes on this host: pid, state, ticks of CPU, resident bytes, local rank, command."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -429,7 +429,7 @@ def processes(marker):
 
 
 class Machine:
-    """This machine beside its runs."""
+    """This machine, apart from its runs."""
 
     def __init__(self, smi):
         self.smi, self.kernel = smi, Kernel()
@@ -438,7 +438,7 @@ class Machine:
         self.pci_gpus = sum(read(path + "/class").startswith("0x03") for path in nvidia)
 
     def begin(self, slow):
-        """Begin what takes a while."""
+        """Start what takes a while."""
         self.smi.ask(slow)
 
     def frame(self):
@@ -455,20 +455,20 @@ class Machine:
         }
 
     def processes(self, run):
-        """The run's."""
+        """The processes of the run."""
         if run.plan is None:
             return []
         return processes(("%s:%s" % (run.path, run.request["host"])).encode())
 
 
 class Elsewhere:
-    """A host whose files are here, but which is another machine."""
+    """A host whose files are on this machine but which is another machine."""
 
     def __init__(self, name):
         self.name = name
 
     def begin(self, slow):
-        """Nothing of it can be asked."""
+        """Do nothing: the host cannot be queried."""
 
     def frame(self):
         """Its part of a frame."""
@@ -484,12 +484,12 @@ class Elsewhere:
         }
 
     def processes(self, run):  # noqa: ARG002
-        """None is here."""
+        """None are on this machine."""
         return []
 
 
 def main():
-    """Write frames until nobody listens, or a signal says so."""
+    """Write frames until nobody listens, or until a signal."""
     request, smi = json.loads(sys.stdin.readline()), Smi()
 
     def leave(*_):
@@ -506,7 +506,7 @@ def main():
 
 
 def write_frames(request, smi):
-    """Write frames until nobody has been there for a while."""
+    """Write frames until nothing has been received for a while."""
     workdir, run = os.path.expanduser(request["workdir"]), Run(request)
     os.chdir(workdir if os.path.isdir(workdir) else "/")
     machine = Elsewhere(request["host"]) if request.get("elsewhere") else Machine(smi)

@@ -1,4 +1,4 @@
-"""Secrets on their way to the ranks: a file that its owner alone may read, for a moment. Standard library."""
+"""Secrets on their way to the ranks: a short-lived file that only its owner may read. Standard library."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_secrets(path: Path, secrets: dict[str, str]) -> None:
-    """Write secrets for the node runner, readable by this user alone."""
+    """Write secrets for the node runner, readable only by this user."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -14,7 +14,7 @@ def write_secrets(path: Path, secrets: dict[str, str]) -> None:
 
 
 def read_secrets(path: Path) -> dict[str, str]:
-    """What was written; {} where nothing is."""
+    """Read the secrets; {} if there is no file."""
     try:
         secrets = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What Slurm says of a job. The only module that calls its programs. Standard library."""
+"""What Slurm reports about a job. The only module that calls its programs. Standard library."""
 
 import subprocess
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ GONE = (
 
 
 def job_state(job: str) -> str:
-    """A job's state as Slurm writes it (PENDING, RUNNING, COMPLETED, …); COMPLETED where Slurm has forgotten it.
+    """A job's state as Slurm writes it (PENDING, RUNNING, COMPLETED, …); COMPLETED if Slurm has forgotten it.
 
     Raises:
         RunError: Slurm does not answer.
@@ -45,12 +45,12 @@ def call(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """Run one of Slurm's programs.
 
     Raises:
-        UserError: It is not here.
+        UserError: It is not installed.
         RunError: It does not answer.
     """
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except FileNotFoundError:
-        raise UserError(f"there is no {argv[0]} here; run it on a login node of the cluster") from None
+        raise UserError(f"{argv[0]} is not installed here; run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
         raise RunError(f"{argv[0]} does not answer within {TIMEOUT_S:.0f} s; Slurm's controller may be down") from None

@@ -33,13 +33,13 @@ from llama405b_tools.remote.tmux import tmux_session, tmux_socket
 TMUX_WITHIN_S = 20.0
 KEEP_WITHIN_S = (
     2 * ANSWER_WITHIN_S
-)  # after this host is up, for all the others to be; a link that breaks is seen at once
+)  # after this host is up, for all others to come up; a broken link is noticed immediately
 NOT_OURS = (StartFault.TAKEN, StartFault.STOPPED)
 
 
 def start(request: StartRequest) -> None:
-    """Start the run here, and say so; end it again unless the operator, having heard from all hosts, says to keep it."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # whoever asked may be gone: then there is something to end
+    """Start the run here and report it; end it again unless the operator, once all hosts have reported, says to keep it."""
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the operator may be gone: then there is something to end
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     started = _start(request)
     with contextlib.suppress(BrokenPipeError):
@@ -49,14 +49,14 @@ def start(request: StartRequest) -> None:
             return
     if started.fault not in NOT_OURS:
         ending.end(EndRequest(request.plan.run, request.host, only=request.plan.rdzv_id))
-    sys.stdout = None  # nobody listens, and nothing is left to say
+    sys.stdout = None  # nobody listens, and there is nothing more to report
 
 
 def _start(request: StartRequest) -> Started:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request.host, request.plan
     run = run_of(plan.run)
-    claim = take_lock(run.start_lock(host))  # two launches of one name at once: the other one is told
+    claim = take_lock(run.start_lock(host))  # of two simultaneous launches of one name, one is refused
     if claim is None or is_alive(run, host):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if not request.again:
@@ -79,7 +79,7 @@ def _start(request: StartRequest) -> Started:
 def _await_torchrun(run: RunDir, host: str, runner: int) -> Started:
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline:
-        lives = processes.start_time(runner) is not None  # asked before its last word is looked for
+        lives = processes.start_time(runner) is not None  # checked before its last status is read
         status = read_record(NodeStatus, run.status(host))
         if status and status.cause and status.state is NodeState.KILLED:
             return Started(StartFault.ENDED, cause=status.cause)
@@ -95,7 +95,7 @@ def _start_tmux(run: RunDir, host: str) -> int:
     """Start the node runner in a session of the run's own tmux server; returns its pid.
 
     Raises:
-        RunError: tmux would not, and what it says.
+        RunError: tmux could not start it; says why.
     """
     env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
     server = ["tmux", "-L", tmux_socket(run.name), "-f", "/dev/null"]

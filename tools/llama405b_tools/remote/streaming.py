@@ -1,4 +1,4 @@
-"""Say what is new of a run on this host: log lines, metrics, events, the host's state. Standard library."""
+"""Report what is new in a run on this host: log lines, metrics, events, the host's state. Standard library."""
 
 import os
 import select
@@ -30,7 +30,7 @@ def stream(request: StreamRequest) -> None:
     logs, records, state = HostLogs(run, host, request), _Records(run), _State(run, request)
     while True:
         plan = read_plan(run)
-        alive = lives(run, plan, host)  # before the lines are read: a run that ended has written its last
+        alive = lives(run, plan, host)  # checked before lines are read: a run that has ended has written its last
         last_pass = not request.follow or not (alive or request.forever)
         for news in logs.poll(final=last_pass):
             _say(news)
@@ -47,7 +47,7 @@ def stream(request: StreamRequest) -> None:
 
 
 class _State:
-    """The host's state, as it changes, and every so often its ranks' heartbeats."""
+    """The host's state, as it changes, and its ranks' heartbeats at intervals."""
 
     def __init__(self, run: RunDir, request: StreamRequest) -> None:
         self.run, self.request = run, request
@@ -55,7 +55,7 @@ class _State:
         self.beats_at = 0.0
 
     def new(self, plan: Plan, *, alive: bool, final: bool) -> Iterator[News]:
-        """What is to be said now."""
+        """Yield what is to be reported now."""
         host = self.request.host
         state = NodeNews(alive, read_record(NodeStatus, self.run.status(host)), stopped_by(self.run, host))
         if state != self.last:
@@ -73,7 +73,7 @@ class _Records:
         self.metrics, self.events = Tail(run.metrics), Tail(run.events("rank-0"))
 
     def new(self) -> Iterator[News]:
-        """What was added since the last call."""
+        """Yield what was added since the last call."""
         if metrics := tuple(_added(Metrics, self.metrics)):
             yield News(metrics=metrics)
         if events := tuple(_added(RunEvent, self.events)):

@@ -1,4 +1,4 @@
-"""What was added to growing files. Standard library; knows files and bytes, not what is in them."""
+"""Read what is added to growing files. Standard library; knows files and bytes, not what they mean."""
 
 import dataclasses
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MAX_READ_BYTES = 1 << 20  # of one file at a time, so that a flood in one does not silence the others
-MAX_LINE_BYTES = 1 << 16  # a longer line is handed out in pieces
+MAX_LINE_BYTES = 1 << 16  # a longer line is returned in pieces
 Mark = tuple[int, int]  # inode and position: a file may be replaced by a longer one
 
 
@@ -20,36 +20,36 @@ class Piece:
 
 
 class Tail:
-    """Follows a file, or every ``*.log`` file below a directory, also those that appear later."""
+    """Follows a file, or every ``*.log`` file below a directory, including later ones."""
 
     def __init__(self, root: Path, *, wants: Callable[[Path], bool] = lambda _: True, from_end: bool = False) -> None:
-        """Begin at the files' present ends, or at their beginnings; ``wants``: which of the files."""
+        """Begin at the files' present ends, or at their beginnings; ``wants`` selects files."""
         self.root, self.wants = root, wants
         self.marks: dict[Path, Mark] = {}
         if from_end:
             self.marks = {path: (path.stat().st_ino, path.stat().st_size) for path in self.files()}
 
     def files(self) -> list[Path]:
-        """The files there are now."""
+        """The files that exist now."""
         found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*.log"))
         return [path for path in found if self.wants(path) and path.is_file()]
 
     def begin_at(self, path: Path, mark: Mark) -> None:
-        """Go on where an earlier reader was."""
+        """Continue where an earlier reader stopped."""
         self.marks[path] = mark
 
     def new(self, *, final: bool = False) -> Iterator[Piece]:
-        """Yield what was added, at most a piece of each file; ``final``: a last line that has no end counts as well."""
+        """Yield what was added, at most one piece per file; ``final``: include a last line without a newline."""
         for path in self.files():
             yield from self.new_of(path, final=final)
 
     def new_of(self, path: Path, *, final: bool = False) -> Iterator[Piece]:
-        """Yield what was added to one file, at most a piece."""
+        """Yield what was added to one file, at most one piece."""
         inode, offset = self.marks.get(path, (0, 0))
         try:
             with path.open("rb") as file:
                 now = os.fstat(file.fileno())
-                if now.st_ino != inode or now.st_size < offset:  # written anew
+                if now.st_ino != inode or now.st_size < offset:  # rewritten
                     offset = 0
                 file.seek(offset)
                 block = file.read(MAX_READ_BYTES) if now.st_size > offset else b""

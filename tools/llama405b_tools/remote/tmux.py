@@ -1,4 +1,4 @@
-"""Names of the tmux server of a run, and of a host's session in it. Pure."""
+"""Names of a run's tmux server and of a host's session on it. Pure."""
 
 import re
 
@@ -9,5 +9,5 @@ def tmux_socket(run: str) -> str:
 
 
 def tmux_session(host: str) -> str:
-    """The session of a host; tmux takes no '.' or ':' in a name."""
+    """The name of a host's session; tmux allows no '.' or ':' in it."""
     return re.sub(r"[.:]", "_", host)

@@ -1,4 +1,4 @@
-"""What the node runner starts on a host, and in which environment. Pure."""
+"""The command that the node runner starts on a host, and its environment. Pure."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run 
 
 
 def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
-    """The command the node runner starts.
+    """Return the command that the node runner starts.
 
     Only the head may host the store, and must: torchrun's own guess makes a second agent on one machine, or a
     stranger's agent on the same port, join a store that is not this run's.
@@ -34,7 +34,7 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
 
 
 def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
-    """``argv``, after a shell line of the user's own (``module load cuda``), whose failure ends it."""
+    """Return ``argv`` to run after the user's own shell line (``module load cuda``), unless that fails."""
     if not line:
         return list(argv)
     script = f'eval "$0" || {{ echo "{SETUP_FAILED} $?" >&2; exit 97; }}; exec "$@"'
@@ -42,7 +42,7 @@ def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
 
 
 def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
-    """What torchrun's environment holds beside the host's own and the secrets."""
+    """Return what torchrun's environment has in addition to the host's own and the secrets."""
     node = plan.node(name)
     return {
         MARKER: f"{run_dir}:{name}",

@@ -1,1 +1,1 @@
-"""What a run is made of: its request, preflight, plan, start, following, guard, judgement and end."""
+"""The stages of a run: request, preflight, plan, start, following, guard, judgement and end."""

@@ -1,4 +1,4 @@
-"""A tmux session here, with a window on every host of a run. The only module that imports libtmux."""
+"""A tmux session on this machine, with a window for each host of a run. The only module that imports libtmux."""
 
 import os
 import shlex
@@ -12,12 +12,12 @@ from llama405b_tools.remote.tmux import tmux_session, tmux_socket
 
 
 def operator_socket(run: str) -> str:
-    """The operator's own tmux server for a run; never the run's, which may be on this machine too."""
+    """Name the operator's own tmux server for a run: never the run's, which may be on this machine too."""
     return f"{tmux_socket(run)}-attach"
 
 
 def window_command(host: Host, run: str, *, writable: bool) -> str:
-    """The shell line that shows a host's session."""
+    """Return the shell line that attaches to a host's session."""
     inner = ["tmux", "-u", "-L", tmux_socket(run), "attach", "-t", f"={tmux_session(host.name)}"]
     if not writable:
         inner.append("-r")
@@ -31,10 +31,10 @@ def window_command(host: Host, run: str, *, writable: bool) -> str:
 
 
 def build_session(hosts: Sequence[Host], run: str) -> str:
-    """Build the session anew, a window a host; returns its name.
+    """Create the session afresh, with one window per host; returns its name.
 
     Raises:
-        UserError: There is no tmux on this machine.
+        UserError: tmux is not installed on this machine, or fails.
     """
     import libtmux
     from libtmux.exc import LibTmuxException, TmuxCommandNotFound
@@ -53,7 +53,7 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
         for host in hosts[1:]:
             session.new_window(host.name, attach=False, window_shell=window_command(host, run, writable=False))
     except TmuxCommandNotFound:
-        raise UserError("attach: there is no tmux on this machine; install it, or use `llama405b logs -f`") from None
+        raise UserError("attach: this machine has no tmux; install it, or use `llama405b logs -f`") from None
     except LibTmuxException as error:
-        raise UserError(f"attach: tmux would not build the session ({error}); try `llama405b logs -f`") from None
+        raise UserError(f"attach: tmux could not create the session ({error}); try `llama405b logs -f`") from None
     return name

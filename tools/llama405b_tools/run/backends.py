@@ -1,4 +1,4 @@
-"""Where a run is: on hosts that are asked (by SSH, or here), or in a Slurm job, whose files are here. One seam for both."""
+"""Where a run is: on hosts (over SSH, or this machine), or in a Slurm job whose files are on this machine."""
 
 import dataclasses
 from pathlib import Path
@@ -17,46 +17,46 @@ from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run import jobs
 from llama405b_tools.run.query import ask_hosts
 
-STOP_TIMEOUT_S = 60.0  # beside the grace
+STOP_TIMEOUT_S = 60.0  # in addition to the grace period
 Ends = dict[str, Ended | HostError]  # what became of each host's part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """A run that no host can be asked about: not yet, or not any more."""
+    """A run that has no hosts to ask: not yet, or not any more."""
 
     words: str
     is_over: bool
 
 
 class Backend(Protocol):
-    """A way in which runs are started, asked about and ended."""
+    """A way to find, query and end runs."""
 
-    run: str | None  # the one that is meant, where that is known before any host is asked
-    elsewhere: bool  # whether the hosts' files are here, but the hosts are others: no tmux and no hardware to look at
+    run: str | None  # its name, if known before any host is asked
+    elsewhere: bool  # the hosts' files are on this machine, but the hosts are not: no tmux and no hardware to look at
 
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts to ask.
+        """Return the hosts to ask.
 
         Raises:
-            UserError: There are none yet, or they cannot be told.
+            UserError: There are none yet, or the hosts file cannot be read.
         """
 
     def waiting(self) -> Waiting | None:
-        """Why no host can be asked; None where they can."""
+        """Why no host can be asked; None if they can."""
 
     def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
-        """End a run for good, after a grace for the trainer to save."""
+        """End a run for good, after a grace period for the trainer to save."""
 
     def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
-        """End the processes of one launch; those of another launch of the same name are not touched."""
+        """End the processes of one launch; another launch of the same name is not touched."""
 
     def cancel(self) -> bool:
-        """End a run that waits; whether it is gone."""
+        """End a waiting run; returns whether it is gone."""
 
 
 class OnHosts:
-    """The hosts of a hosts file."""
+    """A run on the hosts of a hosts file."""
 
     elsewhere = False
 
@@ -72,7 +72,7 @@ class OnHosts:
         return None
 
     def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
-        """See ``Backend``; on every host at once."""
+        """See ``Backend``; on all hosts in parallel."""
         requests = {name: EndRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
         return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S + grace_s)
 
@@ -82,7 +82,7 @@ class OnHosts:
         return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)
 
     def cancel(self) -> bool:
-        """Nothing waits on hosts."""
+        """Runs on hosts never wait."""
         return True
 
 
@@ -111,7 +111,7 @@ class InJob:
         return Waiting(jobs.words_of(self.name), is_over=state in slurm.GONE)
 
     def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
-        """See ``Backend``; then Slurm says what lives, and the files how it ended."""
+        """See ``Backend``; Slurm then tells whether the job is gone, and the files how the run ended."""
         gone = jobs.end_job(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
         told = replies(ask_hosts(fleet, run)[1])
         return {name: Ended(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
@@ -127,11 +127,11 @@ class InJob:
 
 
 def backend_of(run: str | None, hosts_file: Path) -> Backend:
-    """Where the run is that is meant: the one named, or the newest job where there is no hosts file."""
+    """Return the backend of the run named, or of the newest job if there is no hosts file."""
     job = jobs.run_asked(run, hosts_file)
     return InJob(job) if job else OnHosts(run, hosts_file)
 
 
 def backend_of_plan(plan: Plan) -> Backend:
-    """Where a plan runs."""
+    """Return the backend that a plan runs on."""
     return InJob(plan.run) if plan.slurm_job else OnHosts(plan.run, Path("hosts"))

@@ -1,4 +1,4 @@
-"""States, failures and what is left in words, for whoever prints them. Pure."""
+"""States, failures and leftovers in words. Pure."""
 
 from llama405b.contract.words import words
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
@@ -8,7 +8,7 @@ from llama405b_tools.text.clean import clean
 
 
 def state_words(state: State) -> str:
-    """One word (or a few) for a table."""
+    """Describe a state in one word or a few, for a table."""
     if state.standing is Standing.LEFTOVERS and state.cause:
         return f"LEFTOVERS ({state.cause.count} processes)"
     if state.standing is Standing.EXITED:
@@ -19,7 +19,7 @@ def state_words(state: State) -> str:
 
 
 def failure_words(failure: Failure) -> str:
-    """What a host's failure is, without the host."""
+    """Describe a failure, without naming the host."""
     said = clean(words(failure.cause))
     if failure.state is None:
         return said
@@ -27,7 +27,7 @@ def failure_words(failure: Failure) -> str:
 
 
 def not_ended(ends: Outcomes[Ended]) -> dict[str, str]:
-    """The hosts of which it is not certain that nothing is left, each with why."""
-    return {name: f"could not be asked: {why}" for name, why in unanswered(ends).items()} | {
+    """Return the hosts where something may be left, each with the reason."""
+    return {name: f"could not be queried: {why}" for name, why in unanswered(ends).items()} | {
         name: f"{end.remains} cannot be ended" for name, end in replies(ends).items() if end.remains
     }

@@ -1,4 +1,4 @@
-"""Follow a run to its end: rank 0's words as they come, the others' when they fail. Ctrl-C only stops following."""
+"""Follow a run to its end: print rank 0's output, and why other ranks fail. Ctrl-C only stops following."""
 
 import collections
 import contextlib
@@ -28,11 +28,11 @@ from llama405b_tools.run.start import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.clean import clean
 
-MEAN_OF = 10  # steps: one step's loss depends on its few sequences
+MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
-SLACK_S = 60.0  # beyond the trainer's own timeout, for it to say itself what it waits for
-PEER_GRACE_S = 15.0  # after the first failure, for the others to find out by themselves
+SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
+PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by themselves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Limits:
 
 
 class EndKind(enum.StrEnum):
-    """How a run ended, or that following it did."""
+    """How a run ended, or how following it did."""
 
     WELL = "well"
     FAILED = "failed"
     STOPPED = "stopped"  # somebody asked for it
-    LEFT = "left"  # Ctrl-C: the run goes on
+    LEFT = "left"  # Ctrl-C: the run continues
 
 
 EXIT_CODES = {EndKind.WELL: GOOD, EndKind.FAILED: FAILED, EndKind.STOPPED: FAILED, EndKind.LEFT: STOPPED_FOLLOWING}
@@ -65,44 +65,44 @@ class Ending:
 
     @property
     def code(self) -> int:
-        """The exit code that says so."""
+        """The exit code for this ending."""
         return EXIT_CODES[self.kind]
 
     @property
     def refused(self) -> bool:
-        """Whether the trainer refused its input: the same again would be refused again."""
+        """Whether the trainer refused its input, and would refuse it again."""
         return self.failure is not None and self.failure.cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED)
 
     @property
     def words(self) -> str:
-        """One clause."""
+        """The ending as one clause."""
         if self.failure:
             return f"{self.failure.host}: {failure_words(self.failure)}"
-        return given("stopped by {}", self.stopped_by) or "the run ended well"
+        return given("stopped by {}", self.stopped_by) or "the run finished successfully"
 
 
 class Watch:
-    """What is known of a run while it is followed."""
+    """What is known about a run while it is followed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.metrics: list[Metrics] = []
         self.ended: set[str] = set()
-        self.failures: list[Failure] = []  # in order of arrival: the operator's clock, not the hosts'
+        self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.said: collections.deque[str] = collections.deque(maxlen=300)  # rank 0's last lines
         self.saved = ""
-        self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure as long as no host reports one
-        self.stopped: dict[str, Ended | HostError] = {}  # how ending the rest went, where that was needed
+        self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
+        self.stopped: dict[str, Ended | HostError] = {}  # how ending the rest went, if that was needed
         self.hangs = False
-        self.stopped_by = ""  # who asked for the end, if somebody did
+        self.stopped_by = ""  # who stopped the run, if anyone did
         self.heard: dict[str, Heard] = {}  # each host's heartbeats
 
     def loss_of(self, step: int) -> float | None:
-        """Of a step that this attempt took."""
+        """The loss of a step of this attempt; None if it was not taken."""
         return next((m.loss for m in self.metrics if m.step == step and m.attempt == self.plan.attempt), None)
 
     def take(self, arrival: Arrival) -> list[str]:
-        """Take one piece of news; returns the lines to print."""
+        """Take one message; returns the lines to print."""
         host, news = arrival.host, arrival.news
         if isinstance(news, Unreachable):
             known = self.unreachable.get(host)
@@ -112,7 +112,7 @@ class Watch:
             return [f"{host} │ cannot be reached: {news.why}; its part may still be running; trying again"]
         lines = []
         if self.unreachable.pop(host, None):
-            lines.append(f"{host} │ reached again")
+            lines.append(f"{host} │ reachable again")
         self._take_records(news)
         if news.beats is not None and news.now is not None:
             self.heard[host] = Heard(news.beats, news.now, time.monotonic())
@@ -121,7 +121,7 @@ class Watch:
         return [*lines, *self._lines(host, news)]
 
     def _take_records(self, news: News) -> None:
-        for metrics in news.metrics:  # a resumed run goes back: what it takes again is forgotten
+        for metrics in news.metrics:  # a resumed run goes back: forget the steps it repeats
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
             self.metrics.append(metrics)
@@ -130,7 +130,7 @@ class Watch:
                 self.saved = event.path
 
     def look_for_hang(self, limits: Limits) -> None:
-        """Count a rank that is silent for too long as a failure."""
+        """Count a rank that has been silent for too long as a failure."""
         longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
         hung = judge.hung(self.heard, time.monotonic(), max(limits.step_s, 5 * longest_step_s), limits.slow_s)
         if hung and not self.failures:
@@ -138,11 +138,11 @@ class Watch:
             self.failures.append(hung)
 
     def worst(self) -> Failure | None:
-        """The failure to name; None where no host reported any."""
+        """The failure to name; None if no host reported one."""
         if not self.failures:
             return None
         lost = [Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()]
-        found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # who hangs waits for who is lost
+        found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # a hung rank waits for a lost one
         return judge.first_failure(found)
 
     def _end(self, host: str, node: NodeNews) -> None:
@@ -153,7 +153,7 @@ class Watch:
             self.failures.append(failure)
 
     def _lines(self, host: str, news: News) -> list[str]:
-        """What is printed of a host's logs: rank 0's standard output, and what the others say of their end."""
+        """The lines to print from a host's logs: rank 0's standard output, and why the other ranks ended."""
         found: list[str] = []
         for _, file, text in news.entries:
             lines = text.split("\n")
@@ -183,7 +183,7 @@ def watch_run(
                 watch.look_for_hang(limits)
             if watch.failures and give_up_at == float("inf"):
                 give_up_at = time.monotonic() + (0 if watch.hangs else PEER_GRACE_S)
-            if time.monotonic() > give_up_at:  # the rest still runs, or hangs: it cannot go on without who failed
+            if time.monotonic() > give_up_at:  # the rest may still run or hang, but cannot continue without that host
                 watch.stopped = stop_this(plan, fleet)
                 break
             with contextlib.suppress(queue.Empty):
@@ -196,9 +196,9 @@ def watch_run(
 
 
 def follow(fleet: Fleet, plan: Plan, hosts: str = "", limits: Limits | None = None) -> Ending:
-    """Follow a run to its end, and say how it ended; Ctrl-C only stops following.
+    """Follow a run to its end, and print how it ended; Ctrl-C only stops following.
 
-    ``hosts`` is what the commands that are printed need, to find the hosts again.
+    ``hosts`` is the argument with which the printed commands find the hosts again.
     """
     try:
         return summarise(watch_run(fleet, plan, limits), plan, hosts, guarded=limits is not None)
@@ -227,12 +227,12 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
     if watch.stopped_by:
         print(f"stopped by {watch.stopped_by}; {again}")
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
-    print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains yours")
+    print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains your own model")
     return Ending(EndKind.WELL)
 
 
 def _progress(metrics: list[Metrics], plan: Plan) -> str:
-    """From the first step to the last: loss and rate."""
+    """Loss and rate from the first step to the last."""
     first, last, ending = metrics[0], metrics[-1], metrics[-MEAN_OF:]
     loss = sum(each.loss for each in ending) / len(ending)
     tokens_per_s = sum(each.tokens_per_s * each.step_s for each in metrics) / sum(each.step_s for each in metrics)

@@ -1,8 +1,8 @@
-"""Guard a run: see that it failed or hangs, end what is left of it everywhere, resume it from its newest checkpoint.
+"""Guard a run: when it fails or hangs, end what is left of it on every host and resume it from its newest checkpoint.
 
-``launch --restart N`` leaves this process behind on the operator's machine; it needs no terminal. It writes
-``runs/<run>/guard.log`` for people and ``guard.json`` for ``status``, and ends with the run: well, when somebody stops
-the run, or after N restarts in a row that brought no newer checkpoint.
+``launch --restart N`` leaves this process running on the operator's machine; it needs no terminal. It writes
+``runs/<run>/guard.log`` for people and ``guard.json`` for ``status``. It ends when the run finishes, when somebody stops
+the run, or after N restarts in a row without a newer checkpoint.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ from llama405b_tools.run.query import ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.start import StartError, stop_this
 
-RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to bring the hosts back; then the last, for as long as it takes
+RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 NOTIFY_TIMEOUT_S = 60.0
 POLL_S = 0.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GuardOrder:
-    """What a guard is told, by its standard input: the launch, its hosts, and the plan that runs."""
+    """What a guard reads from standard input: the launch, its hosts, and the plan that is running."""
 
     request: LaunchRequest
     hosts: tuple[Host, ...]
@@ -54,20 +54,20 @@ class GuardOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guarding:
-    """A guard that was started here."""
+    """A guard that this process started."""
 
     run: str
     child: "subprocess.Popen[bytes]"
     log: Path
-    begin: int  # of what it says in its log, in bytes
+    begin: int  # of its output in the log, in bytes
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The guard's process ID."""
         return self.child.pid
 
     def follow(self, hosts: str) -> int:
-        """Print what it says until it ends; Ctrl-C only stops following."""
+        """Print the guard's log until it ends; Ctrl-C only stops following."""
         try:
             with self.log.open(encoding="utf-8", errors="replace") as log:
                 log.seek(self.begin)
@@ -104,9 +104,9 @@ def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding
 
 
 def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
-    """The run that is asked for, where it lives and its guard does not: the machine or the terminal died after its start.
+    """Return the plan of the requested run if it is still running but its guard died, with the machine or the terminal.
 
-    Only where it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
+    Only if it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
     """
     known, plan = of_run(request.run), read_plan(RunDir.here(request.run))
     if (known and known.state.state in GUARDING and not known.gone) or not _is_same(request, fleet, plan):
@@ -114,7 +114,7 @@ def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     try:
         _, seen = ask_hosts(fleet, request.run)
     except UserError:
-        return None  # what is wrong launch says
+        return None  # launch reports what is wrong
     if {found.created for found in replies(seen).values() if found and found.alive} == {plan.created}:
         return plan
     return None
@@ -129,7 +129,7 @@ def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
 
 
 class Notice(enum.StrEnum):
-    """What ``--notify`` hears of."""
+    """The events that run the ``--notify`` command."""
 
     INCIDENT = "incident"
     WAITING = "waiting"
@@ -143,7 +143,7 @@ ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
 
 
 class Watchman:
-    """Follows a run and brings it back."""
+    """Follows a run and restarts it."""
 
     def __init__(self, request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
         self.request, self.hosts, self.plan, self.fleet = request, hosts, plan, fleet
@@ -176,7 +176,7 @@ class Watchman:
             self.restarted(ending)
 
     def restarted(self, ending: Ending) -> None:
-        """Count a restart, and say so."""
+        """Count a restart, and report it."""
         self.record = dataclasses.replace(self.record, restarts=self.record.restarts + 1)
         self.event(EventKind.RESTARTED, self.record.checkpoint)
         source = self.record.checkpoint or "the weights"
@@ -185,9 +185,9 @@ class Watchman:
         self.notify(Notice.RECOVERY, said)
 
     def hopeless(self, ending: Ending) -> str:
-        """Why another try would bring nothing; '' where it may bring something."""
-        if ending.refused and not self.record.restarts:  # later it is a host that changed, and may change back
-            return "the trainer refused its input, and would again"
+        """Why another restart would be pointless; '' if it may help."""
+        if ending.refused and not self.record.restarts:  # after a restart a host changed, and may change back
+            return "the trainer refused its input and would refuse it again"
         newest = newest_checkpoint(self.fleet, self.plan.run)
         known, in_vain = self.record.checkpoint, self.record.in_vain
         if newest and (not known or step_of(newest) > step_of(Path(known))):
@@ -199,7 +199,7 @@ class Watchman:
         return ""
 
     def bring_back(self) -> str:
-        """End what is left everywhere, and start again; tries until the hosts can. Returns who stopped the run, or ''.
+        """End what is left on every host and start again, retrying until that works. Returns who stopped the run, or ''.
 
         Raises:
             UserError: The run cannot be resumed, whatever the hosts do.
@@ -221,15 +221,15 @@ class Watchman:
             tries += 1
 
     def start_again(self) -> str:
-        """Launch the run from its newest checkpoint; why that is not possible now, or ''.
+        """Launch the run from its newest checkpoint; returns why that is not possible now, or ''.
 
         Raises:
-            UserError: It never will be.
+            UserError: It never will be possible.
         """
         try:
             request, hosts = resumed(self.request, self.hosts, self.plan)
             self.plan = launch(request, hosts, self.fleet, again=True)
-        except StartError as error:  # of this attempt something may be left, to be ended next
+        except StartError as error:  # something of this attempt may be left, to be ended next
             self.plan = error.plan
             return str(error)
         except RunError as error:
@@ -237,27 +237,27 @@ class Watchman:
         return ""
 
     def event(self, kind: EventKind, path: str = "") -> None:
-        """Add an event of the guard's own."""
+        """Write an event of the guard's own."""
         record = self.record
         event = RunEvent(time.time(), "guard", kind, self.plan.attempt, None, path, record.restarts, cause=record.cause)
         with contextlib.suppress(OSError):
             append_line(RunDir.here(self.plan.run).events("guard"), reader.dumps(event))
 
     def give_up(self, why: str) -> int:
-        """End what is left, and say why nothing more is tried."""
+        """End what is left, and report why the guard gives up."""
         stop_this(self.plan, self.fleet)
         self.say(GuardStage.GAVE_UP, why)
         self.notify(Notice.GAVE_UP, why)
         return FAILED
 
     def say(self, stage: GuardStage, message: str) -> None:
-        """Write the record, and a line of the log."""
+        """Write the record and a line of the log."""
         self.record = dataclasses.replace(self.record, state=stage, message=message, time=time.time())
         write_json(RunDir.here(self.plan.run).guard, self.record)
         print(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{given(': {}', message)}", flush=True)
 
     def notify(self, event: Notice, message: str) -> None:
-        """Run the user's command; what it does wrong is said, and changes nothing."""
+        """Run the user's command; if it fails, that is logged and changes nothing."""
         if not self.request.notify:
             return
         env = os.environ | {"LLAMA405B_EVENT": str(event), "LLAMA405B_RUN": self.plan.run, "LLAMA405B_MESSAGE": message}
@@ -278,7 +278,7 @@ class Watchman:
 
 
 def main() -> int:
-    """Entry point of ``python -m llama405b_tools.run.guard``; what to guard comes by standard input."""
+    """Entry point of ``python -m llama405b_tools.run.guard``; reads what to guard from standard input."""
     os.umask(UMASK)
     order = reader.loads(GuardOrder, sys.stdin.buffer.read(), "the guard's order")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

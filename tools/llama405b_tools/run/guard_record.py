@@ -1,4 +1,4 @@
-"""The record that a guard keeps of its run on the operator's machine, and whether the guard lives."""
+"""The record that a guard keeps of its run on the operator's machine, and whether the guard is running."""
 
 import contextlib
 import dataclasses
@@ -11,23 +11,23 @@ from pathlib import Path
 
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import GUARDING, GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.text.clean import clean
 
 
 class Life(enum.StrEnum):
-    """Whether a guard's process lives."""
+    """Whether a guard's process is running."""
 
     LIVES = "lives"
     DIED = "died"
-    ELSEWHERE = "elsewhere"  # on another machine: nobody knows
+    ELSEWHERE = "elsewhere"  # on another machine, so it is unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Guard:
-    """A run's guard, as its record tells."""
+    """A run's guard, according to its record."""
 
     state: GuardState
     life: Life
@@ -39,7 +39,7 @@ class Guard:
 
 
 def of_run(run: str) -> Guard | None:
-    """The guard of a run on this machine; None where there never was one."""
+    """The guard of a run on this machine; None if there never was one."""
     state = read_record(GuardState, RunDir.here(run).guard)
     if state is None:
         return None
@@ -59,7 +59,7 @@ def is_guarded(run: str) -> bool:
 
 
 def machine_id() -> str:
-    """This boot of this machine: host name, the system's id, the boot's; without the system's id two words."""
+    """Identify this boot of this machine: host name, machine ID and boot ID; two words if it has no machine ID."""
     files = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
     return " ".join(
         [socket.gethostname(), *(path.read_text(encoding="ascii").strip() for path in files if path.exists())]
@@ -67,7 +67,7 @@ def machine_id() -> str:
 
 
 def dismiss(run: str) -> None:
-    """End the guard of a run on this machine, if there is one: what is stopped on purpose must not be resumed."""
+    """End the guard of a run on this machine, if there is one: a run stopped on purpose must not be resumed."""
     found = of_run(run)
     if found is None or found.life is not Life.LIVES:
         return
@@ -79,15 +79,15 @@ def dismiss(run: str) -> None:
 
 
 def guard_line(run: str) -> str:
-    """What the guard of a run on this machine does; '' where there is none."""
+    """Describe what the guard of a run is doing; '' if there is none on this machine."""
     found = of_run(run)
     if found is None:
         return ""
     state = found.state
     if found.gone:
-        died = f"process {state.pid} of this machine died while {state.state}"
-        return f"guard: GONE ({died}); nobody restarts this run: repeat its launch command to have it guarded again"
-    times = f"{state.restarts} restart{'s' * (state.restarts != 1)}"
+        died = f"process {state.pid} on this machine died while {state.state}"
+        return f"guard: GONE ({died}); nobody restarts this run: repeat its launch command to guard it again"
+    times = counted(state.restarts, "restart")
     where = f" on {state.machine.partition(' ')[0]}" if found.life is Life.ELSEWHERE else ""
     done = f"{times}, {state.in_vain} of {state.limit} allowed without progress"
     return clean(f"guard{where}: {state.state}, {done}{given('; {}', state.message)}")

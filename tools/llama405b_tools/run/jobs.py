@@ -1,7 +1,7 @@
-"""Runs in a Slurm job: the same node runner on each allocated node, everything known through the shared directory.
+"""Runs in a Slurm job: the same node runner on each allocated node, with all state in the shared directory.
 
-``runs/<run>/slurm.json`` says which job a run is; its hosts are not asked by SSH: status, logs and stop read the files
-that all nodes share, and Slurm says what lives.
+``runs/<run>/slurm.json`` names the job of a run. Its hosts are not reached over SSH: status, logs and stop read the files
+that all nodes share, and ask Slurm what is alive.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run.plan import Terms
 from llama405b_tools.run.request import LaunchRequest
 
-SIGNAL_BEFORE_S = 300  # before the job's time is over, for the trainer to save
+SIGNAL_BEFORE_S = 300  # before the job's time limit, for the trainer to save
 KILL_WAIT_S = 60.0  # for Slurm to end what did not end by itself
 POLL_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRecord:
-    """Which job a run is."""
+    """The job of a run."""
 
     job: str
     options: str = ""
@@ -39,7 +39,7 @@ class JobRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What the nodes of a job make the plan from."""
+    """What the nodes of a job build the plan from."""
 
     terms: Terms
     program_again: tuple[str, ...]  # if Slurm requeues the job
@@ -51,18 +51,18 @@ def submit(request: LaunchRequest, options: str) -> str:
     """Submit the job of a run; returns its id.
 
     Raises:
-        UserError: There is no sbatch here, it refuses the options, or the run exists.
+        UserError: sbatch is not installed or refuses the options, or the run exists.
     """
     if not shutil.which("sbatch"):
-        raise UserError("--slurm: there is no sbatch here; run it on a login node of the cluster")
+        raise UserError("--slurm: sbatch is not installed here; launch from a login node of the cluster")
     given, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
     new = not run.path.exists()
     if run.path.exists() and request.resume == "no":
-        raise UserError(f"--run: {request.run!r} exists here; take another name, or continue it with --resume auto")
+        raise UserError(f"--run: {request.run!r} exists here; choose another name, or continue it with --resume auto")
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.job_state(earlier.job) not in slurm.GONE:
         raise UserError(
-            f"--run: {request.run!r} is job {earlier.job} already; `llama405b stop --run {request.run}` ends it"
+            f"--run: {request.run!r} is already job {earlier.job}; `llama405b stop --run {request.run}` ends it"
         )
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()
@@ -79,7 +79,7 @@ def submit(request: LaunchRequest, options: str) -> str:
         f"--output={run.path}/slurm-%j.log",
         "--open-mode=append",
     ]
-    if request.secrets:  # they are not kept for a second life of the job
+    if request.secrets:  # they are not kept, so the job cannot start again
         own.append("--no-requeue")
     done = slurm.call(["sbatch", *own, *given, str(script)])
     if done.returncode:
@@ -93,7 +93,7 @@ def submit(request: LaunchRequest, options: str) -> str:
 
 
 def job_script(name: str, directory: Path) -> str:
-    """What every node of the job starts."""
+    """Return the batch script, which starts this node's part on every node of the job."""
     node = [sys.executable, "-m", "llama405b_tools.run.slurm_node", str(directory)]
     return "\n".join(
         [
@@ -113,11 +113,11 @@ def _options(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f'--slurm: {text!r} cannot be read ({error}); write it as "-N 4 -p gpu"') from None
+        raise UserError(f'--slurm: {text!r} cannot be parsed ({error}); write it as "-N 4 -p gpu"') from None
 
 
 def end_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
-    """End a job: with a grace by the node runners, which look for the word in their files, then by Slurm.
+    """End a job: through the node runners, which look for a stop file and let the trainer save, then through Slurm.
 
     Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.
     Returns whether the job is gone.
@@ -136,7 +136,7 @@ def end_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float
 
 
 def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
-    """Leave the word on which the node runners let the trainer save, and end."""
+    """Write the stop files on which the node runners let the trainer save, and end."""
     for host in hosts:
         write_json(run.stop(host), StopMark(by, grace_s, time.time()))
 
@@ -148,19 +148,19 @@ def _until_gone(job: str, seconds: float) -> None:
 
 
 def waits(run: str) -> bool:
-    """Whether the job of a run has no nodes: not yet, or (requeued) not again."""
+    """Whether the job of a run has no nodes: not yet, or not again after a requeue."""
     return not job_hosts(run) or slurm.job_state(job_of(run)) == "PENDING"
 
 
 def job_hosts(run: str) -> tuple[Host, ...]:
-    """The nodes of a run that is a job, as hosts whose files are here; () before the job has begun."""
+    """Return the nodes of a run's job, as hosts whose files are on this machine; () before the job has started."""
     where = f"job {job_of(run)}"
     nodes = read_plan(RunDir.here(run)).nodes
     return tuple(Host(node.name, where, address="localhost", python=sys.executable) for node in nodes)
 
 
 def run_asked(run: str | None, hosts_file: Path) -> str | None:
-    """The run that is meant, where it is a job: the one named, or the newest here where there is no hosts file."""
+    """Return the run that is meant if it is a job: the one named, or the newest if there is no hosts file."""
     if run and re.fullmatch(r"[\w.-]+", run) and _record(run):
         return run
     if run or hosts_file.exists():
@@ -171,7 +171,7 @@ def run_asked(run: str | None, hosts_file: Path) -> str | None:
 
 
 def job_of(run: str) -> str:
-    """The job that a run is."""
+    """Return the job ID of a run."""
     record = _record(run)
     assert record, f"{run} is not a job"
     return record.job
@@ -182,10 +182,10 @@ def _record(run: str) -> JobRecord | None:
 
 
 def await_plan(run: str) -> Plan:
-    """The plan of a job that was just submitted, once its nodes have met; prints what it waits for.
+    """Return the plan of a job just submitted, once its nodes have met; prints what it waits for.
 
     Raises:
-        RunError: The job ended before.
+        RunError: The job ended before that.
     """
     said, job = "", job_of(run)
     while (plan := read_plan(RunDir.here(run))).slurm_job != job:
@@ -199,7 +199,7 @@ def await_plan(run: str) -> Plan:
 
 
 def words_of(run: str) -> str:
-    """One line on a job that has no nodes yet, or none any more."""
+    """Describe in one line a job that has no nodes yet, or none any more."""
     job = job_of(run)
     state = slurm.job_state(job)
     why = ""

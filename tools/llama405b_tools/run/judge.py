@@ -1,4 +1,4 @@
-"""Which run a verb means, how it stands on a host, and who failed first. Pure: takes the hosts' answers, returns values."""
+"""Which run a verb means, its state on a host, and which host failed first. Pure: takes answers, returns values."""
 
 import dataclasses
 import enum
@@ -12,12 +12,12 @@ from llama405b.contract.records import NodeState, NodeStatus, Phase
 from llama405b.contract.words import STUCK
 from llama405b_tools.remote.messages.status import Beat, HostRun
 
-HEARD_WITHIN_S = 20.0  # a host not heard for longer is out of reach: of its ranks nothing is known
+HEARD_WITHIN_S = 20.0  # a host not heard from for longer is unreachable: nothing is known about its ranks
 SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.RESUME, Phase.CHECKPOINT)
 
 
 class Standing(enum.StrEnum):
-    """How a run stands on one host."""
+    """The state of a run on one host, in a word."""
 
     NO_RUN = "no such run"
     NEVER_STARTED = "never started"
@@ -32,7 +32,7 @@ class Standing(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class State:
-    """How a run stands on one host, and why where it is not as it should be."""
+    """The state of a run on one host, and the cause if something is wrong."""
 
     standing: Standing
     exit_code: int | None = None
@@ -41,27 +41,27 @@ class State:
 
     @property
     def is_good(self) -> bool:
-        """Whether it runs, or ended as it should."""
+        """Whether it is running, or ended as it should."""
         ended_well = self.standing is Standing.EXITED and self.exit_code == 0
         return ended_well or self.standing in (Standing.RUNNING, Standing.STARTING, Standing.STOPPED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a host is not as it should be."""
+    """What is wrong with a run on a host."""
 
     host: str
     cause: Cause
-    state: State | None = None  # of its node runner, where that has ended
+    state: State | None = None  # of its node runner, if that has ended
 
     @property
     def origin(self) -> int:
-        """How surely the fault began there: 2 surely, 1 perhaps, 0 it followed from another."""
+        """How likely it is that the fault began there: 2 certain, 1 possible, 0 it followed from another."""
         return origin_of(self.cause)
 
 
 def choose(answers: Mapping[str, Sequence[HostRun]], named: str | None) -> str:
-    """The run that is meant: the one named, else the only live one, else the newest.
+    """Return the run that is meant: the one named, else the only live one, else the newest.
 
     Raises:
         UserError: There is none, or several are alive.
@@ -75,19 +75,19 @@ def choose(answers: Mapping[str, Sequence[HostRun]], named: str | None) -> str:
         raise UserError("no run on these hosts yet; `llama405b launch` starts one")
     live = sorted({run.run for run in runs if run.alive})
     if len(live) > 1:
-        raise UserError(f"--run: {len(live)} runs are alive; say which: {', '.join(live)}")
+        raise UserError(f"--run: {len(live)} runs are alive; name one of {', '.join(live)}")
     return max(runs, key=lambda run: (run.alive, run.created)).run
 
 
 def state_of_run(run: HostRun | None) -> State:
-    """How a run stands on a host, as its agent describes it; None: the host does not know it."""
+    """Return the state of a run on a host, as its agent describes it; None: the host does not know the run."""
     if run is None:
         return State(Standing.NO_RUN, cause=Cause(CauseKind.NO_RUN))
     return state_of(run.status, alive=run.alive, leftovers=len(run.leftovers))
 
 
 def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> State:
-    """How a run stands, by its node runner's status, its lock, and its processes."""
+    """Return the state of a run, from its node runner's status, its lock and its processes."""
     if alive:
         return State(Standing(status.state) if status else Standing.STARTING)
     if leftovers:
@@ -103,14 +103,14 @@ def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> S
 
 
 def failure_of(host: str, state: State) -> Failure | None:
-    """Why a host is not as it should be; None where it is."""
+    """Return what is wrong with a run on a host; None if nothing is."""
     if state.is_good:
         return None
     return Failure(host, state.cause or Cause(CauseKind.UNKNOWN, host), state)
 
 
 def origin_of(cause: Cause) -> int:
-    """See ``Failure``. gloo may abort a rank that lost its peer, in a thread of its own; SIGTERM is how peers are ended."""
+    """See ``Failure``. gloo may abort a rank that lost its peer, in its own thread; peers are ended with SIGTERM."""
     if cause.kind in (CauseKind.LOST_PEER, CauseKind.FOLLOWED, CauseKind.TORCHRUN_FAILED):
         return 0
     aborted = cause.kind in (CauseKind.RANK_KILLED, CauseKind.TORCHRUN_KILLED) and cause.signal == signal.SIGABRT
@@ -121,22 +121,22 @@ def origin_of(cause: Cause) -> int:
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """The one to name: where the fault began, rather than a host that lost its peer; in order of arrival."""
+    """Return the failure to name: where the fault began, not a host that lost its peer; then in order of arrival."""
     return max(failures, key=lambda failure: failure.origin)  # the first of equals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heard:
-    """A host's heartbeats as they were last heard."""
+    """A host's latest heartbeats."""
 
     beats: Sequence[Beat]
-    now: float  # by the host's clock, as they were read
-    at_s: float  # by the operator's monotonic clock, as they arrived
+    now: float  # by the host's clock, when they were read
+    at_s: float  # by the operator's monotonic clock, when they arrived
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SilentRank:
-    """A rank that has said nothing for too long."""
+    """A rank that has been silent for too long."""
 
     host: str
     beat: Beat
@@ -146,10 +146,10 @@ class SilentRank:
 def silent_rank(
     beats: Mapping[str, Sequence[tuple[Beat, float]]], step_limit_s: float, slow_limit_s: float
 ) -> SilentRank | None:
-    """The rank that the others most likely wait for, where ranks are silent for too long.
+    """Return the rank that the others most likely wait for, if any rank has been silent for too long.
 
-    ``beats``: by host, heartbeats and how old each is, in seconds. First one that cannot run, then the one furthest behind.
-    A stopped process has no excuse in any phase.
+    ``beats``: by host, heartbeats with their age in seconds. A rank that cannot run comes first, then the one furthest
+    behind. A stopped process has no excuse in any phase.
     """
     silent = []
     for host, each in beats.items():
@@ -163,7 +163,7 @@ def silent_rank(
 
 
 def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:
-    """``silent_rank`` as a failure; a host's clock is compared with itself alone, so skew between hosts does not matter."""
+    """``silent_rank`` as a failure; each host's clock is compared only with itself, so skew does not matter."""
     beats = {
         host: [(beat, hears.now - beat.time + now_s - hears.at_s) for beat in hears.beats]
         for host, hears in heard.items()
@@ -174,7 +174,7 @@ def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_lim
 
 
 def hang_cause(found: SilentRank) -> Cause:
-    """That a rank is silent, as a cause."""
+    """Return a silent rank as a cause."""
     beat = found.beat
     return Cause(
         CauseKind.HUNG,
@@ -188,5 +188,5 @@ def hang_cause(found: SilentRank) -> Cause:
 
 
 def cause_of_rank(beat: Beat) -> Cause:
-    """Why a rank failed, as its heartbeat says; where it does not, that it did."""
+    """Return why a rank failed, from its heartbeat; if that does not say, only that it exited."""
     return beat.cause or Cause(CauseKind.RANK_EXIT, beat.host, beat.rank)

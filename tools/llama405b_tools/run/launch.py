@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -19,11 +20,11 @@ UNPROVED = (
 
 
 def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> Plan:
-    """Check, plan and start; says on one line what runs now.
+    """Check, plan and start; prints what is running now.
 
     Raises:
         UserError: The request is wrong; nothing was started.
-        RunError: A host is not fit, or did not start; nothing is left running, or it says where something may be.
+        RunError: A host is not fit, or did not start; nothing is left running, or the message says where something may be.
     """
     began = time.monotonic()
     answers, way = probe_hosts(request, hosts, fleet, again=again)
@@ -34,8 +35,9 @@ def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again
     took = f"up in {time.monotonic() - began:.1f} s"
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])
-        print(f"note: run {name} is alive on {where} too; both share its GPUs and memory")
-    print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
+        print(f"note: run {name} is also alive on {where}; both share its GPUs and memory")
+    hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
+    print(f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, {took}")
     for line in nccl_lines(request, parts):
         print(f"  {line}")
     if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):
@@ -45,6 +47,6 @@ def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again
 
 
 def resumed(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> tuple[LaunchRequest, list[Host]]:
-    """The same launch with the same ranks, going on from the newest checkpoint that verifies."""
+    """Return the same launch with the same ranks, resuming from the newest checkpoint that verifies."""
     same = [dataclasses.replace(host, slots=plan.node(host.name).slots) for host in hosts]
     return dataclasses.replace(request, resume="auto"), same

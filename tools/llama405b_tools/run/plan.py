@@ -1,4 +1,4 @@
-"""Put what was asked for, the hosts' facts and the way between them together as a plan. Pure: the one place that makes plans."""
+"""Build a plan from the request, the hosts' facts and the network between them. Pure; the one place that makes plans."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> v
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terms:
-    """What a run is asked to be, wherever it runs."""
+    """What is requested of a run, wherever it runs."""
 
     run: str
     program: tuple[str, ...]
@@ -30,7 +30,7 @@ class HostPart:
     """One host's facts, as far as a plan needs them."""
 
     name: str
-    slots: int  # ranks; 0: one for each GPU, or 1 where there is none
+    slots: int  # ranks; 0: one per GPU, or 1 if there is none
     machine: str  # equal for two hosts of the file that are one machine
     gpus: int
     cores: int
@@ -38,17 +38,17 @@ class HostPart:
     workdir: str
     python: str
     address: str  # its own, on the training network
-    interface: str  # that carries it
+    interface: str  # of that address
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)  # cache and scratch, in full
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launching:
-    """What is of one launch alone."""
+    """What is specific to one launch."""
 
     attempt: int
     created: float  # seconds since the epoch
-    token: str  # fresh: no other launch's rendezvous has it
+    token: str  # new for each launch, so that no two share a rendezvous
     endpoint: str  # host:port of the rendezvous store
     owner: str
     grace_s: float = 0.0
@@ -59,7 +59,7 @@ def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) ->
     """Build the plan of a launch.
 
     Raises:
-        UserError: Hosts that are one machine ask for more GPUs than it has.
+        UserError: Hosts that are one machine request more GPUs than it has.
     """
     parts = used_parts(terms, parts)
     slots = [part.slots or part.gpus or 1 for part in parts]
@@ -92,24 +92,24 @@ def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) ->
 
 
 def first_ranks(slots: Sequence[int]) -> list[int]:
-    """The rank each host begins with, in the order of the hosts file."""
+    """Return the first rank of each host, in the order of the hosts file."""
     return [sum(slots[:i]) for i in range(len(slots))]
 
 
 def places_env(places: Mapping[str, str]) -> dict[str, str]:
-    """What ``cache=`` and ``scratch=`` of the hosts file mean to the ranks."""
+    """Return the ranks' variables for ``cache=`` and ``scratch=`` in the hosts file."""
     return {PLACES[key]: path for key, path in places.items()}
 
 
 def used_parts(terms: Terms, parts: Sequence[HostPart]) -> Sequence[HostPart]:
-    """The parts as the run uses them: without GPUs where it trains on CPUs."""
+    """Return the parts as the run uses them: without GPUs if it trains on CPUs."""
     if not terms.on_cpu:
         return parts
     return [dataclasses.replace(part, gpus=0) for part in parts]
 
 
 def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
-    """What NCCL is told of a host's RDMA devices, each with its reason; {} where it has no GPU, or none of those."""
+    """Return the NCCL settings for a host's RDMA devices, each with its reason; {} if it has no GPU or no RDMA."""
     ports = part.rdma.ports
     if not part.gpus or not fabric.has_rdma(ports):
         return {}
@@ -120,7 +120,7 @@ def _devices(parts: Sequence[HostPart], slots: Sequence[int]) -> list[dict[str, 
     """Disjoint GPUs for hosts that are one machine.
 
     Raises:
-        UserError: The hosts on one machine ask for more GPUs than it has.
+        UserError: The hosts on one machine request more GPUs than it has.
     """
     machines = [part.machine for part in parts]
     used: dict[str, int] = {}

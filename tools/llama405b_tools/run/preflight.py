@@ -1,4 +1,4 @@
-"""Before a launch: ask every host, refuse what cannot work, and put the answers together as a plan."""
+"""Before a launch: query every host, refuse what cannot work, and build a plan from the answers."""
 
 import dataclasses
 import getpass
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract import command, config
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
@@ -28,7 +28,7 @@ from llama405b_tools.text.fold import fold_names
 
 PROBE_TIMEOUT_S = 60.0
 LEAST_FREE_BYTES = 64 << 20  # for logs
-PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection sits on it
+PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection uses one
 PORT_TRIES = 5
 
 
@@ -38,8 +38,8 @@ class Way:
 
     head: str  # the head's address on the training network
     port: int  # of the rendezvous, free and reached by all
-    address: Mapping[str, str]  # each host's own, on its way there
-    interface: Mapping[str, str]  # that carries it
+    address: Mapping[str, str]  # each host's own, on the route there
+    interface: Mapping[str, str]  # of that address
 
 
 Facts = Mapping[str, LaunchFacts]  # by host
@@ -50,7 +50,7 @@ def probe_hosts(
 ) -> tuple[Facts, Way]:
     """Ask every host whether the run can start there, and find out where they meet.
 
-    ``again``: a restart, at which whatever is wrong is a host's fault, and may pass.
+    ``again``: a restart, when whatever is wrong is a host's fault and may pass.
 
     Raises:
         RunError: A host is not fit; names every host that is not.
@@ -85,14 +85,14 @@ def probe_hosts(
     if faults := hidden_addresses(way, answers) | faults:
         raise RunError(fault_list(faults, len(hosts)))
     if clauses := disagreements({name: found.versions for name, found in answers.items()}):
-        raise RunError(f"the hosts differ: {'; '.join(clauses)}; install the same everywhere. Nothing was started")
+        raise RunError(f"the hosts differ: {'; '.join(clauses)}; install the same versions. Nothing was started")
     return answers, way
 
 
 def _ask_head(
     request: LaunchRequest, head: Host, fleet: Fleet, token: str
 ) -> tuple[Dialogue | None, LaunchFacts | HostError, int]:
-    """Probe the head, which then listens on the rendezvous port; tries several ports unless one is asked for."""
+    """Probe the head, which then listens on the rendezvous port; tries several ports unless one is requested."""
     ports = [request.port] if request.port else random.sample(PORTS, PORT_TRIES)
     for port in ports:
         probe = dataclasses.replace(_probe_request(request, head, port, token), is_head=True, weights=_weights(request))
@@ -108,7 +108,7 @@ def _ask_head(
 
 
 def _weights(request: LaunchRequest) -> WeightsCheck | None:
-    """What the head is to check of the checkpoint; the demo's is made there."""
+    """Return what the head must check in the checkpoint; None for the demo's, which is created there."""
     config_ = request.config
     if config_ is None or config_.model.path == config.DEMO_MODEL:
         return None
@@ -117,7 +117,7 @@ def _weights(request: LaunchRequest) -> WeightsCheck | None:
 
 
 def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
-    """A better word for why a host's stream failed: from a question that hears its standard error."""
+    """Return a better reason why a host's stream failed, from a query that reads its standard error."""
     try:
         fleet.ask(head, "status", StatusRequest(head, run), StatusReply, PROBE_TIMEOUT_S)
     except HostError as better:
@@ -126,7 +126,7 @@ def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
 
 
 def candidates_of(head: Host, answer: LaunchFacts | HostError) -> list[str]:
-    """Addresses at which the others may find the head: ``address=`` alone, else its own, fast and private ones first."""
+    """Return addresses where the others may reach the head: ``address=`` only, else its own, private and fast first."""
     if head.address or head.loopback:
         return [head.address or "127.0.0.1"]
     own = answer.own if isinstance(answer, LaunchFacts) else ()
@@ -139,7 +139,7 @@ def _mbit(text: str) -> int:
 
 
 def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Way | dict[str, str]:
-    """The first candidate that every other host reaches; else, by host, why there is none."""
+    """Return the way to the first candidate that every other host reaches; else, by host, why there is none."""
     others = {name: found.head for name, found in answers.items() if name != head.name}
     if head.name not in answers:
         return {}
@@ -159,7 +159,7 @@ def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Wa
 
 
 def _way_at(candidate: str, head: Host, answers: Facts, port: int) -> Way:
-    """Where the hosts meet, at an address of the head that all reach."""
+    """Return the way to an address of the head that all hosts reach."""
     own = {entry.address: entry.interface for entry in answers[head.name].own}
     mine = candidate if candidate in own else next(iter(own), "127.0.0.1")
     if LOOPBACK.fullmatch(candidate):
@@ -174,7 +174,7 @@ def _way_at(candidate: str, head: Host, answers: Facts, port: int) -> Way:
 
 
 def _is_at(tried: str, candidate: str) -> bool:
-    """Whether an address that was tried is the one that was chosen; all loopback ones are one."""
+    """Whether an address that was tried is the chosen one; all loopback addresses count as one."""
     both_loopback = LOOPBACK.fullmatch(tried) and LOOPBACK.fullmatch(candidate)
     return tried == candidate or both_loopback is not None
 
@@ -183,33 +183,33 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
     """Refuse what is wrong with the request rather than with a host.
 
     Raises:
-        UserError: As ``probe`` says.
+        UserError: See ``probe_hosts``.
     """
     for name, found in answers.items():
         if found.alive:
             owner = given(", launched by {}", found.owner)
             stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
             raise UserError(
-                f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or take another name"
+                f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name"
             )
         if found.run_exists and request.resume == "no":
             raise UserError(
-                f"--run: {request.run!r} exists on {name}; take another name, or continue it with --resume auto"
+                f"--run: {request.run!r} exists on {name}; choose another name, or continue it with --resume auto"
             )
         if found.port_fault:
-            why = "in use" if found.port_in_use else f"not to be had ({found.port_fault})"
-            raise UserError(f"--port: {port} is {why} on the head; leave --port out to get a free one")
+            why = "in use" if found.port_in_use else f"not available ({found.port_fault})"
+            raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
         if not found.tmux:
-            raise UserError(f"{name}: there is no tmux; install it there (apt-get install tmux). Nothing was started")
+            raise UserError(f"{name}: tmux is not installed; install it (apt-get install tmux). Nothing was started")
         if found.weights_fault:
             raise UserError(f"{name}: {found.weights_fault}")
 
 
 def plan_of(request: LaunchRequest, parts: Sequence[HostPart], answers: Facts, way: Way, now: float) -> Plan:
-    """Put the answers together.
+    """Build the plan from the answers.
 
     Raises:
-        UserError: Hosts that are one machine ask for more GPUs than it has.
+        UserError: Hosts that are one machine request more GPUs than it has.
     """
     launching = Launching(
         attempt=1 + max(found.attempt for found in answers.values()),
@@ -222,7 +222,7 @@ def plan_of(request: LaunchRequest, parts: Sequence[HostPart], answers: Facts, w
 
 
 def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
-    """What a plan needs of a host."""
+    """Return what a plan needs to know about a host."""
     return HostPart(
         name=host.name,
         slots=host.slots,
@@ -239,7 +239,7 @@ def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
 
 
 def check_training(request: LaunchRequest, plan: Plan) -> None:
-    """Give the planned command to the trainer's own parser, and check the batch against the ranks.
+    """Parse the planned command with the trainer's own parser, and check the batch size against the ranks.
 
     Raises:
         UserError: The trainer would refuse it.
@@ -247,26 +247,26 @@ def check_training(request: LaunchRequest, plan: Plan) -> None:
     if request.config:
         parsed = command.parse(plan.program[2:])
         if parsed.config != request.config:
-            raise UserError("the planned command does not say what was asked; please report this as a bug")
+            raise UserError("the planned command does not match the request; please report this as a bug")
         config.check_world(parsed.config, plan.world)
 
 
 def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:
-    """Hosts whose interface has another address first: gloo is told interfaces, and takes the first address."""
+    """Return hosts whose interface has another address first: gloo is given interfaces, and uses their first address."""
     faults = {}
     for name, found in answers.items():
         address, interface = way.address[name], way.interface[name]
         first = next((entry.address for entry in found.own if entry.interface == interface), address)
         if first != address and interface != "lo":
             faults[name] = (
-                f"its {interface} has {first} before {address}, which the hosts meet at, and gloo takes an interface's first "
+                f"its {interface} has {first} before {address}, where the hosts meet, but gloo uses an interface's first "
                 f"address; put {address} first, or on an interface of its own"
             )
     return faults
 
 
 def nccl_lines(request: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
-    """One line for each setting of NCCL that launch makes: for which hosts, and why."""
+    """Return one line for each NCCL setting that launch makes: for which hosts, and why."""
     lines: dict[str, list[str]] = {}
     own = {name: f"{name}={value} (--env)" for name, value in request.env.items()}
     for part in used_parts(request.terms(), parts):
@@ -281,28 +281,29 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) ->
 
 
 def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
-    """Why the run cannot start on a host; '' where it can."""
+    """Why the run cannot start on a host; '' if it can."""
     missing = [name for name, version in found.versions.items() if version == "missing"]
     if missing:
         return f"{', '.join(missing)} is not installed for its python; install it there"
     if not found.writable:
-        return f"{found.workdir}/runs is not a directory that can be written; correct that, or set workdir="
+        return f"{found.workdir}/runs is not a writable directory; fix that, or set workdir="
     for key, place in found.places.items():
         if not place.writable:
-            return f"{key}={place.path} cannot be made or written; name a directory of your own"
+            return f"{key}={place.path} cannot be created or written; name a directory of your own"
     if not found.ip:
-        return "there is no `ip` program; install iproute2 there"
+        return "the `ip` program is not installed; install iproute2 there"
     if not request.on_cpu and 0 < found.gpus < host.slots:
-        return f"it has {found.gpus} GPUs, but slots={host.slots}; look with nvidia-smi, or lower slots="
+        return f"it has {found.gpus} GPUs, but slots={host.slots}; check nvidia-smi, or lower slots="
     if found.free_bytes < LEAST_FREE_BYTES:
         free = found.free_bytes / (1 << 20)
         return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"
     if found.leftovers:
-        return f"{len(found.leftovers)} processes of an earlier attempt are left; run `llama405b stop` first"
+        left = counted(len(found.leftovers), "process", "processes")
+        return f"{left} of an earlier attempt left; run `llama405b stop` first"
     return ""
 
 
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:
-    """One sentence for all hosts that are not fit."""
+    """Return one sentence about all hosts that are not fit."""
     clauses = "; ".join(f"{name}: {why}" for name, why in faults.items())
     return f"{clauses}{end}" if len(faults) == 1 else f"{len(faults)} of {n_hosts} hosts are not fit: {clauses}{end}"

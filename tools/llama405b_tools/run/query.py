@@ -1,4 +1,4 @@
-"""Ask every host how a run stands there."""
+"""Query every host about a run."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,11 +20,11 @@ from llama405b_tools.text.fold import fold_names
 STATUS_TIMEOUT_S = 30.0
 
 
-Seen = dict[str, HostRun | HostError | None]  # what each host says of a run; None: it does not know it
+Seen = dict[str, HostRun | HostError | None]  # what each host knows about a run; None: the host does not know it
 
 
 def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
-    """Find the run that is meant, and what each host says of it.
+    """Find the run that is meant, and what each host knows about it.
 
     Raises:
         UserError: There is no such run, or several are alive.
@@ -35,7 +35,7 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
     answers = {name: reply.runs for name, reply in replies(outcomes).items()}
     if not answers:
         name, fault = next(iter(outcomes.items()))
-        raise HostError(f"no host can be asked: {name}: {fault}")
+        raise HostError(f"no host can be queried: {name}: {fault}")
     chosen = judge.choose(answers, run)
     seen: Seen = {}
     for name, found in outcomes.items():
@@ -52,12 +52,12 @@ def _ask_all(fleet: Fleet, run: str | None) -> dict[str, StatusReply | HostError
 
 
 def check_hosts(fleet: Fleet, run: str) -> None:
-    """See that a run which was launched from here is one of these hosts'.
+    """Check that a run launched from this machine is on these hosts.
 
     Raises:
-        UserError: It is on others, whose hosts file was not named.
+        UserError: It is on other hosts, whose hosts file was not named.
     """
-    names = [node.name for node in read_plan(RunDir.here(run)).nodes]  # none where it was not launched from here
+    names = [node.name for node in read_plan(RunDir.here(run)).nodes]  # none if it was not launched from here
     if names and not set(names) & set(fleet.hosts):
         raise UserError(f"--run: {run!r} was launched on {fold_names(names)}; name the hosts file that has them")
 
@@ -78,7 +78,7 @@ def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | None]:
 
 
 def failures_of(seen: Seen) -> list[Failure]:
-    """Every host that is not as it should be."""
+    """Return a failure for every host where something is wrong."""
     lost = [Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=why)) for name, why in unanswered(seen).items()]
     told = [judge.failure_of(name, judge.state_of_run(found)) for name, found in replies(seen).items()]
     return [*lost, *filter(None, told)]

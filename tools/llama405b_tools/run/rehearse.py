@@ -1,7 +1,7 @@
-"""``launch --rehearse``: the whole way on the real hosts with a model of the true layer shapes, cut to two layers.
+"""``launch --rehearse``: a complete run on the real hosts, with the real layer shapes but only two layers.
 
 Start, load (random weights, sent by rank 0 as the real ones would be), two steps, save, a third step, kill -9, resume,
-the third step again with the same loss. What fails is named by phase and host. Its checkpoints are deleted.
+the third step again with the same loss. A failure is reported with its phase and host. Its checkpoints are deleted.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from llama405b_tools.run.request import LaunchRequest
 LAYERS, SAVE_AT, STEPS = 2, 2, 3
 STEP_LIMIT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in another order
+TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in a different order
 
 
 def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int:
@@ -47,8 +47,8 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
             plan = launch(dataclasses.replace(trial, resume=str(SAVE_AT)), hosts, fleet)
             second = loss_of(fleet, plan, load_s)
             if abs(second - first) > TOLERANCE * abs(first):
-                fault = f"after the resume step {STEPS} has loss {second:.6f}, before the kill it had {first:.6f}; "
-                fault += "a checkpoint of these hosts cannot be trusted"
+                fault = f"after the resume, step {STEPS} has loss {second:.6f}, but {first:.6f} before the kill; "
+                fault += "checkpoints from these hosts cannot be trusted"
     except RunError as error:
         fault = str(error)
     finally:
@@ -57,21 +57,21 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     if fault:
         print(f"rehearsal: FAILED after {took}: {fault}; `{front_door()} logs --run {plan.run}` shows every rank")
         return FAILED
-    resumed = f", resumed to the same loss ({first:.4f})" if saves else "; nothing is saved, as checkpoint.every is 0"
-    print(f"rehearsal: good, {took}: loaded, {STEPS} steps{resumed}; nothing of it is left running")
+    resumed = f", resumed to the same loss ({first:.4f})" if saves else "; nothing was saved: checkpoint.every is 0"
+    print(f"rehearsal: good, {took}: loaded, {STEPS} steps{resumed}; nothing is left running")
     return GOOD
 
 
 def trial_of(request: LaunchRequest) -> LaunchRequest:
-    """The same launch, cut down."""
+    """Return the launch, cut down to a rehearsal."""
     assert request.config
     config, run = request.config, f"{request.run}{REHEARSAL}"
     settings = {
         "model.layers": min(LAYERS, config.model.layers or LAYERS),
         "model.weights": "random",
-        "training.max_steps": 1000,  # it is killed long before
+        "training.max_steps": 1000,  # it is killed long before that
         "checkpoint.every": min(SAVE_AT, config.checkpoint.every),
-        "checkpoint.keep": 1000,  # small models are past the next one before they are killed
+        "checkpoint.keep": 1000,  # small models save the next ones before they are killed
     }
     if config.checkpoint.dir:
         settings["checkpoint.dir"] = f"{config.checkpoint.dir.rstrip('/')}/{run}"
@@ -80,10 +80,10 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
 
 
 def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
-    """The loss of the last step to rehearse, once it is taken.
+    """Wait for the last step of the rehearsal; returns its loss.
 
     Raises:
-        RunError: The run fails or hangs before; names phase and host.
+        RunError: The run fails or hangs before that; names phase and host.
     """
     limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
     watch = watch_run(fleet, plan, limits, lambda watch: watch.loss_of(STEPS) is not None)
@@ -96,17 +96,17 @@ def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
 
 
 def _where(worst: Failure, watch: Watch) -> str:
-    """The phase that a failure came in: by its cause, else by its host's ranks as they were last heard."""
+    """The phase of a failure: from its cause, else from the latest heartbeats of its host's ranks."""
     beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
     phases = [worst.cause.phase] if worst.cause.phase else sorted({str(beat.phase) for beat in beats})
     return given("in phase {}", "/".join(phases)) or "before its ranks started"
 
 
 def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> None:
-    """End the rehearsal on every host: as a crash would, where ``hard``.
+    """End the rehearsal on every host; with ``hard``, as a crash would.
 
     Raises:
-        RunError: Something is left of it.
+        RunError: Something of it is left.
     """
     requests = {
         node.name: EndRequest(plan.run, node.name, hard=hard, discard=discard)  # whatever attempt is there

@@ -1,4 +1,4 @@
-"""What ``launch`` was asked for: its command line and environment files, parsed and checked. Opens no connection."""
+"""A launch request: the command line and environment files, parsed and checked. Opens no connection."""
 
 import argparse
 import dataclasses
@@ -20,13 +20,13 @@ from llama405b_tools.text.durations import seconds
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
-OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # the run sets these itself, and needs them so
+OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # set by the run itself, which relies on them
 EPILOG = """
 Settings of the training run are flags too (see `llama405b train --help`). Any other torchrun program goes after --:
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --rehearse
   llama405b launch hosts --preset llama3.1-405b --data.paths corpus --restart 5 --follow
   llama405b launch hosts -- my_script.py --its-own args
-exit codes: 0 started (with --follow: ended well), 1 a host or the run failed, 2 refused, nothing started
+exit codes: 0 started (with --follow: finished successfully), 1 a host or the run failed, 2 refused, nothing started
 """
 
 
@@ -38,18 +38,18 @@ class LaunchRequest:
     run: str
     resume: str
     env: Mapping[str, str]
-    secrets: Mapping[str, str]  # names and values: never printed, never written but to the hosts' 0600 files
-    setup: str  # a shell line that goes before torchrun on every host
+    secrets: Mapping[str, str]  # names and values: never printed, and written only to the hosts' 0600 files
+    setup: str  # a shell line to run before torchrun on every host
     port: int
     dry_run: bool
     follow: bool
-    restart: int  # times without progress; 0: not at all
+    restart: int  # how often without progress; 0: never
     hang_after_s: float
     notify: str
     rehearse: bool
     allow_sockets: bool
     slurm: str | None  # sbatch's options; None: by SSH
-    places: Mapping[str, str]  # cache and scratch of a job's nodes, as a hosts file has them of its hosts
+    places: Mapping[str, str]  # cache and scratch on a job's nodes, like cache= and scratch= in a hosts file
     config: Config | None  # None: a program of the user's own
     flags: tuple[str, ...]  # the training settings, as flags
     program: tuple[str, ...]
@@ -69,12 +69,12 @@ class LaunchRequest:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it trains on CPUs, whatever GPUs there are."""
+        """Whether it trains on CPUs, even if there are GPUs."""
         return self.settings.parallel.device == "cpu"
 
     @property
     def settings(self) -> Config:
-        """The training settings; the trainer's own where another program runs."""
+        """The training settings; the defaults if another program runs."""
         return self.config or Config()
 
     def training_program(self) -> tuple[str, ...]:
@@ -98,11 +98,11 @@ def _parser() -> OneLineParser:
     add("--config", type=Path, help="TOML file of settings")
     add("--preset", default="", help=f"settings to start from: {', '.join(config.preset_names())}")
     add("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
-    add("--rehearse", action="store_true", help="only try the whole way with 2 layers: load, step, save, kill, resume")
+    add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
-    add("--dry-run", action="store_true", help="print what would run where; opens no connection")
+    add("--dry-run", action="store_true", help="print what would run where, without connecting")
     _add_guard(parser.add_argument_group("guard the run"))
     _add_environment(parser.add_argument_group("environment of the ranks"))
     _add_slurm(parser.add_argument_group("Slurm"))
@@ -110,7 +110,7 @@ def _parser() -> OneLineParser:
 
 
 def _add_guard(group: argparse._ArgumentGroup) -> None:
-    add, again = group.add_argument, "resume it; give up after N restarts without a newer checkpoint [0]"
+    add, again = group.add_argument, "resume it on failure or hang, up to N times without a newer checkpoint [0]"
     add("--restart", type=int, default=0, metavar="N", help=again)
     add("--hang-after", default="5m", metavar="TIME", help="a rank silent this long counts as hung [5m]")
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery and end")
@@ -121,10 +121,8 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, action="append", default=[], type=type_, metavar=metavar, help=text)
 
     add_list("--env", "K=V", "set an environment variable")
-    add_list(
-        "--env-file", "FILE", "set those of a file of K=V lines; names that look secret are passed as by --secret", Path
-    )
-    add_list("--secret", "NAME", "pass this environment variable on, over SSH's standard input only")
+    add_list("--env-file", "FILE", "read K=V lines from FILE; names that look secret go as with --secret", Path)
+    add_list("--secret", "NAME", "pass on this environment variable through SSH's standard input only")
     before = "shell line to run before torchrun on every host, such as 'module load cuda'"
     group.add_argument("--setup-line", default="", metavar="LINE", help=before)
 
@@ -140,7 +138,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     """Parse the command line; a training command goes through the trainer's own parser.
 
     Raises:
-        UserError: Anything in it is wrong.
+        UserError: Something in it is wrong.
     """
     end = [*argv, "--"].index("--")
     program = tuple(argv[end + 1 :])
@@ -183,14 +181,14 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
 
 
 def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
-    """The trainer's settings, and the flags that say the same on hosts that have no such file."""
+    """Return the trainer's settings, and equivalent flags for hosts that do not have the file."""
     own = config.read_toml(known.config) | config.read_flags(settings)
     flags = (*_flag("--preset", known.preset), *config.to_flags(own))
     return command.parse([*source_flags(known), *settings]).config, flags
 
 
 def source_flags(known: argparse.Namespace) -> list[str]:
-    """The flags that say where settings come from, as they were given."""
+    """Return the flags that say where settings come from, as they were given."""
     return [*_flag("--preset", known.preset), *_flag("--config", known.config)]
 
 
@@ -199,7 +197,7 @@ def _flag(name: str, value: str | Path | None) -> list[str]:
 
 
 def _new_name(known: argparse.Namespace, now: float) -> str:
-    """A name for a run that is given none."""
+    """Make a name for a run that was given none."""
     of = known.preset or (known.config or Path("run")).stem
     return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
@@ -209,19 +207,19 @@ def _check_flags(known: argparse.Namespace) -> None:
     relative = [key for key, path in places.items() if path and not path.startswith(("/", "~/", "$"))]
     apart = known.restart or known.rehearse or known.port
     refusals = (
-        (not 0 <= known.restart <= 1000, f"--restart: {known.restart} times; it takes 0 to 1000"),
+        (not 0 <= known.restart <= 1000, f"--restart: {known.restart} times; use 0 to 1000"),
         (known.notify and not known.restart, "--notify needs --restart N, which guards the run; add it"),
         (known.slurm is not None and apart, "--slurm: --restart, --rehearse and --port are for SSH hosts; remove them"),
         (
             any(places.values()) and known.slurm is None,
-            "--cache and --scratch are for --slurm; a hosts file has cache= and scratch=",
+            "--cache and --scratch are for --slurm; in a hosts file, use cache= and scratch=",
         ),
-        (relative, f"--{''.join(relative[:1])}: {places.get(''.join(relative[:1]))!r} is relative; write a full path"),
+        (relative, f"--{''.join(relative[:1])}: {places.get(''.join(relative[:1]))!r} is relative; use a full path"),
         (
             known.rehearse and (known.restart or known.resume != "no"),
             "--rehearse is a run of its own; remove --restart and --resume",
         ),
-        (known.port and not 0 < known.port < 65536, f"--port: {known.port} is out of range; take 1 to 65535"),
+        (known.port and not 0 < known.port < 65536, f"--port: {known.port} is out of range; use 1 to 65535"),
     )
     for refused, why in refusals:
         if refused:
@@ -231,11 +229,11 @@ def _check_flags(known: argparse.Namespace) -> None:
 def read_env(
     pairs: Sequence[str], files: Sequence[Path], names: Sequence[str], here: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The ranks' variables, and their secrets: from ``--env``, ``--env-file`` and ``--secret`` (of ``here``).
+    """Return the ranks' variables and secrets, from ``--env``, ``--env-file`` and ``--secret`` (looked up in ``here``).
 
     Raises:
-        UserError: A variable has no name that will do, is the run's own, or is not set; a secret stands on the
-        command line; a file cannot be read.
+        UserError: A variable's name is not valid or is the run's own, or it is not set; a secret is on the command
+        line; a file cannot be read.
     """
     of_files = {_checked(name, where): value for path in files for where, name, value in _env_lines(path)}
     secrets = {name: value for name, value in of_files.items() if SECRET.search(name)}
@@ -247,7 +245,7 @@ def read_env(
         secrets[name] = here[name]
     for name, value in env.items():
         if "\0" in value or "\n" in value:
-            raise UserError(f"--env: the value of {name} has a line break in it; take it out")
+            raise UserError(f"--env: the value of {name} contains a line break; remove it")
     return env, secrets
 
 
@@ -255,7 +253,7 @@ def _env_pair(pair: str) -> tuple[str, str]:
     name, equals, value = pair.partition("=")
     if SECRET.search(name):
         raise UserError(
-            f"--env: {name} looks like a secret, which every `ps` would show; export it, and write --secret {name}"
+            f"--env: {name} looks like a secret, which `ps` would show to everyone; export it, and write --secret {name}"
         )
     if not equals:
         raise UserError(f"--env: {pair!r} has no value; write --env NAME=VALUE")
@@ -268,7 +266,7 @@ def _env_lines(path: Path) -> list[tuple[str, str, str]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--env-file: {path} cannot be read ({reason_of(error)}); name a file of lines NAME=VALUE"
+            f"--env-file: {path} cannot be read ({reason_of(error)}); name a file of NAME=VALUE lines"
         ) from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -276,7 +274,7 @@ def _env_lines(path: Path) -> list[tuple[str, str, str]]:
             continue
         name, equals, value = line.strip().removeprefix("export ").partition("=")
         if not equals:
-            raise UserError(f"{path}:{number}: no '=' in it; write NAME=VALUE")
+            raise UserError(f"{path}:{number}: there is no '='; write NAME=VALUE")
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
         found.append((f"{path}:{number}", name.strip(), value))
@@ -287,5 +285,5 @@ def _checked(name: str, where: str) -> str:
     if not VARIABLE.fullmatch(name):
         raise UserError(f"{where}: {name!r} is not a valid variable name; use letters, digits and '_'")
     if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
-        raise UserError(f"{where}: {name} is set by the run itself; take another name")
+        raise UserError(f"{where}: {name} is set by the run itself; use another name")
     return name

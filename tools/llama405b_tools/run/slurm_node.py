@@ -1,9 +1,9 @@
 """One node's part in a Slurm job: ``srun python -m llama405b_tools.run.slurm_node RUN_DIR`` on every allocated node.
 
-With ``save`` behind it, it asks the node runners to let the trainer save: the job's time is nearly over.
+With the argument ``save``, it asks the node runners to let the trainer save: the job's time is nearly over.
 
-The nodes meet in the shared run directory: each says where it is, the first makes the plan from that, and each becomes
-the node runner of its part.
+The nodes meet in the shared run directory: each writes where it is, the first builds the plan from that, and each
+becomes the node runner of its part.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeWhere:
-    """What a node says of itself to the others, through the shared directory."""
+    """What a node tells the others about itself, through the shared directory."""
 
-    job: str  # and which of its lives
+    job: str  # and how often it was requeued
     ready: bool = False
     head: str = ""  # the head's address as seen from here
-    mine: str = ""  # the own address on the way there
+    mine: str = ""  # its own address on the route there
     own: tuple[Address, ...] = ()
     machine: str = ""
     gpus: int = 0
@@ -61,14 +61,14 @@ def main() -> int:
     run = RunDir(Path(sys.argv[1]))
     request = read_record(JobRequest, run.job_request)
     if request is None:
-        raise SystemExit(f"{run.path} is not seen on {socket.gethostname()}: it must be on a disk that all nodes share")
+        raise SystemExit(f"{run.path} is missing on {socket.gethostname()}: it must be on a disk that all nodes share")
     name, job, restarts = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"], restart_count()
     names = _names(os.environ["SLURM_JOB_NODELIST"])
     if sys.argv[2:] == ["save"]:
         jobs.ask_to_stop(run, names, "the job's time limit", request.grace_s)
         return 0
     this = f"job {job}{given(', requeued {} x', restarts)}"
-    if restarts:  # what was asked of the job before is not asked of this one
+    if restarts:  # a stop of the job before is not one of this job
         run.stop(name).unlink(missing_ok=True)
     write_json(run.where(name), _where(names[0], this, request.places))
     if name == names[0]:
@@ -90,7 +90,7 @@ def _names(nodelist: str) -> list[str]:
 
 
 def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
-    """This node's resources, the head's address as seen from here, and the own address on the way there."""
+    """Return this node's resources, the head's address as seen from here, and its own address on the route there."""
     try:
         target = socket.gethostbyname(head)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -114,20 +114,20 @@ def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
 
 
 def restart_count() -> int:
-    """How often Slurm began this job again: after a node failed, or it made room for another."""
+    """How often Slurm has restarted this job: after a node failed, or after preemption."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) -> None:
-    """The first node makes the plan, once all have said where they are; ``this``: the job, and which of its lives."""
-    found = _wait(lambda: _all_where(run, names, this), "not all nodes came")
+    """Build the plan, on the first node, from what all have written; ``this``: the job, and how often it was requeued."""
+    found = _wait(lambda: _all_where(run, names, this), "not all nodes appeared")
     if clauses := disagreements({name: {"torch": where.torch} for name, where in found.items()}):
-        raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same everywhere")
+        raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same versions")
     for name, where in found.items():
         for key, place in where.places.items():
             if not place.writable:
                 raise SystemExit(
-                    f"{name}: --{key}: {place.path} cannot be made or written; name a directory of your own"
+                    f"{name}: --{key}: {place.path} cannot be created or written; name a directory of your own"
                 )
     own = [entry.address for entry in found[names[0]].own]
     seen = [found[name].head for name in names[1:] if found[name].head]
@@ -150,7 +150,7 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
 
 
 def _part(name: str, where: NodeWhere, mine: str) -> HostPart:
-    """What a plan needs of a node; ``mine``: its address on the training network."""
+    """Return what a plan needs to know about a node; ``mine``: its address on the training network."""
     return HostPart(
         name=name,
         slots=0,
@@ -178,13 +178,13 @@ def _free_port() -> int:
 
 
 def _plan_of(run: RunDir, this: str) -> Plan | None:
-    """The plan of this life of the job, once it is made."""
+    """The plan of this start of the job; None until it is made."""
     plan = read_plan(run)
     return plan if plan.owner == this else None
 
 
 def _all_where(run: RunDir, names: list[str], this: str) -> dict[str, NodeWhere] | None:
-    """What every node says of itself, once all have."""
+    """What every node has written about itself; None until all have."""
     found = {name: _where_of(run, name) for name in names}
     if all(where.job == this for where in found.values()):
         return found

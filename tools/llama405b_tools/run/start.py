@@ -1,7 +1,7 @@
 """Start a planned run on every host, or on none.
 
-In two steps: every host starts its node runner and answers; only when all have, each is told to keep it. A host that
-hears nothing more (the operator's terminal died, the link broke) ends what it started by itself.
+There are two steps: every host starts its node runner and answers; only when all have, each is told to keep it. A host
+that receives nothing more (the operator's terminal died, the link broke) ends what it started.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ROLL_BACK_S = 20.0
 
 
 class StartError(RunError):
-    """A plan that did not start everywhere; of it something may be left where a host could not be asked."""
+    """A plan did not start everywhere; something of it may be left on a host that could not be queried."""
 
     def __init__(self, plan: Plan, words: str) -> None:
         super().__init__(words)
@@ -40,7 +40,7 @@ class StartError(RunError):
 def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False) -> None:
     """Start the node runner on every host; if one does not start, stop them all.
 
-    ``again``: a restart, which a stop that somebody asked for meanwhile forbids.
+    ``again``: a restart, refused if somebody has stopped the run meanwhile.
 
     Raises:
         RunError: Names the hosts that did not start, and any on which something may be left.
@@ -67,7 +67,7 @@ def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bo
 
 
 def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dict[str, Dialogue]) -> dict[str, str]:
-    """Both steps, on every host; what went wrong, by host."""
+    """Take both steps on every host; returns what went wrong, by host."""
 
     def first(name: str) -> Started:
         starting[name] = Dialogue(fleet.stream(name, "start", requests[name]))
@@ -78,7 +78,7 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
         return starting[name].answer(Kept, ANSWER_WITHIN_S)
 
     head, *others = requests
-    for group in ([head], others):  # the head first, and alone: of two launches at once exactly one gets past it
+    for group in ([head], others):  # the head first, and alone: of two simultaneous launches exactly one gets past it
         outcomes = fleet.each(first, group)
         said = {name: fault_words(found, requests[name].plan.run) for name, found in replies(outcomes).items()}
         refused = {name: why for name, why in said.items() if why}
@@ -88,18 +88,18 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
 
 
 def fault_words(started: Started, run: str) -> str:
-    """Why a host did not start, as a clause; '' where it did."""
+    """Why a host did not start, as a clause; '' if it did."""
     match started.fault:
         case None:
             return ""
         case StartFault.TAKEN:
-            return f"run {run} was started by {started.by or 'somebody else'} just now"
+            return f"run {run} was just started by {started.by or 'somebody else'}"
         case StartFault.STOPPED:
             return f"run {run} was stopped by {started.by}"
         case StartFault.TMUX:
-            return f"tmux would not start a session ({started.detail})"
+            return f"tmux could not start a session ({started.detail})"
         case StartFault.ENDED:
-            return f"the node runner ended at once: {words(started.cause)}"
+            return f"the node runner ended immediately: {words(started.cause)}"
         case StartFault.SLOW:
             return f"the node runner did not start torchrun within {started.detail} s"
 
@@ -114,7 +114,7 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
 
 
 def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
-    """End what was started, print what happened on each host, and return the sentence that says it."""
+    """End what was started, print what happened on each host, and return it as a sentence."""
     ends = stop_this(plan, fleet)
     now = dict.fromkeys(ends, "nothing is left") | {
         name: f"NOT VERIFIED: {why}" for name, why in not_ended(ends).items()
@@ -128,5 +128,5 @@ def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
 
 
 def stop_this(plan: Plan, fleet: Fleet) -> dict[str, Ended | HostError]:
-    """End this launch's processes everywhere; another launch's of the same name are not touched."""
+    """End this launch's processes on every host; another launch of the same name is not touched."""
     return backend_of_plan(plan).end_launch(fleet, plan)

@@ -1,4 +1,4 @@
-"""What a run says on every host, as one queue. A connection that breaks is made again, where it left off."""
+"""The messages of a run from every host, in one queue. A broken connection is reopened and resumes where it was."""
 
 import dataclasses
 import queue
@@ -16,14 +16,14 @@ RETRY_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The host cannot be asked now; it is tried again."""
+    """The host cannot be reached now; it is tried again."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
-    """One message, as it arrived."""
+    """One message, and when it arrived."""
 
     host: str
     news: News | Unreachable
@@ -31,14 +31,14 @@ class Arrival:
 
 
 class Streams:
-    """A stream for each host, each with its thread, until the host says that its run is over."""
+    """One stream per host, each with its own thread, until the host reports that its run is over."""
 
     def __init__(
         self, fleet: Fleet, hosts: Sequence[str], request: StreamRequest, records_of: str = "", most: int = 0
     ) -> None:
-        """Ask each host for ``request``.
+        """Send ``request`` to each host.
 
-        ``records_of``: the host that writes metrics and events; ``most``: messages kept of one host, then it has to wait
+        ``records_of``: the host that writes metrics and events; ``most``: messages kept per host before it has to wait
         (0: all).
         """
         self.fleet, self.request, self.records_of = fleet, request, records_of
@@ -56,14 +56,14 @@ class Streams:
             stream.close()
 
     def done(self, host: str) -> None:
-        """A message of a host was dealt with: there is room for another."""
+        """Note that a host's message was handled, so that there is room for another."""
         if self.room:
             self.room[host].release()
 
     def _pump(self, host: str) -> None:
         marks: dict[str, tuple[int, int]] = {}  # how far each file was read
         while not self.closing.is_set():
-            why, ended = "the connection to it broke, or nothing can be run there", True
+            why, ended = "the connection was lost, or nothing can be run there", True
             try:
                 self.open[host] = self.fleet.stream(host, "stream", self._request(host, marks))
                 if self.closing.is_set():  # meanwhile
@@ -83,10 +83,10 @@ class Streams:
         return dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=marks)
 
     def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> bool:
-        """Put the stream's news on the queue; whether it came to its end.
+        """Put the stream's messages on the queue; returns whether it reached its end.
 
         Raises:
-            HostError: The host sends what cannot be read.
+            HostError: The host sends something that cannot be read.
         """
         for line in stream:
             if not line.startswith("{"):  # what a shell's start-up files print
@@ -94,7 +94,7 @@ class Streams:
             try:
                 news = reader.loads(News, line, "its news")
             except reader.MalformedError as error:
-                raise HostError(f"{error}; are both ends of one version?") from None
+                raise HostError(f"{error}; do both ends run the same version?") from None
             if self.room:
                 self.room[host].acquire()
             marks.update(news.marks)

@@ -1,1 +1,1 @@
-"""A door for each verb: parse, call, print."""
+"""One module per verb: parse the command line, call, print."""

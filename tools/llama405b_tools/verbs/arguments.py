@@ -1,4 +1,4 @@
-"""What several verbs take on their command line."""
+"""Command-line arguments that several verbs share."""
 
 import argparse
 from pathlib import Path
@@ -7,13 +7,13 @@ from llama405b.contract.command import OneLineParser
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Take a hosts file."""
+    """Add the HOSTS argument."""
     here = Path("hosts")
     parser.add_argument("hosts", nargs="?", type=Path, default=here, metavar="HOSTS", help="hosts file [hosts]")
 
 
 def verb_parser(verb: str, description: str | None) -> OneLineParser:
-    """The arguments that status, stop, logs and attach share."""
+    """Return a parser with the arguments that status, stop, logs and attach share."""
     parser = OneLineParser(prog=f"llama405b {verb}", description=description, allow_abbrev=False)
     add_hosts(parser)
     parser.add_argument("--run", help="name of the run [the only live one, else the newest]")

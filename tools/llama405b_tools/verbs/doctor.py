@@ -1,7 +1,7 @@
-"""Check that the hosts are fit to train, and agree with each other.
+"""Check that the hosts are fit to train and agree with each other.
 
-Needs only sh and python3 on each host. Lists problems first, each with what to do about it. Exits with 0 if the hosts are
-fit, 1 with warnings, 3 if they are not fit.
+Needs only sh and python3 on each host. Lists problems first, each with what to do about it. Exit code: 0 if the hosts are
+fit, 1 if there are warnings, 3 if a host is not fit.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     needs = dataclasses.replace(needs_of(_config(args, settings), args.preset, hosts), hash_weights=args.deep)
     with Fleet(hosts) as fleet:
         visit = look(fleet, args.port or DEFAULT_PORT, needs)
-        lost = visit.lost | {name: f"whom it reaches is not known ({why})" for name, why in visit.mute.items()}
+        lost = visit.lost | {name: f"which hosts it can reach is unknown ({why})" for name, why in visit.mute.items()}
         found = findings.diagnose(visit.facts, lost, visit.skew_s, visit.peers, needs)
         if args.port:
             found = [*port_findings(visit.facts, args.port), *found]
@@ -65,12 +65,12 @@ def _parser() -> OneLineParser:
     add(
         "--deep",
         action="store_true",
-        help="also load every GPU, measure every link and hash the weights (needs the project on the hosts)",
+        help="also load every GPU, measure every link and hash the weights (the project must be installed there)",
     )
     add("--json", action="store_true", help="print facts and findings as JSON")
     add("--port", type=int, default=0, help=f"rendezvous port to try [{DEFAULT_PORT}]")
     add("--preset", default="", help="preset of the planned run")
-    add("--config", type=Path, help="TOML file of settings of the planned run")
+    add("--config", type=Path, help="TOML file with the settings of the planned run")
     return parser
 
 
@@ -81,10 +81,10 @@ def _config(args: argparse.Namespace, settings: Sequence[str]) -> Config | None:
 
 
 def refuse_port(port: int) -> None:
-    """Refuse what is no port.
+    """Refuse a port that is out of range.
 
     Raises:
-        UserError: It is none.
+        UserError: It is out of range.
     """
     if port and not 0 < port < 65000:
-        raise UserError(f"--port: {port} is out of range; take 1 to 65000")
+        raise UserError(f"--port: {port} is out of range; use 1 to 65000")

@@ -53,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> Plan:
-    """Launch the run; with ``--restart``, one that runs already and has lost its guard is taken as it is."""
+    """Launch the run; with ``--restart``, adopt it if it is already running but has lost its guard."""
     if request.restart and (plan := guard.unguarded(request, fleet)):
         print(f"{plan.run}: already running, without a guard; guarding it from now on")
         return plan
     plan = launch(request, hosts, fleet)
-    dismiss(plan.run)  # of an earlier launch of this name, and what it left to say
+    dismiss(plan.run)  # the guard of an earlier launch of this name; its record goes next
     RunDir.here(plan.run).guard.unlink(missing_ok=True)
     return plan
 
@@ -83,13 +83,13 @@ def in_slurm(request: LaunchRequest, options: str) -> int:
 
 
 def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
-    """Print what would run where; what only the hosts can tell is marked with <>."""
+    """Print what would run where, with <...> for values that only the hosts know."""
     plan = _likely_plan(request, hosts)
     known = all(host.slots for host in hosts)
     if request.config:
         command.parse(plan.program[2:])
     for node in plan.nodes:
-        span = f"ranks {node.first_rank}-{node.first_rank + node.slots - 1}" if known else "one rank for each GPU"
+        span = f"ranks {node.first_rank}-{node.first_rank + node.slots - 1}" if known else "one rank per GPU"
         print(f"{node.name}  ({span}, in {node.workdir}, tmux -L {tmux_socket(plan.run)})")
         argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
         shown = shlex.join(setup_argv(plan.setup, argv))
@@ -97,11 +97,11 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
         print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
     if request.config and known:
         config.check_world(request.config, plan.world)
-    print("nothing was started, and no connection opened")
+    print("nothing was started and no connection was opened")
 
 
 def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
-    """The plan as far as it is known before the hosts are asked."""
+    """Return the plan, as far as it is known before any host is asked."""
     slots = [host.slots for host in hosts]
     nodes = tuple(
         Node(
@@ -131,13 +131,13 @@ def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
 
 
 def print_next(hosts_file: Path, run: str, *, attach: bool = True) -> None:
-    """Print the commands to go on with."""
+    """Print the commands to use next."""
     hosts = hosts_argument(hosts_file)
     for verb, what in (
-        ("top", "how it goes, on one screen"),
+        ("top", "the whole cluster on one screen"),
         ("logs", "every rank's log (-f follows)"),
         ("attach", "tmux on every host"),
-        ("stop", "save, then end it"),
+        ("stop", "save, then stop"),
     ):
         if verb != "attach" or attach:
             print(f"  {front_door()} {verb}{hosts} --run {run}   # {what}")

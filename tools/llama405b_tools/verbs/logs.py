@@ -1,6 +1,6 @@
-"""Show the logs of every rank of every host as one stream, in order of time.
+"""Show the logs of every rank on every host as one stream, in time order.
 
-Times are corrected by each host's measured clock skew. A connection that breaks is made again and resumes at the right byte.
+Times are corrected for each host's measured clock skew. A broken connection is reopened and resumes at the right byte.
 Exits with 1 if a host could not be reached.
 """
 
@@ -27,13 +27,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-f", "--follow", action="store_true", help="keep following until the run (and its guard) ends")
     add("--first-error", action="store_true", help="show only the first failure: host, rank, signal, traceback")
-    add("--fold", action="store_true", help="show a line that many ranks print as one; errors are never folded")
+    add("--fold", action="store_true", help="show a line once if many ranks print it; errors are never folded")
     add("--host", action="append", default=[], help="show only this host (repeatable)")
     add("--rank", default="", help="show only these ranks: 3 or 0-7,12")
     add("--stderr", action="store_true", help="show only standard error")
     add("--agent", action="store_true", help="include torchrun's own log")
-    add("--attempt", default="0", help="number of an attempt, or all [the newest, and those that follow]")
-    add("--since", default="", metavar="TIME", help="show only the last 30s, 10m, 2h")
+    add("--attempt", default="0", help="attempt number, or all [the newest and any later ones]")
+    add("--since", default="", metavar="TIME", help="show only the last TIME: 30s, 10m or 2h")
     add("--tail", type=int, metavar="N", help="show only the last N lines of each file")
     add("-i", "--include", action="append", default=[], metavar="REGEX", help="show only lines that match any of these")
     add("-e", "--exclude", action="append", default=[], metavar="REGEX", help="hide lines that match any of these")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     backend = backend_of(args.run, args.hosts)
     with Fleet(backend.hosts()) as fleet:
         if unknown := [name for name in args.host if name not in fleet.hosts]:
-            raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; take one of {', '.join(fleet.hosts)}")
+            raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; use one of {', '.join(fleet.hosts)}")
         run, seen = ask_hosts(fleet, backend.run)
         if args.first_error:
             failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))

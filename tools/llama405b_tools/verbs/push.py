@@ -1,8 +1,8 @@
-"""Push code (what differs) or large files (as a chain) to the hosts.
+"""Push code (only what differs) or large files (along a chain) to the hosts.
 
-Files of a git work tree that git does not ignore are pushed as code. Everything else goes as a chain: each host passes on
-what it receives while it receives it, so that many hosts take about as long as one. An interrupted push resumes at the byte;
-every file is verified by its SHA-256. PATH may be HOST:PATH if a host has the files.
+Files in a git work tree that git does not ignore are pushed as code. Everything else goes along a chain: each host passes
+data on as it receives it, so many hosts take about as long as one. An interrupted push resumes at the byte where it
+stopped; every file is verified by its SHA-256. PATH may be HOST:PATH if a host already has the files.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from llama405b_tools.verbs.arguments import add_hosts
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b push", description=__doc__, allow_abbrev=False)
-    parser.add_argument("path", metavar="PATH", help="file or directory here, or HOST:PATH")
+    parser.add_argument("path", metavar="PATH", help="local file or directory, or HOST:PATH")
     add_hosts(parser)
-    parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; code: workdir=]")
+    parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; for code, workdir=]")
     args = parser.parse_args(argv)
     hosts = read_hosts(args.hosts)
     origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
-        raise UserError(f"--to: {args.to!r} is relative; write a full path")
+        raise UserError(f"--to: {args.to!r} is relative; use a full path")
     with Fleet(hosts) as fleet:
         names = sourcetree.tree_files(Path(origin.path)) if not origin.host and Path(origin.path).is_dir() else None
         if names is not None:

@@ -1,7 +1,7 @@
 """Install the project and one locked environment on hosts that have only sh and sshd.
 
-Later verbs use what setup found or made there. Running it again does only what is left to do. Hosts are set up in parallel,
-and one that fails does not hold up the others.
+Later verbs use the environment that setup found or created. Running it again does only what is left to do. Hosts are set up
+in parallel, and one that fails does not hold up the others.
 """
 
 import platform
@@ -27,9 +27,9 @@ def main(argv: Sequence[str]) -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--python", default="", metavar="PATH", help="Python to create .venv with [python3, else uv's]")
     how.add_argument("--conda", default="", metavar="ENV", help="install into this conda environment")
-    how.add_argument("--container", default="", metavar="IMAGE", help="run in this image, by apptainer")
+    how.add_argument("--container", default="", metavar="IMAGE", help="run in this image, with apptainer")
     add("--module", default="", metavar="LINE", help="shell line to run first, such as 'module load python/3.12'")
-    add("--offline", action="store_true", help="install from wheels that are downloaded here and pushed")
+    add("--offline", action="store_true", help="install from wheels downloaded on this machine and pushed")
     add(
         "--build",
         default="",
@@ -40,12 +40,12 @@ def main(argv: Sequence[str]) -> int:
         "--torch-index",
         default="auto",
         metavar="URL",
-        help="package index for torch; none: pip's default [the one for the host's driver]",
+        help="package index for torch, or none for pip's default [the one for the host's driver]",
     )
     args = parser.parse_args(argv)
     root = project_root()
     names = sourcetree.tree_files(root)
-    if names is None:  # not a checkout of git
+    if names is None:  # not a git checkout
         names = sourcetree.walk(root)
     lines = sourcetree.manifest(root, names)
     wishes = Wishes(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)

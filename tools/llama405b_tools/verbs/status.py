@@ -1,4 +1,4 @@
-"""Show what runs where, and how it goes."""
+"""Show a run's state on every host, and its progress."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, Json]:
-    """The same, for scripts."""
+    """The status as JSON, for scripts."""
     hosts: dict[str, Json] = {}
     for name, found in seen.items():
         if isinstance(found, HostError):
@@ -61,7 +61,7 @@ def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, Json
 
 
 def print_progress(found: Sequence[HostRun]) -> None:
-    """Print the last step and the newest checkpoint, where a host knows them."""
+    """Print the last step and the newest checkpoint, if any host knows them."""
     saved, last = progress(found)
     if last:
         print(

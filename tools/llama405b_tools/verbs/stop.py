@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import GOOD, UserError, code_for
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--grace", default="30s", metavar="TIME", help="time for the trainer to save first; 0: none [30s]"
     )
-    parser.add_argument("--orphans", action="store_true", help="list what is left of runs whose launcher is gone")
+    parser.add_argument("--orphans", action="store_true", help="list what is left of runs whose node runner is gone")
     parser.add_argument("--end", action="store_true", help="with --orphans: end them")
     args = parser.parse_args(argv)
     grace_s = seconds(args.grace, "--grace")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def end_run(backend: Backend, grace_s: float) -> int:
-    """End the run that is meant, say what was and what is left, and return the exit code."""
+    """End the run, print each host's state before and after, and return the exit code."""
     if backend.waiting():
         gone = backend.cancel()
         if after := backend.waiting():
@@ -68,19 +68,19 @@ def end_run(backend: Backend, grace_s: float) -> int:
 
 
 def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
-    """Say which checkpoint the run can go on from, and which steps it would take again."""
+    """Print the checkpoint that the run can resume from, and how many steps it would repeat."""
     saved, metrics = progress([end.node for end in ends if end.known and end.node])
     if not metrics:
         return
     last = metrics.step
     hint = ""
     if saved and (lost := last - step_of(Path(saved))) and any(end.was_alive for end in ends):
-        hint = f" ({lost} steps before); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
-    print(f"step {last} was the last; newest checkpoint: {saved or 'none'}{hint}")
+        hint = f" ({counted(lost, 'step')} earlier); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
+    print(f"last step: {last}; newest checkpoint: {saved or 'none'}{hint}")
 
 
 def print_orphans(fleet: Fleet, *, end: bool) -> int:
-    """Print, and on request end, the processes of runs whose node runner is gone."""
+    """Print the processes of runs whose node runner is gone; with ``end``, end them."""
     requests = {name: OrphansRequest(end) for name in fleet.hosts}
     outcomes = fleet.ask_all("orphans", requests, OrphansReply, STOP_TIMEOUT_S)
     rows = [(name, "—", "—", f"UNREACHABLE: {why}") for name, why in unanswered(outcomes).items()]
@@ -90,11 +90,11 @@ def print_orphans(fleet: Fleet, *, end: bool) -> int:
             rows.append((name, orphan.value.rpartition(":")[0], _processes(orphan), _now(orphan, end=end)))
             left += len(orphan.left)
     if not rows:
-        print(f"no leftovers on {len(outcomes)} hosts")
+        print(f"no leftovers on {counted(len(outcomes), 'host')}")
         return GOOD
     print(table(("host", "run", "processes", "now"), rows), flush=True)
     if left and not end:
-        print("the same command with --end ends them")
+        print("run the same command with --end to end them")
     return code_for(left > 0)
 
 
@@ -106,7 +106,7 @@ def _processes(orphan: Orphan) -> str:
 def _now(orphan: Orphan, *, end: bool) -> str:
     if not orphan.left:
         return "ended"
-    return f"NOT ENDED: {list(orphan.left)}" if end else "still there"
+    return f"NOT ENDED: {list(orphan.left)}" if end else "still running"
 
 
 def _row(name: str, end: Ended | HostError) -> tuple[str, str, str]:
@@ -116,5 +116,5 @@ def _row(name: str, end: Ended | HostError) -> tuple[str, str, str]:
     if end.was_alive:
         before = "running"
     elif end.swept:
-        before = f"{end.swept} processes left over"
+        before = counted(end.swept, "leftover process", "leftover processes")
     return name, before, given("NOT ENDED: {}", end.remains) or "no process left"

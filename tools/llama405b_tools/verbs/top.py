@@ -1,8 +1,8 @@
 """Show every host, GPU and rank, the training and its logs on one screen.
 
-HOSTS is a hosts file, or host names; with --replay none are needed. Nothing is installed on a host: a small sampler is sent
-over SSH and ends with the connection. Exit code (with --once, --json, --watch and on leaving): 0 healthy, 1 degraded, 3 hung
-or down.
+HOSTS is a hosts file or host names; --replay needs none. Nothing is installed on a host: a small sampler is sent over SSH
+and ends with the connection. Exit code (on quitting, and with --once, --json and --watch): 0 healthy, 1 degraded,
+3 hung or down.
 """
 
 import argparse
@@ -55,14 +55,11 @@ def _check(args: argparse.Namespace) -> None:
     least, most = sources.MIN_INTERVAL_S, sources.MAX_INTERVAL_S
     own = args.hosts or args.run or args.record
     refusals = (
-        (not least <= args.interval <= most, f"--interval: {args.interval:g} s; it takes {least:g} to {most:g}"),
-        (not 0 < args.speed < 1e6, f"--speed: {args.speed:g}; it takes a positive number"),
-        (args.watch is not None and not args.watch > 0, f"--watch: {args.watch} s; it takes a positive number"),
-        (
-            args.replay and own,
-            "--replay: a recording has hosts and a run of its own; leave HOSTS, --run and --record out",
-        ),
-        (args.speed != 1.0 and not args.replay, "--speed: it is for --replay; leave it out"),
+        (not least <= args.interval <= most, f"--interval: {args.interval:g} s; use {least:g} to {most:g}"),
+        (not 0 < args.speed < 1e6, f"--speed: {args.speed:g}; use a positive number"),
+        (args.watch is not None and not args.watch > 0, f"--watch: {args.watch} s; use a positive number"),
+        (args.replay and own, "--replay: a recording has its own hosts and run; remove HOSTS, --run and --record"),
+        (args.speed != 1.0 and not args.replay, "--speed works only with --replay; remove it"),
     )
     for refused, why in refusals:
         if refused:
@@ -79,8 +76,8 @@ def _parser() -> OneLineParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("hosts", nargs="*", metavar="HOSTS", help="hosts file, or host names [hosts]")
-    add("--run", help="the run's name [the newest that lives, else the newest]")
+    add("hosts", nargs="*", metavar="HOSTS", help="hosts file or host names [hosts]")
+    add("--run", help="name of the run [the newest live one, else the newest]")
     add("--interval", type=float, default=2.0, metavar="S", help="seconds between samples [2]")
     add(
         "--hang-after",
@@ -91,25 +88,25 @@ def _parser() -> OneLineParser:
     add("--sort", choices=panels.SORTS, default=panels.SORTS[0], help="order of the hosts [worst]")
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
     add("--odd", action="store_true", help="show only hosts that stand out")
-    add("--once", action="store_true", help="print once, and exit")
+    add("--once", action="store_true", help="print once and exit")
     add("--json", action="store_true", help="print JSON once (docs/cluster-top.md has the schema)")
     add("--watch", type=float, metavar="S", help="print every S seconds")
-    add("--plain", action="store_true", help="print plain text; once, unless --watch")
-    add("--record", type=Path, metavar="FILE", help="write everything that arrives to FILE (.gz compresses)")
-    add("--replay", metavar="FILE", help="play back a recording; demo: a simulated incident of 64 GPUs")
+    add("--plain", action="store_true", help="print plain text (once, unless --watch is given)")
+    add("--record", type=Path, metavar="FILE", help="record everything that arrives to FILE (.gz compresses)")
+    add("--replay", metavar="FILE", help="play back a recording; demo is a simulated incident on 64 GPUs")
     add("--speed", type=float, default=1.0, metavar="X", help="playback speed of --replay [1]")
     return parser
 
 
 def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
-    """The hosts of a hosts file, or those that are named.
+    """Return the hosts in a hosts file, or the hosts that are named.
 
     Raises:
-        UserError: The file cannot be read, or a name is none.
+        UserError: The file cannot be read, or a name is not valid.
     """
     if not words:
         if not Path("hosts").exists():
-            raise UserError("hosts: no such file here; name one, or hosts, or look at `cluster-top --replay demo`")
+            raise UserError("hosts: no such file; name a hosts file or hosts, or try `cluster-top --replay demo`")
         return read_hosts(Path("hosts"))
     if len(words) == 1 and (Path(words[0]).exists() or "/" in words[0]):
         return read_hosts(Path(words[0]))
@@ -134,7 +131,7 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
 
 
 def _print(args: argparse.Namespace, session: Session) -> int:
-    """Print once, or every so often."""
+    """Print once, or every ``--watch`` seconds."""
     code = GOOD
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -154,14 +151,14 @@ def _print(args: argparse.Namespace, session: Session) -> int:
 
 
 def _pass(session: Session, seconds: float) -> None:
-    """Take what arrives for so long."""
+    """Take what arrives within this time."""
     until = session.source.now() + seconds
     while session.source.now() < until and not session.source.done():
         session.advance(min(until, session.source.now() + 0.5))
 
 
 def _await_all(session: Session, *, watches: bool) -> None:
-    """Until every host has sent two frames (rates need them) or cannot be reached; a recording to its end."""
+    """Wait until every host has sent two frames (rates need two) or cannot be reached; read a recording to its end."""
     if isinstance(session.source, Replay) and not watches:
         for event in session.source.to_the_end():
             session.take(event)
@@ -186,7 +183,7 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
-    text = io.StringIO()  # not to the terminal itself: rich would exit by its own rules where nobody reads
+    text = io.StringIO()  # not straight to the terminal: rich would exit in its own way if nobody reads
     console = Console(
         file=text, width=width, color_system=color, force_terminal=tty, highlight=False, legacy_windows=False
     )
@@ -199,13 +196,13 @@ def _write(text: str) -> None:
     """Write to standard output.
 
     Raises:
-        BrokenPipeError: Nobody reads any more.
+        BrokenPipeError: Nobody reads it any more.
         RunError: It cannot be written.
     """
     try:
         print(text, end="", flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's end tries once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at exit
         if isinstance(error, BrokenPipeError):
             raise
-        raise RunError(f"standard output cannot be written ({reason_of(error)})") from None
+        raise RunError(f"cannot write to standard output ({reason_of(error)})") from None

@@ -1,8 +1,8 @@
-"""Files that go from host to host. Pure."""
+"""Messages for copying files from host to host. Pure."""
 
 import dataclasses
 
-LOOK = "look\n"  # what the hosts of a chain are told once all have left their mark
+LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class RelayRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelayReady:
-    """Where the host listens; or why it cannot receive, now or ever."""
+    """Where the host listens, or why it cannot receive."""
 
     port: int = 0
     addresses: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class RelayReady:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelaySees:
-    """The hosts whose marks stand in the directory: it is one with theirs."""
+    """The hosts whose marks are in the directory: they share it."""
 
     sees: tuple[str, ...]
 
@@ -41,14 +41,14 @@ class NextHop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hop:
-    """Who comes next in the chain; None: nobody."""
+    """The next host of the chain; None at its end."""
 
     below: NextHop | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send files of this host to the first of a chain."""
+    """Send files of this host to the first host of a chain."""
 
     path: str
     below: NextHop
@@ -56,10 +56,10 @@ class SendRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelayNews:
-    """How far a host of the chain is."""
+    """The progress of a host of the chain."""
 
     done: int = 0  # bytes
     total: int = 0
     end: bool = False
     fault: str = ""
-    own: bool = False  # the fault is this host's, and would be again
+    own: bool = False  # the fault is this host's, and would recur

@@ -1,4 +1,4 @@
-"""Ending a run on a host, what is left of others, and a word to one that trains. Pure."""
+"""Messages for ending a run on a host, finding what others left, and passing a request to one that trains. Pure."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from llama405b_tools.remote.messages.status import HostRun
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndRequest:
-    """End a run here."""
+    """End a run on this host."""
 
     run: str
     host: str
-    only: str | None = None  # the rendezvous id of one launch; another's is not touched
-    by: str = ""  # who asked for it, so that no restart follows
+    only: str | None = None  # the rendezvous id of one launch; another launch is not touched
+    by: str = ""  # who stopped it; then no restart follows
     grace_s: float = 0.0  # for the trainer to save first
     hard: bool = False  # as a crash would
     discard: bool = False  # delete a rehearsal's checkpoints
@@ -22,9 +22,9 @@ class EndRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """What became of it."""
+    """The outcome on this host."""
 
-    known: bool  # whether the run is this host's
+    known: bool  # whether the run is on this host
     was_alive: bool
     swept: int = 0  # processes ended
     left: tuple[int, ...] = ()  # processes that could not be ended
@@ -34,7 +34,7 @@ class Ended:
 
     @property
     def remains(self) -> str:
-        """What could not be ended; '' where nothing is left."""
+        """What could not be ended; '' if nothing is left."""
         if self.job_left:
             return "the job"
         return given("processes {}", ", ".join(map(str, self.left)))
@@ -42,7 +42,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrphansRequest:
-    """Asks what is left of runs whose node runner is gone."""
+    """Ask what is left of runs whose node runner is gone."""
 
     end: bool
 
@@ -54,19 +54,19 @@ class Orphan:
     value: str  # <run directory>:<host>
     pids: tuple[int, ...]
     what: str  # the first one's command line
-    left: tuple[int, ...]  # after ending them, where that was asked for
+    left: tuple[int, ...]  # after ending them, if that was requested
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrphansReply:
-    """By run."""
+    """What is left, by run."""
 
     orphans: tuple[Orphan, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AskRequest:
-    """Hand a request to a run that trains; for the head."""
+    """Pass a request to a run that trains; sent to the head."""
 
     run: str
     kind: RequestKind
@@ -78,4 +78,4 @@ class AskRequest:
 class Asked:
     """The request was written."""
 
-    id: str  # its answer is an event that names it; "": the run does not live here
+    id: str  # its answer is an event with this id; "": the run is not alive here

@@ -1,4 +1,4 @@
-"""What launch must know of a host before it starts anything. Pure."""
+"""What launch must know about a host before it starts anything. Pure."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from llama405b_tools.machine.fabric import Rdma
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightsCheck:
-    """The checkpoint that rank 0 will read, and what it has to fit."""
+    """The checkpoint that rank 0 will read, and what it must fit."""
 
     path: str
     seq_len: int
@@ -19,14 +19,14 @@ class WeightsCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """Asks what launch must know of this host."""
+    """Ask what launch must know about this host."""
 
     run: str
     host: str
     port: int
     token: str
     packages: tuple[str, ...]
-    places: Mapping[str, str]  # cache and scratch of the hosts file
+    places: Mapping[str, str]  # cache and scratch from the hosts file
     is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     weights: WeightsCheck | None = None
@@ -34,16 +34,16 @@ class ProbeRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
-    """The way from a host to an address of the head."""
+    """The route from a host to an address of the head."""
 
     fault: str  # "": it answers with its token
-    mine: str = ""  # the own address on the way there
-    interface: str = ""  # that carries it
+    mine: str = ""  # its own address on the route there
+    interface: str = ""  # of that address
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlace:
-    """A directory in full, and whether it is there or can be made."""
+    """A directory's full path, and whether it is writable or can be created."""
 
     path: str
     writable: bool
@@ -51,7 +51,7 @@ class RunPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchFacts:
-    """What launch must know of a host."""
+    """What launch must know about a host."""
 
     versions: Mapping[str, str]
     tmux: bool
@@ -60,13 +60,13 @@ class LaunchFacts:
     attempt: int
     owner: str
     alive: bool
-    others: tuple[str, ...]  # names of other runs that live here
+    others: tuple[str, ...]  # names of other runs that are alive here
     leftovers: tuple[int, ...]
     machine: str
     gpus: int
     rdma: Rdma
     cores: int
-    port_fault: str  # of the port that was asked for, on the head
+    port_fault: str  # of the requested port, on the head
     port_in_use: bool
     own: tuple[Address, ...]
     head: Mapping[str, Reach]  # by address of the head
@@ -74,4 +74,4 @@ class LaunchFacts:
     writable: bool
     places: Mapping[str, RunPlace]
     free_bytes: int
-    weights_fault: str  # "": the checkpoint is whole and fits, or was not asked for
+    weights_fault: str  # "": the checkpoint is whole and fits, or was not checked

@@ -1,4 +1,4 @@
-"""Starting a host's part of a run: the question, what comes of it, and the word to go on. Pure."""
+"""Messages for starting a host's part of a run: the request, its outcome, and the order to keep it. Pure."""
 
 import dataclasses
 import enum
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.plan import Plan
 
-KEEP = "keep\n"  # what a starting host is told once all hosts are up
-START_WITHIN_S = 120.0  # for the node runner to start torchrun, on a machine however busy
-ANSWER_WITHIN_S = START_WITHIN_S + 30.0  # for a host to say so
+KEEP = "keep\n"  # sent to a starting host once all hosts are up
+START_WITHIN_S = 120.0  # for the node runner to start torchrun, however busy the machine is
+ANSWER_WITHIN_S = START_WITHIN_S + 30.0  # for a host to report it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,31 +20,31 @@ class StartRequest:
     plan: Plan
     secrets: Mapping[str, str]
     ranks: tuple[int, ...]
-    again: bool = False  # a restart, which a stop that somebody asked for meanwhile forbids
+    again: bool = False  # a restart, refused if somebody has stopped the run meanwhile
 
 
 class StartFault(enum.StrEnum):
     """Why a host did not start."""
 
-    TAKEN = "taken"  # the run was started just now, by somebody else
-    STOPPED = "stopped"  # somebody asked for its end
-    TMUX = "tmux"  # would not start a session
-    ENDED = "ended"  # the node runner did, at once
+    TAKEN = "taken"  # somebody else has just started the run
+    STOPPED = "stopped"  # somebody stopped the run
+    TMUX = "tmux"  # could not start a session
+    ENDED = "ended"  # the node runner did, immediately
     SLOW = "slow"  # torchrun was not started in time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started:
-    """Whether it did."""
+    """Whether the host started, and why not."""
 
     fault: StartFault | None = None
     by: str = ""
-    cause: Cause = Cause(CauseKind.UNKNOWN, detail="it does not say why")  # where the node runner ended
+    cause: Cause = Cause(CauseKind.UNKNOWN, detail="it does not say why")  # if the node runner ended
     detail: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """The host heard that it is to go on."""
+    """The host has received the order to keep its part."""
 
     kept: bool

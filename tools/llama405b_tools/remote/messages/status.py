@@ -1,4 +1,4 @@
-"""What a host knows of its runs. Pure."""
+"""What a host knows about its runs. Pure."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from llama405b.contract.records import Heartbeat, Metrics, NodeStatus
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """Asks which runs are there."""
+    """Ask which runs the host knows."""
 
     host: str
     run: str | None = None  # None: the newest
@@ -20,7 +20,7 @@ class Beat(Heartbeat):
     state: str = ""
 
     def with_state(self, state: str) -> "Beat":
-        """The same, of a process in this state."""
+        """Return the heartbeat with this process state."""
         return dataclasses.replace(self, state=state)
 
 
@@ -40,12 +40,12 @@ class HostRun:
     ends: tuple[NodeStatus, ...]  # of its last attempts, oldest first
     stopped_by: str
     metrics: Metrics | None  # of the last step
-    checkpoint: str | None  # the newest that is complete
+    checkpoint: str | None  # the newest complete one
     now: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StatusReply:
-    """Newest first."""
+    """The host's runs, newest first."""
 
     runs: tuple[HostRun, ...]

@@ -1,4 +1,4 @@
-"""What is new of a run, as it happens. Pure."""
+"""News of a run, as it happens. Pure."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,25 +12,25 @@ Marks = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """Say what is new of a run, until standard input closes or it is over."""
+    """Report what is new in a run, until standard input closes or the run is over."""
 
     run: str
     host: str
     follow: bool = False
-    forever: bool = False  # not only until the run ends: its guard may bring it back
+    forever: bool = False  # even after the run ends: its guard may restart it
     records: bool = False  # metrics and events too
     beats: bool = False  # heartbeats too
-    attempt: int = 0  # of the logs; 0: the newest, and those that follow; -1: all
-    since_s: float = 0.0  # only what came in so many seconds
-    tail: int | None = None  # only so many lines of each file
+    attempt: int = 0  # of the logs; 0: the newest and any later ones; -1: all
+    since_s: float = 0.0  # only what arrived in the last N seconds
+    tail: int | None = None  # only the last N lines of each file
     agent: bool = False  # torchrun's own log too
     stderr: bool = False  # only standard error
-    marks: Marks = dataclasses.field(default_factory=dict)  # where an earlier reader was
+    marks: Marks = dataclasses.field(default_factory=dict)  # where an earlier reader stopped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeNews:
-    """What became of the host's part of the run."""
+    """The state of the host's part of the run."""
 
     alive: bool
     status: NodeStatus | None
@@ -39,7 +39,7 @@ class NodeNews:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class News:
-    """One message of a stream; what is not there has not changed."""
+    """One message of a stream; a field that is not set has not changed."""
 
     entries: tuple[tuple[float, str, str], ...] = ()  # blocks of the logs: time, file, text
     marks: Marks = dataclasses.field(default_factory=dict)  # after them
