@@ -8,6 +8,13 @@ def given(form: str, value: str | float | None) -> str:
     return form.format(value) if value else ""
 
 
+def counted(n: int, noun: str, plural: str = "") -> str:
+    """Return ``1 host`` or ``2 hosts``; ``plural`` if it does not end in -s alone."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n} {plural or noun + 's'}"
+
+
 def and_more(items: Sized, shown: int = 1) -> str:
     """`` and 3 more``, beside the ``shown`` first; '' where those are all."""
     return given(" and {} more", max(0, len(items) - shown))

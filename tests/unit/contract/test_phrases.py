@@ -6,12 +6,17 @@ import os
 import pytest
 
 from llama405b.contract.errors import FAILED, GOOD, code_for
-from llama405b.contract.phrases import and_more, given, last_of, reason_of
+from llama405b.contract.phrases import and_more, counted, given, last_of, reason_of
 
 
 @pytest.mark.parametrize(("value", "text"), [("why", " (why)"), ("", ""), (None, ""), (0, ""), (3, " (3)")])
 def test_a_form_is_left_out_where_there_is_nothing_to_say(value: str | int | None, text: str) -> None:
     assert given(" ({})", value) == text
+
+
+def test_a_count_has_the_right_plural() -> None:
+    assert [counted(n, "host") for n in (0, 1, 2)] == ["0 hosts", "1 host", "2 hosts"]
+    assert counted(2, "leftover process", "leftover processes") == "2 leftover processes"
 
 
 def test_and_more_counts_those_not_shown() -> None:

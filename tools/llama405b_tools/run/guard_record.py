@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import GUARDING, GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.text.clean import clean
@@ -87,7 +87,7 @@ def guard_line(run: str) -> str:
     if found.gone:
         died = f"process {state.pid} on this machine died while {state.state}"
         return f"guard: GONE ({died}); nobody restarts this run: repeat its launch command to guard it again"
-    times = f"{state.restarts} restart{'s' * (state.restarts != 1)}"
+    times = counted(state.restarts, "restart")
     where = f" on {state.machine.partition(' ')[0]}" if found.life is Life.ELSEWHERE else ""
     done = f"{times}, {state.in_vain} of {state.limit} allowed without progress"
     return clean(f"guard{where}: {state.state}, {done}{given('; {}', state.message)}")

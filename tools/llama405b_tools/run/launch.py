@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -35,7 +36,8 @@ def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])
         print(f"note: run {name} is also alive on {where}; both share its GPUs and memory")
-    print(f"{plan.run}: {len(plan.nodes)} hosts, {plan.world} ranks, rendezvous at {plan.endpoint}, {took}")
+    hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
+    print(f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, {took}")
     for line in nccl_lines(request, parts):
         print(f"  {line}")
     if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract import command, config
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
@@ -298,7 +298,8 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
         free = found.free_bytes / (1 << 20)
         return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"
     if found.leftovers:
-        return f"{len(found.leftovers)} processes of an earlier attempt are left; run `llama405b stop` first"
+        left = counted(len(found.leftovers), "process", "processes")
+        return f"{left} of an earlier attempt left; run `llama405b stop` first"
     return ""
 
 

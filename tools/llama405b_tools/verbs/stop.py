@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import GOOD, UserError, code_for
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
@@ -75,7 +75,7 @@ def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
     last = metrics.step
     hint = ""
     if saved and (lost := last - step_of(Path(saved))) and any(end.was_alive for end in ends):
-        hint = f" ({lost} steps earlier); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
+        hint = f" ({counted(lost, 'step')} earlier); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
     print(f"last step: {last}; newest checkpoint: {saved or 'none'}{hint}")
 
 
@@ -90,7 +90,7 @@ def print_orphans(fleet: Fleet, *, end: bool) -> int:
             rows.append((name, orphan.value.rpartition(":")[0], _processes(orphan), _now(orphan, end=end)))
             left += len(orphan.left)
     if not rows:
-        print(f"no leftovers on {len(outcomes)} host{'s' * (len(outcomes) != 1)}")
+        print(f"no leftovers on {counted(len(outcomes), 'host')}")
         return GOOD
     print(table(("host", "run", "processes", "now"), rows), flush=True)
     if left and not end:
@@ -116,5 +116,5 @@ def _row(name: str, end: Ended | HostError) -> tuple[str, str, str]:
     if end.was_alive:
         before = "running"
     elif end.swept:
-        before = f"{end.swept} leftover process{'es' * (end.swept != 1)}"
+        before = counted(end.swept, "leftover process", "leftover processes")
     return name, before, given("NOT ENDED: {}", end.remains) or "no process left"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from llama405b.contract.phrases import counted
 from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, Training, Verdict, known
 
@@ -68,9 +69,9 @@ def _alarm(words: str, *, when: bool) -> Text:
 
 
 def _risk(run: Training, pic: Picture, *, short: bool) -> str:
-    steps = f"{run.lost_steps} step{'s' * (run.lost_steps != 1)}"
     if run.lost_steps is None:
         return "ckpt none yet" if run.checkpoint_step is None else f"ckpt step {run.checkpoint_step}"
+    steps = counted(run.lost_steps, "step")
     what = "lost" if run.phase in OVER and run.lost_steps else "at risk"
     if short:
         return f"{steps} {what}"
