@@ -69,9 +69,9 @@ def _alarm(words: str, *, when: bool) -> Text:
 
 
 def _risk(run: Training, pic: Picture, *, short: bool) -> str:
-    steps = counted(run.lost_steps, "step")
     if run.lost_steps is None:
         return "ckpt none yet" if run.checkpoint_step is None else f"ckpt step {run.checkpoint_step}"
+    steps = counted(run.lost_steps, "step")
     what = "lost" if run.phase in OVER and run.lost_steps else "at risk"
     if short:
         return f"{steps} {what}"
