@@ -17,6 +17,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
 from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 from llama405b.data.batches import open_batches
@@ -67,7 +68,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         if resume == "auto":
             journal.log("no checkpoint yet; starting from the model's weights")
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
-    micro = f"{accumulate} micro-batch{'es' * (accumulate != 1)} on each of {me.world} rank{'s' * (me.world != 1)}"
+    micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
     journal.log(f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
     flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)

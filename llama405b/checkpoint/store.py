@@ -35,7 +35,7 @@ from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.phrases import counted, reason_of
 from llama405b.ranks import Ranks
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
@@ -220,7 +220,7 @@ class Store:
             passed_over.append(unusable)
         if passed_over:
             raise UserError(
-                f"--resume auto: {self.root} has {len(present)} checkpoint{'s' * (len(present) != 1)}, but none verifies "
+                f"--resume auto: {self.root} has {counted(len(present), 'checkpoint')}, but none verifies "
                 f"({'; '.join(map(str, passed_over))}); to start from the model's weights, use another --checkpoint.dir"
             )
         return None, []

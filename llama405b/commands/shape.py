@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from llama405b.axes import Axes
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
+from llama405b.contract.phrases import counted
 from llama405b.contract.schema import BYTES_PER_PARAMETER, COMPUTE_BYTES, Config
 from llama405b.model import llama
 from llama405b.parallel import fsdp2
@@ -53,7 +54,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
             f"state        {numerics}: {each} bytes per parameter, {mine * each / GIB:,.1f} GiB of {where} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {config.training.global_batch_size} sequences of {config.data.seq_len} tokens: "
-            f"{accumulate} micro-batch{'es' * (accumulate != 1)} of {config.training.micro_batch_size} on each rank",
+            f"{counted(accumulate, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
         ]
     )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import given, last_of, reason_of
+from llama405b.contract.phrases import counted, given, last_of, reason_of
 from llama405b.contract.reader import Json
 from llama405b.contract.schema import TYPES, Config, Training, fields
 from llama405b.contract.trust import refuse_others_writing
@@ -188,7 +188,7 @@ def accumulation(training: Training, world: int) -> int:
         nearest = " or ".join(str(size) for size in (below, below + unit) if size)
         raise UserError(
             f"--training.global_batch_size: {training.global_batch_size} sequences do not divide into micro-batches of "
-            f"{training.micro_batch_size} on {world} rank{'s' * (world != 1)}; use {nearest}"
+            f"{training.micro_batch_size} on {counted(world, 'rank')}; use {nearest}"
         )
     return training.global_batch_size // unit
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import UserError, code_for
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.chain import READY_S, Chain, Origin
 from llama405b_tools.deliver.progress import show_progress
@@ -64,7 +64,7 @@ def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> i
     def one(name: str) -> tuple[str, str]:
         where, began = to or fleet.workdir(name), time.monotonic()
         sent, gone = sourcetree.push(fleet.connection(name), root, lines, where)
-        return where, f"{sent} file{'s' * (sent != 1)} sent, {gone} deleted, {time.monotonic() - began:.1f} s"
+        return where, f"{counted(sent, 'file')} sent, {gone} deleted, {time.monotonic() - began:.1f} s"
 
     outcomes = fleet.each(one)
     rows = []

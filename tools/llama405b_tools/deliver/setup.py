@@ -13,7 +13,7 @@ from pathlib import Path
 
 import llama405b
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import given, last_of
+from llama405b.contract.phrases import counted, given, last_of
 from llama405b_tools.deliver import plan, push, sourcetree
 from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.plan import FACTS, Wishes
@@ -90,7 +90,7 @@ class Work:
         self.facts[name] = self._look(name, connection)
         workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else "~/llama405b")
         sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
-        self.say(name, f"code in {workdir}: {sent} file{'s' * (sent != 1)} sent, {gone} deleted")
+        self.say(name, f"code in {workdir}: {counted(sent, 'file')} sent, {gone} deleted")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
         return True

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
@@ -25,9 +25,10 @@ def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *
         print()
     print(table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
     bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
-    verdict = given("not fit (problems: {})", bad) or given("fit (warnings: {})", warnings) or "fit"
+    verdict = given("not fit: {}", bad and counted(bad, "problem"))
+    verdict = verdict or given("fit, with {}", warnings and counted(warnings, "warning")) or "fit"
     never = "" if deep else "; links and GPUs were not tested under load: add --deep"
-    print(f"\n{len(names)} host{'s' * (len(names) != 1)}: {verdict}{never}")
+    print(f"\n{counted(len(names), 'host')}: {verdict}{never}")
 
 
 def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.remote.messages.status import HostRun
 from llama405b_tools.remote.messages.stream import StreamRequest
@@ -28,7 +28,7 @@ def find(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, li
     if attempt or not failures:
         failures, which = _in_the_past(known, attempt)
     if not failures:
-        return False, [f"run {run}: no failure on {len(seen)} hosts{given(' in attempt {}', attempt)}"]
+        return False, [f"run {run}: no failure on {counted(len(seen), 'host')}{given(' in attempt {}', attempt)}"]
     worst = judge.first_failure(failures)
     lines = [f"run {run}{given(', attempt {}', which)}: {worst.host}: {failure_words(worst)}"]
     if worst.host in known:

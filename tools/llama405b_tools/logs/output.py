@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.durations import seconds
@@ -86,7 +86,7 @@ class Show:
         for host, count in counts.items():
             more = count - self.counted.get(host, 0)
             if more > 0:
-                self.note(f"{host}: {more} entries not shown: this terminal is too slow")
+                self.note(f"{host}: {counted(more, 'entry', 'entries')} not shown: this terminal is too slow")
                 self.counted[host] = count
 
     def note(self, text: str) -> None:

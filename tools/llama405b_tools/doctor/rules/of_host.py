@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from llama405b.contract.phrases import and_more
+from llama405b.contract.phrases import and_more, counted
 from llama405b_tools.doctor.host_facts import NO_DISKS, NOBODY, HostFacts
 from llama405b_tools.machine import fabric, gpus
 from llama405b_tools.machine.addresses import is_private
@@ -222,7 +222,7 @@ def _mounts(facts: HostFacts) -> Remarks:
 
 def _leftovers(facts: HostFacts) -> Remarks:
     for value, pids in (facts.leftovers or {}).items():
-        what = f"{len(pids)} process{'es' * (len(pids) != 1)} left of {value.rpartition(':')[0]}"
+        what = f"{counted(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]}"
         yield WARN, what, "llama405b status shows what they are; llama405b stop --orphans ends those without an owner"
 
 
