@@ -267,9 +267,9 @@ class Recorder:
         try:
             self.file = _opened(path, "xt", zipped=path.suffix == ".gz")
         except FileExistsError:
-            raise UserError(f"--record: {path} exists; take another name") from None
+            raise UserError(f"--record: {path} exists; use another name") from None
         except OSError as error:
-            raise UserError(f"--record: {path} cannot be written ({error.strerror}); take another file") from None
+            raise UserError(f"--record: {path} cannot be written ({error.strerror}); use another file") from None
         self._write(reader.dumps(Header(1, tuple(source.hosts), source.interval_s, source.badge)))
 
     def write(self, event: SourceEvent) -> None:
