@@ -232,7 +232,7 @@ def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
         (["--replay", "/no/such"], "--replay: /no/such cannot be read (No such file or directory)"),
         (["--replay", "hosts"], "--replay: hosts is not a recording of cluster-top"),
         (["--replay", "demo", "--run", "x"], "--replay: a recording has its own hosts and run"),
-        (["--record", "hosts", "--once"], "--record: hosts exists; take another name"),
+        (["--record", "hosts", "--once"], "--record: hosts exists; use another name"),
         (["/no/hosts"], "/no/hosts: cannot be read"),
         (["a;b", "c"], "HOSTS:1: 'a;b' is not a valid host"),
         (["--hang-after", "soon"], "--hang-after: 'soon'"),
