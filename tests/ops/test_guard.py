@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -279,3 +280,21 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
     time.sleep(0.5)
     again = cli(work, "launch", "--run", "m", "--resume", "auto", *settings(demo, corpus, 100_000))
     assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("screen", [">&-", "2>&1 | head -1", ">/dev/full", ">&- 2>&-"])
+def test_a_screen_that_is_gone_leaves_no_run_unguarded(work, cli, demo, corpus, screen):
+    flags = shlex.join(map(str, settings(demo, corpus, 100_000)))
+    front = f"{sys.executable} -m llama405b_tools.cli"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{front} launch --run dark --restart 1 {flags} {screen}"],
+        cwd=work, env=env, stdin=subprocess.DEVNULL, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    wait_for((work / "runs/dark/guard.json").exists)
+    guarded = json.loads((work / "runs/dark/guard.json").read_text())
+    assert guarded["state"] == "watching"
+    os.kill(guarded["pid"], 0)
+    assert cli(work, "status", "--run", "dark").returncode == 0
+    assert cli(work, "stop", "--run", "dark", "--grace", 0).returncode == 0

@@ -1,6 +1,8 @@
 """The ``llama405b`` command. A verb's module is imported only when that verb is called."""
 
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -45,6 +47,7 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit code."""
+    _open_standard_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -64,6 +67,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # or Python complains again on exit
         return 0
+    finally:
+        _settle()
+
+
+def _open_standard_streams() -> None:
+    """Give 0, 1 and 2 to no other file where they are closed (``>&-``): a child would write into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _settle() -> None:
+    """Let go of what could not be printed, which the interpreter would try again at exit, and fail."""
+    with contextlib.suppress(ValueError):
+        try:
+            print(end="", flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def cluster_top() -> int:

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import queue
 import re
-import sys
 import time
 from collections.abc import Callable
 
@@ -24,6 +23,7 @@ from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.judge import Failure, Heard
+from llama405b_tools.run.screen import NobodyReadsError, show
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.clean import clean
@@ -171,6 +171,9 @@ def watch_run(
     """Print what happens until every host is done, or ``until`` holds; when one fails, end the others.
 
     With ``limits``, a run that hangs counts as failed.
+
+    Raises:
+        NobodyReadsError: Nothing can be printed any more, and there is nothing to guard.
     """
     watch = Watch(plan)
     names = [node.name for node in plan.nodes]
@@ -187,9 +190,9 @@ def watch_run(
                 watch.stopped = stop_this(plan, fleet)
                 break
             with contextlib.suppress(queue.Empty):
-                for line in watch.take(streams.arrivals.get(timeout=POLL_S)):
-                    print(clean(line))
-                sys.stdout.flush()
+                shown = [show(clean(line)) for line in watch.take(streams.arrivals.get(timeout=POLL_S))]
+                if limits is None and not all(shown):
+                    raise NobodyReadsError
     finally:
         streams.close()
     return watch
@@ -202,8 +205,8 @@ def follow(fleet: Fleet, plan: Plan, hosts: str = "", limits: Limits | None = No
     """
     try:
         return summarise(watch_run(fleet, plan, limits), plan, hosts, guarded=limits is not None)
-    except KeyboardInterrupt:
-        print(
+    except (KeyboardInterrupt, NobodyReadsError):
+        show(
             f"\nno longer following; the run continues. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "
             f"`{front_door()} stop{hosts} --run {plan.run}` ends it"
         )
@@ -213,21 +216,21 @@ def follow(fleet: Fleet, plan: Plan, hosts: str = "", limits: Limits | None = No
 def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
     """Print how it ended."""
     if watch.metrics:
-        print(f"\n{plan.run}: {_progress(watch.metrics, plan)}")
+        show(f"\n{plan.run}: {_progress(watch.metrics, plan)}")
     if watch.saved:
-        print(f"checkpoint: {watch.saved}")
+        show(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
     again = f"to continue, repeat the launch with --run {plan.run} --resume auto"
     if worst := watch.worst():
         for host, why in not_ended(watch.stopped).items():
-            print(f"{host}: {why}; run `{front_door()} stop{hosts} --run {plan.run}` again", file=sys.stderr)
-        print(f"FAILED  {worst.host}: {failure_words(worst)}", file=sys.stderr)
-        print("next: " + "; ".join([logs] if guarded else [logs, again]), file=sys.stderr)
+            show(f"{host}: {why}; run `{front_door()} stop{hosts} --run {plan.run}` again", error=True)
+        show(f"FAILED  {worst.host}: {failure_words(worst)}", error=True)
+        show("next: " + "; ".join([logs] if guarded else [logs, again]), error=True)
         return Ending(EndKind.FAILED, worst)
     if watch.stopped_by:
-        print(f"stopped by {watch.stopped_by}; {again}")
+        show(f"stopped by {watch.stopped_by}; {again}")
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
-    print(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains your own model")
+    show(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains your own model")
     return Ending(EndKind.WELL)
 
 

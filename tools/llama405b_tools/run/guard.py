@@ -36,6 +36,7 @@ from llama405b_tools.run.guard_record import machine_id, of_run
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.screen import show
 from llama405b_tools.run.start import StartError, stop_this
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
@@ -73,14 +74,14 @@ class Guarding:
                 log.seek(self.begin)
                 while True:
                     code = self.child.poll()
-                    sys.stdout.write(log.read())
-                    sys.stdout.flush()
+                    if not show(log.read(), end=""):
+                        return STOPPED_FOLLOWING
                     if code is not None:
                         return code if code >= 0 else FAILED
                     time.sleep(POLL_S)
         except KeyboardInterrupt:
             stop = f"`{front_door()} stop{hosts} --run {self.run}` ends both"
-            print(f"\nno longer following; the run continues, guarded. {stop}")
+            show(f"\nno longer following; the run continues, guarded. {stop}")
             return STOPPED_FOLLOWING
 
 
@@ -253,8 +254,9 @@ class Watchman:
     def say(self, stage: GuardStage, message: str) -> None:
         """Write the record and a line of the log."""
         self.record = dataclasses.replace(self.record, state=stage, message=message, time=time.time())
-        write_json(RunDir.here(self.plan.run).guard, self.record)
-        print(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{given(': {}', message)}", flush=True)
+        with contextlib.suppress(OSError):  # a full disk here is no reason to leave the run alone
+            write_json(RunDir.here(self.plan.run).guard, self.record)
+        show(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{given(': {}', message)}")
 
     def notify(self, event: Notice, message: str) -> None:
         """Run the user's command; if it fails, that is logged and changes nothing."""
@@ -274,7 +276,7 @@ class Watchman:
         except (OSError, subprocess.TimeoutExpired) as error:
             fault = str(error)
         if fault:
-            print(f"guard  --notify failed ({fault})", flush=True)
+            show(f"guard  --notify failed ({fault})")
 
 
 def main() -> int:

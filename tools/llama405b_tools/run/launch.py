@@ -1,9 +1,8 @@
 """Check every host, plan, and start torchrun on all of them or on none."""
 
 import dataclasses
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
@@ -11,6 +10,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.screen import show
 from llama405b_tools.run.start import start_run
 from llama405b_tools.text.fold import fold_names
 
@@ -19,8 +19,15 @@ UNPROVED = (
 )
 
 
-def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False) -> Plan:
-    """Check, plan and start; prints what is running now.
+def launch(
+    request: LaunchRequest,
+    hosts: Sequence[Host],
+    fleet: Fleet,
+    *,
+    again: bool = False,
+    say: Callable[[str], object] = show,
+) -> Plan:
+    """Check, plan and start; ``say`` gets the lines that tell what is running now.
 
     Raises:
         UserError: The request is wrong; nothing was started.
@@ -35,14 +42,13 @@ def launch(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again
     took = f"up in {time.monotonic() - began:.1f} s"
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])
-        print(f"note: run {name} is also alive on {where}; both share its GPUs and memory")
+        say(f"note: run {name} is also alive on {where}; both share its GPUs and memory")
     hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
-    print(f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, {took}")
+    say(f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, {took}")
     for line in nccl_lines(request, parts):
-        print(f"  {line}")
+        say(f"  {line}")
     if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):
-        print(UNPROVED)
-    sys.stdout.flush()
+        say(UNPROVED)
     return plan
 
 

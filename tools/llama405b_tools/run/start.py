@@ -5,7 +5,6 @@ that receives nothing more (the operator's terminal died, the link broke) ends w
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Mapping
 
@@ -24,6 +23,7 @@ from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Kept, S
 from llama405b_tools.run.backends import backend_of_plan
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.preflight import fault_list
+from llama405b_tools.run.screen import show
 from llama405b_tools.text.tables import table
 
 ROLL_BACK_S = 20.0
@@ -55,7 +55,7 @@ def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bo
     try:
         faults = _start_all(fleet, requests, starting)
     except BaseException:  # Ctrl-C as well: all or nothing
-        print("ending what was started", file=sys.stderr)
+        show("ending what was started", error=True)
         _hang_up(starting)
         stop_this(plan, fleet)
         raise
@@ -120,7 +120,7 @@ def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
         name: f"NOT VERIFIED: {why}" for name, why in not_ended(ends).items()
     }
     rows = [(name, faults.get(name, "started, then stopped"), now[name]) for name in ends]
-    print(table(("host", "what happened", "now"), rows), flush=True)
+    show(table(("host", "what happened", "now"), rows))
     tail = "; nothing is left running"
     if unverified := not_ended(ends):
         tail = f"; run `{front_door()} stop --run {plan.run}` once {', '.join(unverified)} can be reached"

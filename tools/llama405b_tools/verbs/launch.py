@@ -24,6 +24,7 @@ from llama405b_tools.run.launch import launch
 from llama405b_tools.run.plan import first_ranks, places_env
 from llama405b_tools.run.rehearse import rehearse
 from llama405b_tools.run.request import LaunchRequest, parse
+from llama405b_tools.run.screen import show
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,28 +40,29 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(hosts) as fleet:
         if request.rehearse:
             return rehearse(request, hosts, fleet)
-        plan = bring_up(request, hosts, fleet)
-        print_next(request.hosts_file, plan.run)
+        plan, lines = bring_up(request, hosts, fleet)
+        lines += next_lines(request.hosts_file, plan.run)
+        if request.restart:  # before anything is printed: the screen may be gone
+            guarding = guard.spawn(request, hosts, plan)
+            lines.append(f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}")
+        for line in lines:
+            show(line)
         if request.follow and not request.restart:
             return follow(fleet, plan, hosts_argument(request.hosts_file)).code
-    if not request.restart:
-        return GOOD
-    guarding = guard.spawn(request, hosts, plan)
-    print(f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}")
-    if not request.follow:
-        return GOOD
-    return guarding.follow(hosts_argument(request.hosts_file))
+    if request.follow:
+        return guarding.follow(hosts_argument(request.hosts_file))
+    return GOOD
 
 
-def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> Plan:
-    """Launch the run; with ``--restart``, adopt it if it is already running but has lost its guard."""
+def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
+    """Launch the run, and return what there is to print; with ``--restart``, adopt a live run that has lost its guard."""
     if request.restart and (plan := guard.unguarded(request, fleet)):
-        print(f"{plan.run}: already running, without a guard; guarding it from now on")
-        return plan
-    plan = launch(request, hosts, fleet)
+        return plan, [f"{plan.run}: already running, without a guard; guarding it from now on"]
+    lines: list[str] = []
+    plan = launch(request, hosts, fleet, say=lines.append)
     dismiss(plan.run)  # the guard of an earlier launch of this name; its record goes next
     RunDir.here(plan.run).guard.unlink(missing_ok=True)
-    return plan
+    return plan, lines
 
 
 def in_slurm(request: LaunchRequest, options: str) -> int:
@@ -69,8 +71,11 @@ def in_slurm(request: LaunchRequest, options: str) -> int:
         print(jobs.job_script(request.run, Path.cwd() / "runs" / request.run))
         print(f"sbatch {options}  # nothing was submitted")
         return GOOD
-    print(f"{request.run}: job {jobs.submit(request, options)}")
-    print_next(Path("hosts"), request.run, attach=False)
+    for line in [
+        f"{request.run}: job {jobs.submit(request, options)}",
+        *next_lines(Path("hosts"), request.run, attach=False),
+    ]:
+        show(line)
     if not request.follow:
         return GOOD
     try:
@@ -130,15 +135,15 @@ def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
     )
 
 
-def print_next(hosts_file: Path, run: str, *, attach: bool = True) -> None:
-    """Print the commands to use next."""
+def next_lines(hosts_file: Path, run: str, *, attach: bool = True) -> list[str]:
+    """Return the commands to use next, each with what it does."""
     hosts = hosts_argument(hosts_file)
-    for verb, what in (
-        ("top", "the whole cluster on one screen"),
-        ("logs", "every rank's log (-f follows)"),
-        ("attach", "tmux on every host"),
-        ("stop", "save, then stop"),
-    ):
-        if verb != "attach" or attach:
-            print(f"  {front_door()} {verb}{hosts} --run {run}   # {what}")
-    sys.stdout.flush()
+    verbs = {
+        "top": "the whole cluster on one screen",
+        "logs": "every rank's log (-f follows)",
+        "attach": "tmux on every host",
+        "stop": "save, then stop",
+    }
+    if not attach:
+        del verbs["attach"]
+    return [f"  {front_door()} {verb}{hosts} --run {run}   # {what}" for verb, what in verbs.items()]
