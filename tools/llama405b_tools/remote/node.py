@@ -184,7 +184,7 @@ class NodeRunner:
         torchrun = torchrun_argv(self.plan, self.host, str(logs))
         torchrun[0] = str(Path(torchrun[0]).expanduser())
         argv = setup_argv(self.plan.setup, torchrun)
-        with self.run.agent_log(self.host).open("ab") as log:
+        with self.run.agent_log(self.host).open("ab", buffering=0) as log:  # the child writes after this line
             log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
             return subprocess.Popen(
                 argv,
