@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     layers.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
     for verb in (load, layers):
         verb.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     if args.what == "layers":
         report, text = bench_layers(args.layers, args.seq_len, args.steps)
     elif 0.01 <= args.gb <= 10_000 and 1 <= args.ranks <= 1024:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(prog="llama405b demo", description=__doc__, formatter_class=how)
     parser.add_argument("directory", type=Path, metavar="DIR", help="the directory to create")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, as Llama 3.2 1B does")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     make_demo(args.directory, tied=args.tied)
     print(f"{args.directory}: a Llama with 3 million parameters and its tokenizer; train it with")
     print(f"  llama405b launch --preset demo --model.path {args.directory}")

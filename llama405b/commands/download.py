@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, metavar="DIR", help="target directory [models/<name>]")
     parser.add_argument("--revision", default="main", help="a branch, tag or commit [main]")
     parser.add_argument("--skip-weights", action="store_true", help="download only the configuration and tokenizer")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     if args.model.count("/") != 1:
         raise UserError(f"download: {args.model!r} is not a model name; write owner/name")
     target = args.to or Path("models") / args.model.partition("/")[2]

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from llama405b.contract import config
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import did_you_mean
 from llama405b.contract.schema import Config
 
 MAX_WORLD = 1_000_000
@@ -24,6 +25,22 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error as a UserError."""
         raise UserError(f"{message}; see `{self.prog} --help`")
+
+    @property
+    def options(self) -> list[str]:
+        """Every option it takes."""
+        return list(self._option_string_actions)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse a command line without settings.
+
+        Raises:
+            UserError: Anything in it is wrong.
+        """
+        known, rest = self.parse_known_args(argv)
+        for word in rest:
+            self.error(f"{word}: unknown option or argument{did_you_mean(word.partition('=')[0], self.options)}")
+        return known
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +88,7 @@ def parse(argv: Sequence[str]) -> Command:
     parser.add_argument("--world", type=int, default=1, help="number of ranks for --dry-run [1]")
     flags, others = config.split_flags(argv)
     known, rest = parser.parse_known_args(others)
-    config.refuse_unknown(rest)
+    config.refuse_unknown(rest, parser.options)
     if not 1 <= known.world <= MAX_WORLD:
         raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
     check_resume(known.resume)

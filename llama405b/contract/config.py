@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted, given, last_of, reason_of
+from llama405b.contract.phrases import counted, did_you_mean, given, last_of, reason_of
 from llama405b.contract.reader import Json
 from llama405b.contract.schema import TYPES, Config, Training, fields
 from llama405b.contract.trust import refuse_others_writing
@@ -158,11 +158,14 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def refuse_unknown(words: Sequence[str]) -> None:
-    """Refuse arguments that no parser accepted."""
+def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
+    """Refuse arguments that no parser accepted; ``options`` are those that one has."""
     for word in words:
+        flag = word.partition("=")[0]
+        if near := did_you_mean(flag, options):
+            raise UserError(f"{flag}: unknown option{near}")
         if word.startswith("--"):
-            known_key(word[2:].partition("=")[0], word.partition("=")[0])
+            known_key(flag[2:], flag)
         raise UserError(f"{word}: not expected here; settings are flags, like --optimizer.lr 1e-5")
 
 

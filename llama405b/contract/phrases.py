@@ -1,6 +1,7 @@
 """Building blocks of messages for people. Pure."""
 
-from collections.abc import Sequence, Sized
+import difflib
+from collections.abc import Iterable, Sequence, Sized
 
 
 def given(form: str, value: str | float | None) -> str:
@@ -23,6 +24,11 @@ def and_more(items: Sized, shown: int = 1) -> str:
 def last_of(lines: Sequence[str], otherwise: str = "") -> str:
     """Return the last line; ``otherwise`` if there is none."""
     return [otherwise, *lines][-1]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'status'?)`` for a word that is close to a known one, else ''."""
+    return given(" (did you mean {!r}?)", "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)))
 
 
 def reason_of(error: Exception) -> str:

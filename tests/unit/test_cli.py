@@ -94,6 +94,18 @@ def test_true_shape_of_405b():
         (["launch", "--slurm", "", "--scratch", "tmp"], "--scratch: 'tmp' is relative"),
         (["launch", "--"], "--: no program after it"),
         (["stop", "--end"], "--end needs --orphans"),
+        (["statsu"], "unknown verb 'statsu' (did you mean 'status'?)"),
+        (["launch", "--flow"], "--flow: unknown option (did you mean '--follow'?)"),
+        (
+            ["status", "--jsno"],
+            "--jsno: unknown option or argument (did you mean '--json'?); see `llama405b status --help`",
+        ),
+        (["doctor", "--depe"], "--depe: unknown option (did you mean '--deep'?)"),
+        (
+            ["train", "--optimizer.lrr", "3"],
+            "--optimizer.lrr: 'optimizer.lrr' is not a setting (did you mean 'optimizer.lr'?)",
+        ),
+        (["logs", "a", "b"], "b: unknown option or argument; see `llama405b logs --help`"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_before_anything_is_done(words, said, capsys, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from llama405b import __version__
 from llama405b.contract import command
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
+from llama405b.contract.phrases import did_you_mean
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if args[0] not in VERBS:
-            raise UserError(f"unknown verb {args[0]!r}; use one of {', '.join(VERBS)}")
+            raise UserError(f"unknown verb {args[0]!r}{did_you_mean(args[0], VERBS)}; use one of {', '.join(VERBS)}")
         return _verb(args[0], args[1:])
     except UserError as error:
         print(f"llama405b: {error}", file=sys.stderr)

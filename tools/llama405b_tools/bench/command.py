@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for top: seconds to measure [60]")
     parser.add_argument("--no-launch", action="store_true", help="for fleet: measure only the fan-outs and status")
     parser.add_argument("--repeat", type=int, default=3, help="number of tries; the fastest counts [3]")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     if args.seconds < LEAST_S:
         raise UserError(
             f"--seconds: {args.seconds:g} is too short to measure a few refreshes; use at least {LEAST_S:g}"

@@ -143,8 +143,9 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     end = [*argv, "--"].index("--")
     program = tuple(argv[end + 1 :])
     settings, others = config.split_flags(argv[:end])
-    known, rest = _parser().parse_known_args(others)
-    config.refuse_unknown(rest)
+    parser = _parser()
+    known, rest = parser.parse_known_args(others)
+    config.refuse_unknown(rest, parser.options)
     if "--" in argv and not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
     if program and (settings or known.preset or known.config or known.rehearse):

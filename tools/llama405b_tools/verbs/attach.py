@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--no-attach", action="store_true", help="create the session and print the command that attaches to it"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:
         raise UserError("attach: a Slurm job has no tmux session; `llama405b logs -f` shows every rank")

@@ -30,8 +30,9 @@ CODES = {WARN: FAILED, BAD: UNFIT}
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     settings, others = config.split_flags(argv)
-    args, rest = _parser().parse_known_args(others)
-    config.refuse_unknown(rest)
+    parser = _parser()
+    args, rest = parser.parse_known_args(others)
+    config.refuse_unknown(rest, parser.options)
     refuse_port(args.port)
     hosts = read_hosts(args.hosts)
     needs = dataclasses.replace(needs_of(_config(args, settings), args.preset, hosts), hash_weights=args.deep)

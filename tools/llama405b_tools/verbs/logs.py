@@ -4,12 +4,12 @@ Times are corrected for each host's measured clock skew. A broken connection is 
 Exits with 1 if a host could not be reached.
 """
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
@@ -22,7 +22,7 @@ from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.verbs.arguments import verb_parser
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> OneLineParser:
     parser = verb_parser("logs", __doc__)
     add = parser.add_argument
     add("-f", "--follow", action="store_true", help="keep following until the run (and its guard) ends")
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse(argv)
     show = Show(args)
     backend = backend_of(args.run, args.hosts)
     with Fleet(backend.hosts()) as fleet:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("path", metavar="PATH", help="local file or directory, or HOST:PATH")
     add_hosts(parser)
     parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; for code, workdir=]")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     hosts = read_hosts(args.hosts)
     origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="URL",
         help="package index for torch, or none for pip's default [the one for the host's driver]",
     )
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     root = project_root()
     names = sourcetree.tree_files(root)
     if names is None:  # not a git checkout

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("status", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     backend = backend_of(args.run, args.hosts)
     if waiting := backend.waiting():
         print(waiting.words)

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--orphans", action="store_true", help="list what is left of runs whose node runner is gone")
     parser.add_argument("--end", action="store_true", help="with --orphans: end them")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     grace_s = seconds(args.grace, "--grace")
     if args.end and not args.orphans:
         raise UserError("--end needs --orphans; plain `stop` already ends the run")

@@ -37,7 +37,7 @@ from llama405b_tools.top.state.picture import HostState, Picture
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse(argv)
     _check(args)
     hang_after_s = seconds(args.hang_after, "--hang-after")
     if args.replay:
