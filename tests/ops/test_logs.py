@@ -126,7 +126,7 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
         (["--rank", "x"], "--rank: 'x' is not a valid rank list"),
         (["--since", "soon"], "--since: 'soon' is not a valid time"),
         (["--attempt", "first"], "--attempt: 'first' is not a valid attempt"),
-        (["--tail", "-1"], "--tail: -1 lines"),
+        (["--tail", "-1"], "--tail: -1 is negative"),
         (["-f", "--first-error"], "--first-error cannot be used with -f"),
         (["--host", "node-z"], "--host: 'node-z' is not in hosts; use one of node-a, node-b"),
     ],
