@@ -84,6 +84,15 @@ def dumps(record: object) -> str:
     return json.dumps(record, default=_members, separators=(",", ":"))
 
 
+def dumps_whole(record: object) -> str:
+    """Write a dataclass as one line of JSON with all its members, for other programs: many times faster than ``asdict``."""
+    return json.dumps(record, default=_all_members)
+
+
+def _all_members(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
 def _members(record: Any) -> dict[str, Any] | str:
     """The members of a dataclass, without those that have their default."""
     if isinstance(record, PurePath):

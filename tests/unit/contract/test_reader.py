@@ -132,3 +132,22 @@ def test_no_value_in_any_place_breaks_it():
             break
         with contextlib.suppress(MalformedError):
             assert isinstance(reader.read(Outer, value, "it"), Outer)
+
+
+class Light(enum.StrEnum):
+    GREEN = "green"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lamp:
+    light: Light
+    name: str = ""
+    parts: tuple["Lamp", ...] = ()
+    room: str | None = None
+
+
+def test_a_record_for_other_programs_is_written_with_all_its_members():
+    lamp = Lamp(Light.GREEN, parts=(Lamp(Light.GREEN, "b"),))
+    assert json.loads(reader.dumps_whole(lamp)) == dataclasses.asdict(lamp) | {
+        "parts": [dataclasses.asdict(part) | {"parts": []} for part in lamp.parts]
+    }

@@ -7,9 +7,7 @@ and ends with the connection. Exit code (on quitting, and with --once, --json an
 
 import argparse
 import contextlib
-import dataclasses
 import io
-import json
 import os
 import shutil
 import sys
@@ -19,6 +17,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError, UserError
 from llama405b.contract.phrases import reason_of
@@ -178,7 +177,7 @@ def _await_all(session: Session, *, watches: bool) -> None:
 
 def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
     if args.json:
-        _write(f"{json.dumps(dataclasses.asdict(pic))}\n")
+        _write(f"{reader.dumps_whole(pic)}\n")
         return
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
