@@ -153,8 +153,9 @@ def _tuple(arguments: Hints, depth: int) -> AnyParser:
 
     def parse(value: Json) -> tuple[Any, ...]:
         found: list[Any] = []
+        items = _items(value)
         try:
-            found.extend(map(item, _items(value)))
+            found.extend(map(item, items))
         except _MisfitError as misfit:
             raise misfit.below(f"[{len(found)}]") from None
         return tuple(found)
