@@ -32,13 +32,14 @@ class Journal:
 
     def event(
         self, kind: EventKind, *, step: int | None = None, path: Path | None = None, detail: str = "",
-        request: str = "", cause: Cause | None = None, count: int = 0,
+        request: str = "", cause: Cause | None = None, count: int = 0, digest: str = "",
     ) -> None:  # fmt: skip
         """Add an event."""
         if not self.me.leads:
             return
         place = str(path or "")
-        event = RunEvent(time.time(), self.writer, kind, self.me.attempt, step, place, count, cause, request, detail)
+        now, attempt = time.time(), self.me.attempt
+        event = RunEvent(now, self.writer, kind, attempt, step, place, count, cause, request, detail, digest)
         with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
             append_line(self.run.events(self.writer), reader.dumps(event))
 

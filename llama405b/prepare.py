@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from llama405b import load, ranks
-from llama405b.checkpoint import store
+from llama405b.checkpoint.snapshot import restore
+from llama405b.checkpoint.store import Store
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
+from llama405b.contract.checkpoints import Identity
 from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
@@ -22,6 +24,7 @@ from llama405b.contract.records import Phase
 from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 from llama405b.data.batches import open_batches
 from llama405b.heartbeat import Pulse
+from llama405b.identity import accept_changes, identity_of
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
@@ -43,14 +46,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     pulse.phase(Phase.DATA)
     batches = open_batches(config.data, files, run.path.parent / ".cache", me)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
-    root = Path(config.checkpoint.dir or run.checkpoints)
-    checkpoints = store.Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run.name)
-    if config.checkpoint.every:
-        checkpoints.prove_shared()
-    start, passed_over = checkpoints.find(resume)
-    for each in passed_over:
-        journal.log(f"ignored {each}; renamed to …aside")
-        journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
+    identity = identity_of(config, files, batches)
+    checkpoints, start = open_checkpoints(config, run, resume, identity, me, journal)
     if me.leads:
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
@@ -60,7 +57,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     done = 0
     if start:
         pulse.phase(Phase.RESUME)
-        done = store.restore(start, module, optimizer, me)
+        done = restore(start, module, optimizer, me)
         journal.log(f"resumed from {start}")
         journal.event(EventKind.RESUMED, step=done, path=start)
     else:
@@ -73,9 +70,36 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     journal.resumed_at(done, steps)
     flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
     return Trainer(
-        config, run, me, module, optimizer, batches, checkpoints, range(done + 1, steps + 1), journal, pulse, stop,
+        config, run, me, module, optimizer, batches, checkpoints, identity, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), journal.tokens, flops,
     )  # fmt: skip
+
+
+def open_checkpoints(
+    config: Config, run: RunDir, resume: str, identity: Identity, me: Ranks, journal: Journal
+) -> tuple[Store, Path | None]:
+    """Take the directory of checkpoints, and find the one to resume from.
+
+    Raises:
+        UserError: The directory or the checkpoint cannot be used, or the run would learn other things than before.
+    """
+    root = Path(config.checkpoint.dir or run.checkpoints)
+    checkpoints = Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run, say=journal.log)
+    try:
+        if config.checkpoint.every:
+            checkpoints.take()
+        start, passed_over = checkpoints.find(resume)
+        for each in passed_over:
+            journal.log(f"ignored {each}; renamed to …aside")
+            journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
+        if start is None:
+            return checkpoints, None
+        if changed := accept_changes(start, identity, allowed=config.checkpoint.allow_changes):
+            journal.log(changed)
+    except UserError:
+        checkpoints.close()
+        raise
+    return checkpoints, start.path
 
 
 def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) -> Path:

@@ -1,5 +1,6 @@
 """The training program, one process per rank, under torchrun (``-m llama405b.train``)."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -38,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
         run = RunDir(asked.run_dir)
         pulse = Pulse(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
-        prepare(asked.config, run, asked.resume, me, pulse, stop).take_steps()
+        trainer = prepare(asked.config, run, asked.resume, me, pulse, stop)
+        with contextlib.closing(trainer.checkpoints):
+            trainer.take_steps()
         pulse.phase(Phase.DONE)
         ranks.leave()
     except Exception as error:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from llama405b import ranks
-from llama405b.checkpoint import store
+from llama405b.checkpoint.store import Store
+from llama405b.contract.checkpoints import Identity
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
@@ -55,7 +56,8 @@ class Trainer:
     module: torch.nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
-    checkpoints: store.Store
+    checkpoints: Store
+    identity: Identity
     steps: range  # still to do
     journal: Journal
     pulse: Pulse
@@ -182,9 +184,9 @@ class Trainer:
         """
         self.pulse.phase(Phase.CHECKPOINT)
         ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
-        path = self.checkpoints.save(step, self.module, self.optimizer)
+        path = self.checkpoints.save(step, self.module, self.optimizer, self.identity)
         self.journal.log(f"saved {path}")
-        self.journal.event(EventKind.SAVED, step=step, path=path)
+        self.journal.event(EventKind.SAVED, step=step, path=path, digest=self.checkpoints.saved.get(str(path), ""))
         self.pulse.phase(Phase.TRAIN)
         return path
 

@@ -1,92 +1,85 @@
 """Checkpoints that are complete or absent.
 
-DCP writes into ``step-N.<run>.tmp``; every rank fsyncs and hashes its own files; rank 0 gathers the manifest, and
-only then is the directory renamed to ``step-N``. A committed directory is never changed, replaced, or deleted for
-being damaged. Resume reads only what verifies against its manifest: DCP itself loads torn directories and flipped
+DCP writes into ``step-N.<run>.tmp``; every rank flushes and hashes its own files; rank 0 gathers the manifest, and
+only then is the directory renamed to ``step-N``. A committed directory is never changed or replaced, and deleted only by
+the run that wrote it. Resume reads only what verifies against its manifest: DCP itself loads torn directories and flipped
 bits without an error.
 
-Knows directories, hashes and DCP; not the loss or the data. A checkpoint holds the model, the optimizer (in the dtype
-kept, FP32 or BF16), and every rank's random state. The step number determines schedule and data position.
+Knows the directory and its one writer (``lease``); not the loss or the data.
 """
 
 import dataclasses
 import datetime
-import enum
-import functools
-import hashlib
 import importlib.metadata
-import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from llama405b import ranks
-from llama405b.contract import reader
-from llama405b.contract.checkpoints import MANIFEST, committed, step_of
+from llama405b.checkpoint.lease import Holder
+from llama405b.checkpoint.seal import Fault, PassedOver, find_fault, open_manifest, seal, sync
+from llama405b.checkpoint.snapshot import state_to_save
+from llama405b.contract.checkpoints import MANIFEST, Identity, Manifest, Seal, committed, step_of, write_manifest
 from llama405b.contract.errors import UserError
-from llama405b.contract.files import write_json
+from llama405b.contract.events import RunEvent
+from llama405b.contract.files import read_records
+from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.ranks import Ranks
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
-
-
-class Fault(enum.StrEnum):
-    """Why a checkpoint is not the one to resume from."""
-
-    DAMAGED = "damaged"  # its content is not what was saved: it will never verify
-    UNREADABLE = "unreadable"  # a permission, a mount or a disk prevents reading: it may be intact
-    LATER = "later"  # the run goes back to an earlier step
+MAX_EVENTS = 10_000  # read, of this run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A checkpoint that resume does not use."""
+class Found:
+    """A checkpoint that verifies."""
 
     path: Path
-    fault: Fault
-    why: str  # names the file
-
-    def __str__(self) -> str:
-        return self.why
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Seal:
-    """What the manifest records about a file."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Manifest:
-    """What makes a directory a checkpoint: its files by name, and what wrote them."""
-
-    step: int
-    files: Mapping[str, Seal]
-    world_size: int = 0
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by package
+    manifest: Manifest
 
 
 class Store:
     """The checkpoints of one run, in a directory that all hosts share."""
 
-    def __init__(self, root: Path, keep: int, me: Ranks, timeout_s: int = 1800, *, run: str = "run") -> None:
-        """``run``: its name, which marks unfinished directories as its own."""
-        self.root, self.keep, self.me, self.run = root, keep, me, run
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        me: Ranks,
+        timeout_s: int = 1800,
+        *,
+        run: RunDir,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """``run``: its name marks checkpoints as its own; its events have the digests of those it saved."""
+        self.root, self.keep, self.me, self.run, self.say = root, keep, me, run.name, say
+        events = read_records(RunEvent, run.events("rank-0"), last=MAX_EVENTS)
+        self.saved = {event.path: event.digest for event in events if event.digest}  # of manifests, by path
+        self.holder = Holder(root, run.name, f"{me.host}:{run.path.resolve()}", me.attempt)
         # DCP can deadlock with training on the same process group: it gets its own.
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def take(self) -> None:
+        """Check that all ranks share the directory, and become the only run that writes into it.
+
+        Raises:
+            UserError: A rank cannot write there, or another run is writing there.
+        """
+        self.prove_shared()
+        self._on_rank0(lambda: self.holder.take(self.say), self.root)
+
+    def close(self) -> None:
+        """Let the next run write into the directory."""
+        self.holder.end()
 
     def prove_shared(self) -> None:
         """Check, with a token file, that all ranks see the same directory and can write to it.
@@ -117,29 +110,38 @@ class Store:
         if self.me.leads:
             (self.root / token).unlink(missing_ok=True)
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-        """Write ``step-N``, then delete all but the newest ``keep``.
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, identity: Identity) -> Path:
+        """Write ``step-N``, then delete all but the newest ``keep`` of this run.
 
         Raises:
-            UserError: A rank could not write or read back its files, or the step exists already; earlier checkpoints
-            are untouched.
+            UserError: A rank could not write or read back its files, the step exists already, or another run has taken the
+            directory over; earlier checkpoints are untouched.
         """
         final = self.root / f"step-{step:08d}"
         partial = self._partial(final)
         self._on_rank0(lambda: self._begin(partial, final), partial)
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state, "rng": {str(self.me.rank): _rng_state(self.me)}}
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
         try:
-            dcp.save(state, storage_writer=writer, process_group=self.group)
+            dcp.save(state_to_save(model, optimizer, self.me), storage_writer=writer, process_group=self.group)
         except dcp.api.CheckpointException as failed:
             causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(failed.failures.items()))
             raise UserError(
                 f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
             ) from None
-        mine = {path.name: _seal(path) for path in partial.iterdir() if self._is_mine(path.name)}
-        files = {name: seal for part in ranks.agreed(mine, dict[str, Seal]) for name, seal in part.items()}
-        self._on_rank0(lambda: self._commit(partial, final, step, files), final)
+        mine = {path.name: seal(path, self.me.rank) for path in partial.iterdir() if self._is_mine(path.name)}
+        files = {name: sealed for part in ranks.agreed(mine, dict[str, Seal]) for name, sealed in part.items()}
+        manifest = Manifest(
+            format=2,
+            step=step,
+            files=dict(sorted(files.items())),
+            world_size=self.me.world,
+            run=self.run,
+            hosts=tuple(ranks.agreed(self.me.host)),
+            identity=identity,
+            sequences=step * identity.global_batch_size,
+            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        )
+        self._on_rank0(lambda: self._commit(partial, final, manifest), final)
         self._on_rank0(lambda: self._retire(step), self.root)
         return final
 
@@ -148,10 +150,11 @@ class Store:
         return final.with_name(f"{final.name}.{self.run}.tmp")
 
     def _on_rank0(self, act: Callable[[], None], where: Path) -> None:
-        """Have rank 0 do something with the directory, and every rank refuse if it cannot."""
+        """Have rank 0 do something with the directory while it holds it, and every rank refuse if it cannot."""
         with ranks.refusing_together():
             try:
                 if self.me.leads:
+                    self.holder.check()
                     act()
             except OSError as error:
                 raise UserError(f"{where}: cannot be written ({reason_of(error)}); free space, then resume") from None
@@ -168,7 +171,7 @@ class Store:
             shutil.rmtree(leftover)
         partial.mkdir()
 
-    def find(self, resume: str) -> tuple[Path | None, list[PassedOver]]:
+    def find(self, resume: str) -> tuple[Found | None, list[PassedOver]]:
         """Find the checkpoint that ``resume`` (no, auto, a step, a path) names, and set newer ones aside.
 
         Raises:
@@ -191,33 +194,34 @@ class Store:
             return self._named(self.root / f"step-{int(resume):08d}", present)
         return self._named(Path(resume), present)
 
-    def _named(self, path: Path, present: list[Path]) -> tuple[Path, list[PassedOver]]:
+    def _named(self, path: Path, present: list[Path]) -> tuple[Found, list[PassedOver]]:
         """The requested checkpoint; later ones are set aside, unless they belong to another run."""
-        if unusable := self._verify(path):
-            raise UserError(f"--resume: {unusable}; use another one, or auto")
-        later = [found for found in present if step_of(found) > step_of(path)]
+        found = self._verify(path)
+        if isinstance(found, PassedOver):
+            raise UserError(f"--resume: {found}; use another one, or auto")
+        later = [each for each in present if step_of(each) > step_of(path)]
         if later and path.parent.resolve() != self.root.resolve():
             raise UserError(
                 f"--checkpoint.dir: {self.root} holds checkpoints up to {later[-1].name}, of another run; "
                 "use another directory"
             )
         self._set_aside(later)
-        return path, [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
+        return found, [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
 
-    def _newest(self, present: list[Path]) -> tuple[Path | None, list[PassedOver]]:
+    def _newest(self, present: list[Path]) -> tuple[Found | None, list[PassedOver]]:
         """The newest of these that verifies; damaged newer ones are set aside, one that may be intact is an error."""
         passed_over: list[PassedOver] = []
         for path in reversed(present):
-            unusable = self._verify(path)
-            if unusable is None:
+            found = self._verify(path)
+            if isinstance(found, Found):
                 self._set_aside([newer.path for newer in passed_over])
-                return path, passed_over
-            if unusable.fault is Fault.UNREADABLE:
+                return found, passed_over
+            if found.fault is Fault.UNREADABLE:
                 raise UserError(
-                    f"--resume auto: {unusable}; it may be intact: make it readable, or go back to an earlier step "
+                    f"--resume auto: {found}; it may be intact: make it readable, or go back to an earlier step "
                     "with --resume STEP"
                 )
-            passed_over.append(unusable)
+            passed_over.append(found)
         if passed_over:
             raise UserError(
                 f"--resume auto: {self.root} has {counted(len(present), 'checkpoint')}, but none verifies "
@@ -226,113 +230,52 @@ class Store:
         return None, []
 
     def _set_aside(self, paths: list[Path]) -> None:
-        """Rename checkpoints so that ``auto`` does not find them."""
+        """Rename checkpoints so that ``auto`` does not find them; a run that saves none takes the directory for that."""
         mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
 
         def rename() -> None:
+            if paths and not self.holder.number:
+                self.holder.take(self.say)
             for old in paths:
                 old.rename(old.with_name(f"{old.name}.{mark}"))
 
         self._on_rank0(rename, self.root)
 
-    def _verify(self, path: Path) -> PassedOver | None:
-        """Hash the files, split over the ranks; returns the first fault found, but an unreadable checkpoint first."""
+    def _verify(self, path: Path) -> Found | PassedOver:
+        """Hash the blocks, split over the ranks; returns the first fault found, but an unreadable checkpoint first."""
+        opened: Manifest | PassedOver = PassedOver(path, Fault.UNREADABLE, "rank 0 knows")
+        if self.me.leads:
+            opened = open_manifest(path, self.saved)
+        opened = ranks.from_rank0(opened, Manifest | PassedOver)
+        if isinstance(opened, PassedOver):
+            return opened
         try:
-            mine = _fault_of(path, self.me.rank, self.me.world)
+            mine = find_fault(path, opened, self.me.rank, self.me.world)
         except OSError as error:
-            why = f"{path}: cannot be read ({error.strerror}) on {self.me.host}"
+            why = f"{path}: cannot be read ({reason_of(error)}) on {self.me.host}"
             mine = PassedOver(path, Fault.UNREADABLE, why)
-        found = [each for each in ranks.agreed(mine, PassedOver | None) if each]
-        return min(found, key=lambda each: each.fault is not Fault.UNREADABLE, default=None)
+        faults = [each for each in ranks.agreed(mine, PassedOver | None) if each]
+        return min(faults, key=lambda each: each.fault is not Fault.UNREADABLE, default=Found(path, opened))
 
     def _is_mine(self, name: str) -> bool:
         return name.startswith(f"__{self.me.rank}_") or (self.me.leads and not name.startswith("__"))
 
-    def _commit(self, partial: Path, final: Path, step: int, files: Mapping[str, Seal]) -> None:
+    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest and give the directory its final name."""
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        write_json(partial / MANIFEST, Manifest(step, dict(sorted(files.items())), self.me.world, versions))
-        _fsync(partial / MANIFEST)
-        _fsync(partial)
+        content, self.saved[str(final)] = write_manifest(manifest)
+        (partial / MANIFEST).write_bytes(content)
+        sync(partial / MANIFEST)
+        sync(partial)
         partial.rename(final)  # raises if another run put a checkpoint there meanwhile
-        _fsync(self.root)
+        sync(self.root)
 
     def _retire(self, step: int) -> None:
-        for old in [path for path in committed(self.root) if step_of(path) <= step][: -self.keep]:
+        for old in [path for path in committed(self.root) if step_of(path) <= step and self._wrote(path)][: -self.keep]:
             doomed = self._partial(old)  # rename first, so that a kill leaves nothing that looks complete
             old.rename(doomed)
             shutil.rmtree(doomed)
 
-
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> int:
-    """Load a verified checkpoint into the shards; returns its step."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    files = dcp.FileSystemReader(path)
-    if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
-        state["rng"] = {str(me.rank): _rng_state(me)}
-    dcp.load(state, storage_reader=files)
-    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # the current configuration wins
-        group.update(settings)
-    rng = state.get("rng", {}).get(str(me.rank), {})
-    if "cpu" in rng:
-        torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng:
-        torch.cuda.set_rng_state(rng["cuda"])
-    return step_of(path)
-
-
-def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
-    """The state of this rank's random generators."""
-    state = {"cpu": torch.get_rng_state()}
-    if me.on_gpu:
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _fault_of(path: Path, part: int, parts: int) -> PassedOver | None:
-    """The first fault of a checkpoint, checking every ``parts``-th file from ``part`` on.
-
-    Raises:
-        OSError: A disk, a mount or a permission prevents reading.
-    """
-    if not path.is_dir():
-        return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
-    if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read only our own
-        return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
-    damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
-    try:
-        manifest = reader.loads(Manifest, (path / MANIFEST).read_bytes(), MANIFEST)
-    except (FileNotFoundError, reader.MalformedError):
-        return damaged(f"{path}: has no readable manifest")
-    if manifest.step != step_of(path):
-        return damaged(f"{path}: its manifest is for step {manifest.step}")
-    for name, seal in list(manifest.files.items())[part::parts]:
-        file = path / name
-        if not file.exists():
-            return damaged(f"{file}: missing")
-        if file.stat().st_size != seal.bytes:
-            return damaged(f"{file}: {file.stat().st_size} bytes, but the manifest says {seal.bytes}")
-        if _sha256(file) != seal.sha256:
-            return damaged(f"{file}: its content does not match its checksum")
-    return None
-
-
-def _seal(path: Path) -> Seal:
-    _fsync(path)
-    return Seal(path.stat().st_size, _sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _wrote(self, path: Path) -> bool:
+        """Whether this run saved a checkpoint."""
+        opened = open_manifest(path, {})
+        return isinstance(opened, Manifest) and opened.run == self.run

@@ -1,13 +1,156 @@
-"""Names of checkpoints, and which are complete. Knows directories, not file contents."""
+"""Checkpoints on disk: their names, their manifests, and who may write into their directory. Knows forms, not tensors.
+
+A manifest (format 2) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that it is intact or refused.
+Version 0.1 wrote one line (format 1), with one hash per file.
+"""
 
 import contextlib
+import dataclasses
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
+from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import counted
+from llama405b.contract.reader import MalformedError
 
 STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"  # written last: a directory without it is not a checkpoint
+METADATA = ".metadata"  # DCP's own: which tensor is where
+DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's too, by rank
+BLOCK_BYTES = 64 << 20
+WHOLE_FILE = 1 << 59  # the block size of format 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seal:
+    """What a manifest records about a file."""
+
+    bytes: int
+    rank: int  # that wrote it
+    blocks: tuple[str, ...]  # SHA-256 of each block; an empty file has one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """What makes the steps of a run comparable: after a change of any of these, it learns other things."""
+
+    model: str
+    data: str
+    sequence_length: int
+    global_batch_size: int
+    numerics: str
+    data_seed: int
+    training_seed: int
+
+    def changes(self, now: "Identity") -> list[str]:
+        """Say what differs now, as ``global batch size 64 -> 32``."""
+        names = [field.name for field in dataclasses.fields(self)]
+        pairs = [(name.replace("_", " "), getattr(self, name), getattr(now, name)) for name in names]
+        return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Manifest:
+    """What makes a directory a checkpoint: its files by name, and what wrote them."""
+
+    format: Literal[2]
+    step: int
+    files: Mapping[str, Seal]
+    world_size: int
+    block_bytes: int = BLOCK_BYTES  # of each block but a file's last
+    run: str = ""  # "": unknown
+    hosts: tuple[str, ...] = ()  # by rank
+    identity: Identity | None = None  # None: unknown
+    sequences: int | None = None  # position in the data: packed sequences read so far
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by package
+
+    def __post_init__(self) -> None:
+        """Refuse a manifest that does not describe all files of a checkpoint."""
+        if self.world_size < 1 or self.block_bytes < 1:
+            raise ValueError(f"world size {self.world_size} and block size {self.block_bytes} are not both positive")
+        for name, seal in self.files.items():
+            if name != METADATA and not DATA_FILE.fullmatch(name):
+                raise ValueError(f"{name!r} is not a file of a checkpoint")
+            if len(seal.blocks) != n_blocks(seal.bytes, self.block_bytes):
+                raise ValueError(f"{name} of {seal.bytes} bytes cannot have {len(seal.blocks)} blocks")
+        if METADATA not in self.files:
+            raise ValueError(f"it lacks {METADATA}")
+        writers = {seal.rank for name, seal in self.files.items() if name != METADATA}
+        if writers != set(range(self.world_size)):
+            raise ValueError(f"it has files of {counted(len(writers), 'rank')}, not of all {self.world_size}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SealOf01:
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ManifestOf01:
+    step: int
+    files: Mapping[str, _SealOf01]
+    world_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lease:
+    """Who may write into a directory of checkpoints: ``lease-<8 digits>.json``, of which the highest number counts.
+
+    Its holder renews it while it lives. Nothing but that renewal is a sign of life: clocks differ.
+    """
+
+    run: str
+    where: str  # rank 0's host, and the run's directory there
+    attempt: int
+    token: str  # of this process
+    renewed: float = 0.0  # holder's clock, seconds since the epoch
+    ended: bool = False
+
+
+def n_blocks(size: int, block_bytes: int) -> int:
+    """Return how many blocks a file of ``size`` bytes has."""
+    return max(1, -(-size // block_bytes))
+
+
+def write_manifest(manifest: Manifest) -> tuple[bytes, str]:
+    """Return a manifest's bytes, and the digest that names its content."""
+    body = reader.dumps(manifest).encode()
+    digest = hashlib.sha256(body).hexdigest()
+    return body + b"\n" + digest.encode() + b"\n", digest
+
+
+def read_manifest(content: bytes) -> tuple[Manifest, str]:
+    """Return a manifest and its digest.
+
+    Raises:
+        MalformedError: It was changed, truncated, or does not describe all files.
+    """
+    body, _, trailer = content.partition(b"\n")
+    digest = hashlib.sha256(body).hexdigest()
+    if not trailer:
+        return _of_0_1(body), digest
+    if trailer != digest.encode() + b"\n":
+        raise MalformedError(f"{MANIFEST}: its content does not match its checksum")
+    return reader.loads(Manifest, body, MANIFEST), digest
+
+
+def _of_0_1(body: bytes) -> Manifest:
+    old = reader.loads(_ManifestOf01, body, MANIFEST)
+    files = {name: Seal(seal.bytes, _writer_of(name), (seal.sha256,)) for name, seal in old.files.items()}
+    try:
+        return Manifest(2, old.step, files, old.world_size, WHOLE_FILE)
+    except ValueError as error:
+        raise MalformedError(f"{MANIFEST}: {error}") from None
+
+
+def _writer_of(name: str) -> int:
+    match = DATA_FILE.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def step_of(path: Path) -> int:

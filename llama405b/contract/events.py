@@ -15,7 +15,7 @@ class EventKind(enum.StrEnum):
     STARTED = "started"  # training begins after ``step``, from the model's weights
     RESUMED = "resumed"  # from the checkpoint ``path`` of ``step``
     PASSED_OVER = "passed over"  # the checkpoint ``path``, renamed aside: ``detail`` says why
-    SAVED = "saved"  # the checkpoint ``path`` after ``step``
+    SAVED = "saved"  # the checkpoint ``path`` after ``step``; ``digest``: of its manifest
     SKIPPED = "skipped"  # ``step``, in which every target is masked; the ``count``-th of this attempt
     STOPPED = "stopped"  # after ``step``, on request
     REFUSED = "refused"  # the trainer refused its input: ``cause``
@@ -40,3 +40,4 @@ class RunEvent:
     cause: Cause | None = None
     request: str = ""
     detail: str = ""  # for people; never parsed
+    digest: str = ""  # SHA-256

@@ -17,6 +17,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
+    checkpoints/lease-<8 digits>.json   rank 0     who may write there (``checkpoints.Lease``); the highest number counts
     events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, and guard (on the operator's machine)
     requests/ID.json                 agent         a ``RunRequest``, on the head
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request

@@ -90,7 +90,10 @@ class Checkpoint:
 
     dir: str = option("", "a directory that all hosts share; default: <run>/checkpoints")
     every: int = option(100, "steps between checkpoints (the last step is always saved); 0: never")
-    keep: int = option(2, "how many of the newest checkpoints to keep; at least 2")
+    keep: int = option(2, "how many of this run's newest checkpoints to keep; at least 2")
+    allow_changes: bool = option(
+        False, "resume although model, data, sequence length, global batch, numerics or a seed are not the checkpoint's"
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

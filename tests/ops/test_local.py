@@ -49,6 +49,45 @@ def test_kill_a_rank_then_resume_to_the_same_losses(work, cli, demo, corpus):
     assert resumed[12]["tokens"] == straight[12]["tokens"]
 
 
+def test_a_resume_that_would_learn_other_things_needs_consent(work, cli, demo, corpus):
+    flags = ["launch", "--run", "same", "--follow", *settings(demo, corpus, 4)]
+    assert cli(work, *flags).returncode == 0
+    flags += ["--resume", "auto", "--training.max_steps", 6, "--training.global_batch_size", 8]
+    before = sorted((work / "runs/same/checkpoints").rglob("*"))
+    refused = cli(work, *flags)
+    assert refused.returncode == 1, refused.stdout
+    assert (
+        "step-00000004 was saved with other settings (global batch size 4 -> 8), which skips 16 sequences"
+        in refused.stderr
+    )
+    assert "--checkpoint.allow_changes true" in refused.stderr
+    assert [path for path in sorted((work / "runs/same/checkpoints").rglob("*")) if "lease" not in path.name] == [
+        path for path in before if "lease" not in path.name
+    ]
+    accepted = cli(work, *flags, "--checkpoint.allow_changes", "true")
+    assert accepted.returncode == 0, accepted.stderr
+    assert "(global batch size 4 -> 8), which skips 16 sequences" in accepted.stdout
+    assert sorted(metrics(work, "same")) == list(range(1, 7))
+
+
+def test_two_runs_do_not_write_into_one_directory(work, cli, demo, corpus):
+    flags = ["--checkpoint.dir", work / "shared", *settings(demo, corpus, 100_000)]
+    assert cli(work, "launch", "--run", "first", *flags).returncode == 0
+    wait_for(lambda: (work / "shared/step-00000004").exists())
+    second = cli(work, "launch", "--run", "second", "--follow", "--resume", "auto", *flags)
+    assert second.returncode == 1, second.stdout
+    assert "run 'first' (attempt 1, node-a:" in second.stderr
+    assert f"is writing checkpoints into {work / 'shared'}" in second.stderr
+    stopped = cli(work, "stop", "--run", "first")
+    assert stopped.returncode == 0, stopped.stderr
+    of_first = set((work / "shared").glob("step-*"))
+    third = cli(work, "launch", "--run", "third", "--resume", "auto", *flags)  # the first has ended: at once
+    assert third.returncode == 0, third.stderr
+    wait_for(lambda: len(set((work / "shared").glob("step-????????")) - of_first) > 1)
+    assert cli(work, "stop", "--run", "third").returncode == 0
+    assert of_first <= set((work / "shared").glob("step-*"))  # a run deletes only its own
+
+
 def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     started = cli(work, "launch", "--run", "r", *settings(demo, corpus, steps=100_000))
     assert started.returncode == 0, started.stderr

@@ -1,5 +1,7 @@
 """Checkpoints are complete or absent, and restore everything."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -41,39 +43,51 @@ def _step(me, module, optimizer, number):
     return train_step(module, optimizer, [(x, y)], max_norm=1.0, dp_size=me.dp.size).loss
 
 
+IDENTITY = ("a model", "some data", 16, 6, "fp32", 0, 0)
+
+
+def _store(me, root, keep=3, run="run"):
+    from llama405b.checkpoint.store import Store
+    from llama405b.contract.paths import RunDir
+
+    return Store(Path(root), keep, me, run=RunDir(Path(root).parent / run))
+
+
 def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
-    from llama405b.checkpoint import store as checkpoint
+    from llama405b.checkpoint import store as of_store
+    from llama405b.contract.checkpoints import Identity
 
     module, optimizer = _trainer(me, directory)
-    store = checkpoint.Store(Path(root), keep, me, run=run)
-    store.prove_shared()
+    store = _store(me, root, keep, run)
+    store.take()
     losses = []
     for number in range(1, 9):
         losses.append(_step(me, module, optimizer, number))
         if number % 2 == 0:
             if number == tear_at and me.rank == 1:
-                checkpoint._seal = lambda path: os.kill(os.getpid(), signal.SIGKILL)
-            store.save(number, module, optimizer)
+                of_store.seal = lambda path, rank: os.kill(os.getpid(), signal.SIGKILL)
+            store.save(number, module, optimizer, Identity(*IDENTITY))
+    store.close()
     return losses, torch.get_rng_state().sum().item()
 
 
 def _resume(me, directory, root, resume="auto"):
-    from llama405b.checkpoint import store as checkpoint
+    from llama405b.checkpoint.snapshot import restore
     from llama405b.contract.errors import UserError
 
     module, optimizer = _trainer(me, directory, load_weights=False)
     torch.manual_seed(99 + me.rank)
-    store = checkpoint.Store(Path(root), 3, me)
-    try:
-        path, newer = store.find(resume)
-        passed_over = [str(each) for each in newer]
-    except UserError as error:
-        return str(error)
-    if path is None:
-        return None, passed_over, []
-    done = checkpoint.restore(path, module, optimizer, me)
-    losses = [_step(me, module, optimizer, number) for number in range(done + 1, 9)]
-    return path.name, passed_over, losses
+    with contextlib.closing(_store(me, root)) as store:
+        try:
+            found, newer = store.find(resume)
+            passed_over = [str(each) for each in newer]
+        except UserError as error:
+            return str(error)
+        if found is None:
+            return None, passed_over, []
+        done = restore(found.path, module, optimizer, me)
+        losses = [_step(me, module, optimizer, number) for number in range(done + 1, 9)]
+        return found.path.name, passed_over, losses
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +102,14 @@ def copy(saved, tmp_path):
     return tmp_path / "checkpoints", saved[1]
 
 
+def _steps(root):
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
 def test_manifest_and_retention(saved):
     root, _ = saved
-    assert sorted(p.name for p in root.iterdir()) == ["step-00000004", "step-00000006", "step-00000008"]
-    manifest = json.loads((root / "step-00000006" / "manifest.json").read_text())
+    assert _steps(root) == ["step-00000004", "step-00000006", "step-00000008"]
+    manifest = json.loads((root / "step-00000006" / "manifest.json").read_text().splitlines()[0])
     assert manifest["step"] == 6
     assert manifest["world_size"] == 2
     assert set(manifest["files"]) == {p.name for p in (root / "step-00000006").iterdir()} - {"manifest.json"}
@@ -126,7 +144,7 @@ def _flip(path):
         (lambda d: _flip(d / "__1_0.distcp"), "__1_0.distcp: its content does not match its checksum"),
         (lambda d: os.truncate(d / "__0_0.distcp", 1000), "__0_0.distcp: 1000 bytes, but the manifest says"),
         (lambda d: (d / ".metadata").unlink(), ".metadata: missing"),
-        (lambda d: (d / "manifest.json").write_text("{"), "no readable manifest"),
+        (lambda d: (d / "manifest.json").write_text("{"), "its manifest does not verify (manifest.json is not JSON"),
     ],
     ids=["bit", "truncated", "missing", "manifest"],
 )
@@ -160,8 +178,8 @@ def _contents(root):
 
 def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
     root, _ = copy
-    for path in root.iterdir():
-        _flip(path / "__0_0.distcp")
+    for name in _steps(root):
+        _flip(root / name / "__0_0.distcp")
     before = _contents(root)
     words = run_ranks(2, _resume, tiny, root)
     assert words[1].startswith(f"--resume auto: {root} has 3 checkpoints, but none verifies (")
@@ -171,16 +189,16 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
 
 
 def _find_with_a_bad_disk(me, root):
-    from llama405b.checkpoint import store as checkpoint
+    from llama405b.checkpoint import seal
 
-    true_hash = checkpoint._sha256
+    true_hashes = seal._hashes
 
-    def broken(path):
+    def broken(path, blocks, block_bytes):
         if path.name == "__1_0.distcp" and "step-00000008" in str(path):
             raise OSError(5, "Input/output error")
-        return true_hash(path)
+        return true_hashes(path, blocks, block_bytes)
 
-    checkpoint._sha256 = broken
+    seal._hashes = broken
     return _find(me, root, "auto")
 
 
@@ -193,18 +211,17 @@ def test_a_newer_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_renam
     else:
         found, why = run_ranks(2, _find_with_a_bad_disk, root), "cannot be read (Input/output error) on host-"
     assert all("--resume auto: " in words and why in words and "--resume STEP" in words for words in found)
-    assert sorted(p.name for p in root.iterdir()) == ["step-00000004", "step-00000006", "step-00000008"]
+    assert _steps(root) == ["step-00000004", "step-00000006", "step-00000008"]
 
 
 def test_a_committed_step_is_never_replaced(tiny, copy):
     root, _ = copy
     for step in (4, 6):
         shutil.rmtree(root / f"step-0000000{step}")
-    before = _contents(root)
+    before = _contents(root / "step-00000008")
     with pytest.raises(AssertionError, match="step-00000008: already exists, and checkpoints are never replaced"):
         run_ranks(2, _save_four, tiny, root)
-    after = _contents(root)
-    assert {name: after[name] for name in before} == before
+    assert _contents(root / "step-00000008") == before
 
 
 def test_only_its_own_half_written_directories_are_deleted(tiny, tmp_path):
@@ -213,18 +230,19 @@ def test_only_its_own_half_written_directories_are_deleted(tiny, tmp_path):
     for name in [*others, "step-00000001.a.tmp"]:
         (root / name).mkdir(parents=True)
     run_ranks(1, _save_four, tiny, root, None, 3, "a")
-    kept = sorted(p.name for p in root.iterdir())
+    kept = _steps(root)
     assert kept == sorted([*others, "step-00000004", "step-00000006", "step-00000008"])
 
 
 def _find(me, root, resume):
-    from llama405b.checkpoint import store as checkpoint
     from llama405b.contract.errors import UserError
 
-    try:
-        return [str(found) for found in checkpoint.Store(Path(root), 2, me).find(resume)]
-    except UserError as error:
-        return str(error)
+    with contextlib.closing(_store(me, root)) as store:
+        try:
+            found, passed_over = store.find(resume)
+            return [str(found and found.path), str(passed_over)]
+        except UserError as error:
+            return str(error)
 
 
 def test_a_fresh_run_does_not_touch_another_ones_checkpoints(copy, tmp_path):
@@ -232,7 +250,7 @@ def test_a_fresh_run_does_not_touch_another_ones_checkpoints(copy, tmp_path):
     assert "holds checkpoints up to step-00000008; use another directory" in run_ranks(2, _find, root, "no")[1]
     shutil.copytree(root / "step-00000004", tmp_path / "fork" / "step-00000004")
     assert "of another run" in run_ranks(1, _find, root, str(tmp_path / "fork" / "step-00000004"))[0]
-    assert len(list(root.iterdir())) == 3
+    assert len(_steps(root)) == 3
 
 
 def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
@@ -240,19 +258,19 @@ def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
     name, notes, resumed = run_ranks(2, _resume, tiny, root, "4")[0]
     assert (name, resumed) == ("step-00000004", losses[4:])
     assert len(notes) == 2
-    names = sorted(p.name for p in root.iterdir())
+    names = _steps(root)
     assert names[0] == "step-00000004"
     assert [n.split(".aside-")[0] for n in names[1:]] == ["step-00000006", "step-00000008"]
     assert run_ranks(1, _find, root, "auto")[0][0].endswith("step-00000004")
 
 
 def _settings_after_resume(me, directory, root):
-    from llama405b.checkpoint import store
+    from llama405b.checkpoint.snapshot import restore
 
     module, optimizer = _trainer(me, directory, load_weights=False)
     for group in optimizer.param_groups:
         group.update(weight_decay=0.5, betas=(0.8, 0.9))
-    store.restore(Path(root) / "step-00000008", module, optimizer, me)
+    restore(Path(root) / "step-00000008", module, optimizer, me)
     return [(group["weight_decay"], group["betas"], len(group["params"])) for group in optimizer.param_groups]
 
 
@@ -267,7 +285,7 @@ def _prove(me, root):
     from llama405b.contract.errors import UserError
 
     checkpoint.SEEN_WITHIN_S = 1.0
-    store = checkpoint.Store(Path(root) / ("shared" if me.leads else "elsewhere"), 2, me)
+    store = _store(me, Path(root) / ("shared" if me.leads else "elsewhere"))
     try:
         store.prove_shared()
     except UserError as error:
@@ -298,3 +316,50 @@ def test_a_checkpoint_of_version_0_1_resumes(tmp_path):
     for name, passed_over, losses in run_ranks(2, _resume, model, tmp_path / "checkpoints"):
         assert (name, passed_over) == ("step-00000004", [])
         assert losses == pytest.approx(LOSSES_OF_0_1, abs=1e-6)
+
+
+def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path, tiny):
+    from llama405b.checkpoint.seal import open_manifest
+    from llama405b.contract.checkpoints import read_manifest, write_manifest
+
+    root = tmp_path / "checkpoints"
+    run_ranks(1, _save_four, tiny, root)
+    path = root / "step-00000008"
+    manifest, digest = read_manifest((path / "manifest.json").read_bytes())
+    assert open_manifest(path, {str(path): digest}) == manifest
+    edited, other = write_manifest(dataclasses.replace(manifest, sequences=1))
+    (path / "manifest.json").write_bytes(edited)
+    assert other != digest
+    assert open_manifest(path, {str(path): digest}).why == f"{path}: its manifest is not the one that was saved"
+
+
+def test_the_block_that_was_changed_is_named(tmp_path, monkeypatch):
+    from llama405b.checkpoint import seal
+    from llama405b.contract.checkpoints import Manifest
+
+    monkeypatch.setattr(seal, "BLOCK_BYTES", 100)
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(950))
+    (tmp_path / ".metadata").write_bytes(b"")
+    files = {name: seal.seal(tmp_path / name, 0) for name in ("__0_0.distcp", ".metadata")}
+    manifest = Manifest(2, 4, files, 1, 100)
+    assert [seal.find_fault(tmp_path, manifest, part, 3) for part in range(3)] == [None] * 3
+    with (tmp_path / "__0_0.distcp").open("r+b") as file:
+        file.seek(720)
+        file.write(b"x")
+    faults = [seal.find_fault(tmp_path, manifest, part, 3) for part in range(3)]  # each part in one place
+    assert [fault and fault.why.split(": ")[1] for fault in faults] == [
+        None,
+        "its content does not match its checksum (block 8 of 10)",
+        None,
+    ]
+
+
+def test_only_its_own_checkpoints_are_retired(tiny, tmp_path):
+    root = tmp_path / "checkpoints"
+    run_ranks(1, _save_four, tiny, root)
+    for name, step in (("step-00000004", 1), ("step-00000006", 3)):  # of another run, and of no known one
+        (root / name).rename(root / f"step-{step:08d}")
+    (root / "step-00000003/manifest.json").write_text("{")
+    (root / "step-00000008").rename(tmp_path / "later")
+    run_ranks(1, _save_four, tiny, root, None, 1, "other")
+    assert _steps(root) == ["step-00000001", "step-00000003", "step-00000008"]

@@ -1,0 +1,117 @@
+"""Hashes of a checkpoint's files, block by block, and what they reveal. Knows files and manifests; not tensors."""
+
+import concurrent.futures
+import dataclasses
+import enum
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from llama405b.contract.checkpoints import BLOCK_BYTES, MANIFEST, Manifest, Seal, n_blocks, read_manifest, step_of
+from llama405b.contract.phrases import reason_of
+from llama405b.contract.reader import MalformedError
+
+THREADS = 4  # per rank; hashing releases the GIL
+READ_BYTES = 1 << 20
+
+
+class Fault(enum.StrEnum):
+    """Why a checkpoint is not the one to resume from."""
+
+    DAMAGED = "damaged"  # its content is not what was saved: it will never verify
+    UNREADABLE = "unreadable"  # a permission, a mount or a disk prevents reading: it may be intact
+    LATER = "later"  # the run goes back to an earlier step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A checkpoint that resume does not use."""
+
+    path: Path
+    fault: Fault
+    why: str  # names the file
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def seal(path: Path, rank: int) -> Seal:
+    """Flush a file that ``rank`` wrote to its disk, and hash it.
+
+    Raises:
+        OSError: It cannot be read or flushed.
+    """
+    sync(path)
+    size = path.stat().st_size
+    return Seal(size, rank, tuple(_hashes(path, range(n_blocks(size, BLOCK_BYTES)), BLOCK_BYTES)))
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory to its disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver:
+    """Read a checkpoint's manifest; ``saved``: the digests of those this run has saved, by path."""
+    damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
+    try:
+        if not path.is_dir():
+            return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
+        manifest, digest = read_manifest((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return damaged(f"{path}: has no manifest")
+    except MalformedError as error:
+        return damaged(f"{path}: its manifest does not verify ({error})")
+    except OSError as error:
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: cannot be read ({reason_of(error)})")
+    if manifest.step != step_of(path):
+        return damaged(f"{path}: its manifest is for step {manifest.step}")
+    if saved.get(str(path), digest) != digest:
+        return damaged(f"{path}: its manifest is not the one that was saved")
+    return manifest
+
+
+def find_fault(path: Path, manifest: Manifest, part: int, parts: int) -> PassedOver | None:
+    """Return the first fault of a checkpoint, checking every ``parts``-th block from ``part`` on.
+
+    Raises:
+        OSError: A disk, a mount or a permission prevents reading.
+    """
+    if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read only our own
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
+    damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
+    first = 0  # of the file's blocks, among all
+    for name, sealed in manifest.files.items():
+        file = path / name
+        if not file.exists():
+            return damaged(f"{file}: missing")
+        if file.stat().st_size != sealed.bytes:
+            return damaged(f"{file}: {file.stat().st_size} bytes, but the manifest says {sealed.bytes}")
+        mine = range((part - first) % parts, len(sealed.blocks), parts)
+        for block, found in zip(mine, _hashes(file, mine, manifest.block_bytes), strict=True):
+            if found != sealed.blocks[block]:
+                where = f"block {block + 1} of {len(sealed.blocks)}"
+                return damaged(f"{file}: its content does not match its checksum ({where})")
+        first += len(sealed.blocks)
+    return None
+
+
+def _hashes(path: Path, blocks: Iterable[int], block_bytes: int) -> Iterable[str]:
+    """The SHA-256 of some blocks of a file, in their order."""
+    with path.open("rb") as file, concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
+        yield from threads.map(functools.partial(_sha256, file.fileno(), block_bytes), blocks)
+
+
+def _sha256(descriptor: int, block_bytes: int, block: int) -> str:
+    digest, at = hashlib.sha256(), block * block_bytes
+    end = at + block_bytes
+    while piece := os.pread(descriptor, min(READ_BYTES, end - at), at):
+        digest.update(piece)
+        at += len(piece)
+    return digest.hexdigest()

@@ -1,0 +1,49 @@
+"""What a checkpoint holds: the model, the optimizer (in the dtype kept, FP32 or BF16), and every rank's random state.
+
+The step number determines the schedule and the position in the data. Knows DCP's state dicts; not directories or manifests.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from llama405b.contract.checkpoints import step_of
+from llama405b.ranks import Ranks
+
+
+def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> dict[str, Any]:
+    """Return this rank's part of what DCP saves."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
+
+
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> int:
+    """Load a verified checkpoint into the shards; returns its step."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    files = dcp.FileSystemReader(path)
+    if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
+        state["rng"] = {str(me.rank): _rng_state(me)}
+    dcp.load(state, storage_reader=files)
+    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # the current configuration wins
+        group.update(settings)
+    rng = state.get("rng", {}).get(str(me.rank), {})
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
+    return step_of(path)
+
+
+def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
+    """The state of this rank's random generators."""
+    state = {"cpu": torch.get_rng_state()}
+    if me.on_gpu:
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state

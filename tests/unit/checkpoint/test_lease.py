@@ -1,0 +1,133 @@
+"""One writer per directory of checkpoints. The clock and the other holders are the test's."""
+
+import threading
+
+import pytest
+
+from llama405b.checkpoint import lease
+from llama405b.checkpoint.lease import Holder
+from llama405b.contract.checkpoints import Lease
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_record
+
+
+class Clock:
+    """Passes when somebody sleeps; ``meanwhile`` happens then."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.meanwhile = 0.0, lambda: None
+        monkeypatch.setattr(lease.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(lease.time, "sleep", self.sleep)
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.meanwhile()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_S", 3600.0)  # holders renew when the test says so
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def hold(tmp_path):
+    held = []
+
+    def make(run, attempt=1, where="node:/w"):
+        holder = Holder(tmp_path, run, where, attempt)
+        held.append(holder)
+        return holder
+
+    yield make
+    for holder in held:
+        holder.leaving.set()
+
+
+def take(holder):
+    said = []
+    holder.take(said.append)
+    return said
+
+
+def leases(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_run_that_ended_leaves_the_directory_at_once(clock, hold, tmp_path):
+    first = hold("a")
+    assert take(first) == []
+    first.end()
+    second = hold("b")
+    assert take(second) == []
+    assert leases(tmp_path) == ["lease-00000002.json"]
+    assert clock.now == 0
+
+
+def test_a_higher_attempt_of_the_same_run_takes_over_at_once(clock, hold):
+    take(first := hold("a", 1))
+    assert take(hold("a", 2)) == []
+    assert clock.now == 0
+    with pytest.raises(UserError, match=r"run 'a' \(attempt 2, node:/w\) has taken over this directory"):
+        first.check()
+
+
+@pytest.mark.parametrize("other", [("b", 9, "node:/w"), ("a", 1, "node:/w"), ("a", 2, "elsewhere:/w")])
+def test_a_living_run_is_not_replaced(clock, hold, tmp_path, other):
+    take(first := hold("a", 1))
+    clock.meanwhile = first._write
+    with pytest.raises(
+        UserError, match=r"--checkpoint.dir: run 'a' \(attempt 1, node:/w\) is writing checkpoints into"
+    ):
+        take(hold(*other))
+    first.check()
+    assert leases(tmp_path) == ["lease-00000001.json"]
+
+
+def test_a_dead_run_is_replaced_after_it_was_watched(clock, hold):
+    take(first := hold("a"))
+    assert take(hold("b"))[0].endswith("used this directory and may be alive; watching it for 90 s")
+    assert clock.now >= lease.STALE_S
+    with pytest.raises(UserError, match="run 'b'"):
+        first.check()
+
+
+def test_a_run_that_ends_while_it_is_watched_is_replaced_then(clock, hold):
+    take(first := hold("a"))
+    clock.meanwhile = first.end
+    take(hold("b"))
+    assert clock.now < lease.STALE_S
+
+
+def test_of_two_that_find_a_dead_run_one_gets_the_directory(clock, hold, tmp_path):
+    take(hold("dead"))
+    one, other = hold("b"), hold("c")
+
+    def faster():
+        if clock.now >= lease.STALE_S and not other.number:
+            other._create(2)
+
+    clock.meanwhile = faster
+    with pytest.raises(UserError, match="run 'c'"):
+        take(one)
+    other.check()
+
+
+def test_a_holder_that_wakes_up_after_a_takeover_does_not_renew(clock, hold, tmp_path, monkeypatch):
+    take(first := hold("a"))
+    take(second := hold("a", 2))
+    first.leaving = threading.Event()
+    monkeypatch.setattr(lease, "RENEW_S", 0.0)
+    first._renew()  # returns: it has nothing to renew any more
+    assert leases(tmp_path) == ["lease-00000002.json"]
+    second.check()
+
+
+def test_it_is_renewed_while_it_is_held(hold, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "RENEW_S", 0.01)
+    take(holder := hold("a"))
+    path = tmp_path / "lease-00000001.json"
+    seen = {read_record(Lease, path).renewed for _ in range(2000) if not holder.leaving.wait(0.001)}
+    assert len(seen) > 2
+    holder.end()
+    assert read_record(Lease, path).ended

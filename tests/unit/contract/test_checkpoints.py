@@ -1,0 +1,125 @@
+"""A manifest is intact and describes all files of a checkpoint, or is refused; nothing else happens."""
+
+import dataclasses
+import hashlib
+import json
+import tarfile
+
+import pytest
+
+from conftest import ROOT
+from llama405b.contract.checkpoints import BLOCK_BYTES, Identity, Manifest, Seal, read_manifest, write_manifest
+from llama405b.contract.reader import MalformedError
+
+HASH = hashlib.sha256(b"").hexdigest()
+FILES = {
+    ".metadata": Seal(100, 0, (HASH,)),
+    "__0_0.distcp": Seal(3 * BLOCK_BYTES, 0, (HASH,) * 3),
+    "__1_0.distcp": Seal(0, 1, (HASH,)),
+}
+IDENTITY = Identity("config 1", "900 tokens 2", 16, 6, "fp32", 0, 0)
+MANIFEST = Manifest(
+    2, 4, FILES, 2, run="a", hosts=("h0", "h1"), identity=IDENTITY, sequences=24, versions={"torch": "2"}
+)
+
+
+def flips(content):
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        yield bytes(changed)
+
+
+def test_what_was_written_is_read():
+    content, digest = write_manifest(MANIFEST)
+    assert read_manifest(content) == (MANIFEST, digest)
+
+
+def test_every_flipped_bit_is_refused():
+    for changed in flips(write_manifest(MANIFEST)[0]):
+        with pytest.raises(MalformedError):
+            read_manifest(changed)
+
+
+def test_every_truncation_is_refused():
+    content, _ = write_manifest(MANIFEST)
+    for size in range(len(content)):
+        with pytest.raises(MalformedError):
+            read_manifest(content[:size])
+
+
+def sealed(body):
+    return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def without(name):
+    return {key: seal for key, seal in FILES.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"files": {}}, "it lacks .metadata"),
+        ({"files": without(".metadata")}, "it lacks .metadata"),
+        ({"files": without("__1_0.distcp")}, "it has files of 1 rank, not of all 2"),
+        ({"world_size": 3}, "it has files of 2 ranks, not of all 3"),
+        ({"world_size": 0}, "world size 0"),
+        ({"block_bytes": 0}, "block size 0"),
+        (
+            {"files": FILES | {"../../etc/passwd": Seal(1, 0, (HASH,))}},
+            "'../../etc/passwd' is not a file of a checkpoint",
+        ),
+        (
+            {"files": FILES | {".metadata": Seal(BLOCK_BYTES + 1, 0, (HASH,))}},
+            ".metadata of 67108865 bytes cannot have 1 blocks",
+        ),
+        ({"format": 3}, "manifest.json.format is not one of 2"),
+        ({"step": None}, "manifest.json.step is not a whole number"),
+        ({"files": [1]}, "manifest.json.files is not an object"),
+        (
+            {"files": {".metadata": {"bytes": 1, "rank": 0, "blocks": HASH}}},
+            "manifest.json.files..metadata.blocks is not a list",
+        ),
+        ({"identity": {"model": 1}}, "manifest.json.identity.model is not text"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(changes, words):
+    members = json.loads(write_manifest(MANIFEST)[0].splitlines()[0]) | {"format": 2}
+    body = json.dumps(members | changes, default=dataclasses.asdict).encode()
+    with pytest.raises(MalformedError) as refused:
+        read_manifest(sealed(body))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"files":' * 50_000, b"\xff\xfe", b"null", b""])
+def test_what_is_no_manifest_at_all_is_refused(body):
+    for content in (body, sealed(body)):
+        with pytest.raises(MalformedError):
+            read_manifest(content)
+
+
+@pytest.fixture(scope="module")
+def of_0_1():
+    with tarfile.open(ROOT / "tests/data/written-by-0.1/checkpoint.tar.gz") as archive:
+        return archive.extractfile("step-00000004/manifest.json").read()
+
+
+def test_a_manifest_of_0_1_is_read(of_0_1):
+    manifest, _ = read_manifest(of_0_1)
+    assert (manifest.step, manifest.world_size, manifest.identity) == (4, 2, None)
+    assert {name: len(seal.blocks) for name, seal in manifest.files.items()} == dict.fromkeys(manifest.files, 1)
+
+
+def test_a_flipped_bit_in_one_of_0_1_never_leaves_files_out(of_0_1):
+    for changed in flips(of_0_1):
+        try:
+            manifest, _ = read_manifest(changed)
+        except MalformedError:
+            continue
+        assert sorted(seal.rank for seal in manifest.files.values()) == [0, 0, 1]  # under another name it is missing
+
+
+def test_changes_are_named():
+    now = dataclasses.replace(IDENTITY, global_batch_size=3, data="901 tokens 5")
+    assert IDENTITY.changes(now) == ["data 900 tokens 2 -> 901 tokens 5", "global batch size 6 -> 3"]
+    assert IDENTITY.changes(IDENTITY) == []
