@@ -125,7 +125,7 @@ class Trainer:
                 microbatches,
                 max_norm=config.optimizer.max_norm,
                 dp_size=self.me.dp.size,
-                set_to_none=not config.parallel.cpu_offload,
+                set_to_none=not config.parallel.reuses_gradients,
                 lap=laps.end,
             )
         except NonFiniteError as error:

@@ -66,10 +66,7 @@ def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: P
     timed = []
     for _ in range(steps + 1):
         laps = Laps(me.device)
-        result = train_step(
-            module, optimizer, [(x, x.roll(-1))], max_norm=1.0, dp_size=me.dp.size,
-            set_to_none=not parallel.cpu_offload, lap=laps.end,
-        )  # fmt: skip
+        result = train_step(module, optimizer, [(x, x.roll(-1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
         assert result, "every token is a target"
         timed.append(dict(laps.seconds()))
         last_loss = result.loss

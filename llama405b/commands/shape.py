@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from llama405b.axes import Axes
+from llama405b.capacity import estimate
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.phrases import counted
@@ -22,7 +23,7 @@ GIB = 1 << 30
 
 
 def describe_shape(config: Config, preset: str, world: int) -> str:
-    """Describe units, parameters and bytes per rank, as lines of text.
+    """Describe units, parameters and bytes per rank, and estimate what a run takes on GPUs, as lines of text.
 
     Raises:
         UserError: Neither the model's directory nor the preset gives its shape, or the batch does not divide evenly.
@@ -55,8 +56,27 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {config.training.global_batch_size} sequences of {config.data.seq_len} tokens: "
             f"{counted(accumulate, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
+            *_estimate(config, hf_config, world),
         ]
     )
+
+
+def _estimate(config: Config, hf_config: LlamaConfig, world: int) -> list[str]:
+    """What it takes on GPUs; nothing if it is for the CPU, or recomputes nothing."""
+    if config.parallel.device == "cpu" or not config.model.activation_checkpointing:
+        return []
+    known = weights.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
+    load = estimate.Load(
+        known,
+        config.parallel.numerics,
+        config.parallel.cpu_offload,
+        world,
+        config.data.seq_len,
+        config.training.micro_batch_size,
+        config.training.global_batch_size,
+        config.checkpoint.keep,
+    )
+    return estimate.describe(load)
 
 
 def _shape(config: Config, preset: str) -> LlamaConfig:

@@ -83,6 +83,11 @@ class Parallel:
     forward_prefetch: bool = option(False, "fsdp1 only")
     limit_all_gathers: bool = option(True, "fsdp1 only")
 
+    @property
+    def reuses_gradients(self) -> bool:
+        """Whether gradients keep their memory between steps: FSDP1 wants it with offload, FSDP2 would then block on copies."""
+        return self.cpu_offload and self.fsdp == "fsdp1"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:

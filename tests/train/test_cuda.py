@@ -30,7 +30,12 @@ def _losses(directory, kind, offload, numerics="fp32"):
         for step in range(10):
             ids = ((torch.arange(17) + step) % 131).repeat(6, 1).to(me.device)
             result = train_step(
-                module, optimizer, [(ids[:, :-1], ids[:, 1:])], max_norm=1.0, dp_size=1, set_to_none=not offload
+                module,
+                optimizer,
+                [(ids[:, :-1], ids[:, 1:])],
+                max_norm=1.0,
+                dp_size=1,
+                set_to_none=not parallel.reuses_gradients,
             )
             losses.append(result.loss)
         return losses

@@ -68,7 +68,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         x, y = x[me.rank * each :][:each], y[me.rank * each :][:each]
         size = micro or each
         parts = [(x[i : i + size], y[i : i + size]) for i in range(0, each, size)]
-        result = train_step(module, optimizer, parts, max_norm=1.0, dp_size=me.dp.size, set_to_none=not offload)
+        result = train_step(module, optimizer, parts, max_norm=1.0, dp_size=me.dp.size)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return losses, norms

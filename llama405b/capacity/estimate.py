@@ -1,0 +1,137 @@
+"""Memory, disk and time of a training run, estimated from shapes. Nothing here has been measured on a GPU by this project.
+
+Sources. Activations: coefficients read from torch's FSDPMemTracker on fake groups, sequences of 512 to 16,384. Rates: Lambda's
+published 405B run on 64 H100 (4,096 tokens per GPU: 26 s forward and backward, 4 s for AdamW in host memory). Pinned memory:
+torch rounds blocks up to powers of two, 9 % for 405B's shards on 64 ranks.
+
+h: hidden size; f: intermediate size; T: tokens of a micro-batch.
+"""
+
+import dataclasses
+
+from llama405b.contract.schema import BYTES_PER_PARAMETER, COMPUTE_BYTES, Numerics
+from llama405b.contract.weights import Llama
+
+GIB = 1 << 30
+RANKS_PER_HOST = 8
+RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
+FLOPS = 480e12  # per H100 in BF16, as attained with communication
+HOST_BYTES_PER_S = 200e9  # of one host's memory, as AdamW attains
+DEVICE_BYTES_PER_S = 3e12
+PINNED = 1.09
+BYTES_PER_LOGIT = 12  # BF16, its FP32 copy, softmax and gradient
+GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What is trained, and on how many ranks."""
+
+    llama: Llama
+    numerics: Numerics
+    offload: bool
+    world: int
+    seq_len: int = 4096
+    micro_batch: int = 1
+    global_batch: int = 64
+    keep: int = 2
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of eight ranks, or one with fewer."""
+        return max(1, self.world // RANKS_PER_HOST)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """What it takes, with activation checkpointing and decoder layers as FSDP units."""
+
+    gpu_bytes: float  # per rank, at its peak
+    host_bytes: float  # of RAM per host; 0: only what loading needs
+    weights_bytes: int  # of disk, for the files in BF16
+    checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
+    step_s: float | None  # on H100s; None: unknown for these numerics
+
+
+def estimate(load: Load) -> Needs:
+    """Estimate what a run takes."""
+    n = load.llama.parameters
+    whole, gradient = BYTES_PER_PARAMETER[load.numerics], GRADIENT[load.numerics]
+    on_gpu, on_host = n / load.world, 0.0
+    if load.offload:
+        on_gpu, on_host = 0.0, n / load.hosts
+    return Needs(
+        gpu_bytes=on_gpu * (whole - gradient) + _activations(load, on_gpu * gradient) + RUNTIME_BYTES,
+        host_bytes=on_host * whole * PINNED,
+        weights_bytes=2 * n,
+        checkpoints_bytes=(load.keep + 1) * (whole - gradient) * n,
+        step_s=_step_s(load),
+    )
+
+
+def _activations(load: Load, gradients: float) -> float:
+    """The peak of what lives only within a step: in a layer's backward, or at the logits."""
+    llama, compute = load.llama, COMPUTE_BYTES[load.numerics]
+    T, h, f = load.micro_batch * load.seq_len, llama.hidden, llama.intermediate
+    head = llama.vocab * h
+    per_layer = (llama.parameters - head * (2 - llama.tied)) / llama.layers
+    wide = compute / 2  # the coefficients are for BF16
+    work = max(
+        compute * per_layer + 26 * wide * h * T,
+        compute * 3 * h * f + 43 * wide * h * T,
+        compute * h * f + 67 * wide * h * T,
+    )
+    layer = 2 * compute * per_layer + GRADIENT[load.numerics] * per_layer + work  # gathered, prefetched, reduced
+    logits = BYTES_PER_LOGIT * wide * llama.vocab * T + 2 * compute * head
+    inputs = llama.layers * T * h * compute
+    return max(inputs + layer, gradients + layer, inputs + logits)
+
+
+def _step_s(load: Load) -> float | None:
+    """Forward, backward with recomputation, and the update, one after the other."""
+    if load.numerics == "fp32":
+        return None
+    llama = load.llama
+    tokens = load.global_batch * load.seq_len / load.world
+    per_token = llama.flops_per_token(load.seq_len)
+    not_recomputed = 6 * (llama.layers * llama.intermediate + llama.vocab) * llama.hidden  # down_proj, and the head
+    flops = tokens * (per_token + (per_token - not_recomputed) / 3)
+    moved = (
+        2 * BYTES_PER_PARAMETER[load.numerics] - GRADIENT[load.numerics]
+    ) * llama.parameters  # read all, write but gradients
+    update = moved / load.world / DEVICE_BYTES_PER_S
+    if load.offload:
+        update = moved / load.hosts / HOST_BYTES_PER_S
+    return flops / FLOPS + update
+
+
+def describe(load: Load) -> list[str]:
+    """Say what a run takes, as lines of text."""
+    needs = estimate(load)
+    ram = "host memory only while loading"
+    if needs.host_bytes:
+        ram = f"{_gib(needs.host_bytes)} of RAM per host ({load.hosts} of {load.world // load.hosts} ranks)"
+    time = ""
+    if needs.step_s:
+        time = f", about {needs.step_s:.1f} s per step on H100s"
+    return [
+        f"estimate     {_gib(needs.gpu_bytes)} of GPU memory per rank, {ram}{time}; no GPU has confirmed this yet",
+        f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {load.keep + 1} checkpoints",
+    ]
+
+
+def table_row(name: str, load: Load) -> str:
+    """Return a run as a row of the README's table."""
+    needs = estimate(load)
+    offload, ram = "no", "-"
+    if load.offload:
+        offload, ram = "yes", _gib(needs.host_bytes)
+    cells = [
+        name, load.numerics, offload, f"{load.world}", _gib(needs.gpu_bytes), ram, _gib(needs.weights_bytes),
+        _gib(needs.checkpoints_bytes), f"{needs.step_s or 0.0:.0f} s",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:,.0f} GiB"
