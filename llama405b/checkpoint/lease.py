@@ -56,8 +56,10 @@ class Holder:
             UserError: It has.
             OSError: The directory cannot be read.
         """
+        if not self.number:
+            return
         newest = self._newest()
-        if newest > self.number > 0:
+        if newest > self.number:
             raise UserError(
                 f"{self.root}: {_named(self._read(newest))} has taken over this directory, as this run was silent for "
                 f"{STALE_S:.0f} s or was launched again; this attempt saves nothing more"

@@ -131,3 +131,10 @@ def test_it_is_renewed_while_it_is_held(hold, tmp_path, monkeypatch):
     assert len(seen) > 2
     holder.end()
     assert read_record(Lease, path).ended
+
+
+def test_a_run_that_holds_no_directory_needs_none(hold, tmp_path):
+    holder = Holder(tmp_path / "absent", "a", "node:/w", 1)
+    holder.check()
+    holder.end()
+    assert leases(tmp_path) == []
