@@ -44,7 +44,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     journal = Journal(run, me)
     files = bring_model_files(config, run, me, journal)
     pulse.phase(Phase.DATA)
-    batches = open_batches(config.data, files, run.path.parent / ".cache", me)
+    batches = open_batches(config.data, files, run.path.parent / ".cache", me, pulse.loaded, journal.log)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
     identity = identity_of(config, files, batches)
     checkpoints, start = open_checkpoints(config, run, resume, identity, me, journal)

@@ -36,7 +36,9 @@ class Model:
 class Data:
     """The data to train on."""
 
-    paths: tuple[str, ...] = option((), "files, folders or globs (text, code, .md, .jsonl), or 'stdlib'")
+    paths: tuple[str, ...] = option(
+        (), "files, folders or globs (text, code, JSON Lines; plain or in gzip), or 'stdlib'"
+    )
     seq_len: int = option(4096, "tokens per sequence")
     seed: int = option(0, "seed of the shuffle")
     max_bytes: int = option(0, "read at most this many bytes of text; 0: all")

@@ -255,6 +255,14 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
             ["--preset", "demo", "--data.seq_len", "100000", "--model.path", "{demo}"],
             "exceeds the model's limit of 1024 positions",
         ),
+        (
+            ["--preset", "demo", "--data.paths", "nowhere/*"],
+            "node-a: --data.paths: 'nowhere/*' matches no file; check the path",
+        ),
+        (
+            ["--preset", "demo", "--data.paths", "{demo}"],
+            ".safetensors: neither text nor JSON Lines, plain or in gzip;",
+        ),
         (["--port", "{port}", "--preset", "demo"], "--port: {port} is in use on the head"),
         (["--preset", "demo", "--run", "old"], "--run: 'old' exists on node-a"),
     ],

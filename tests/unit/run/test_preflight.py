@@ -19,7 +19,7 @@ def facts(own, head=None):
     return LaunchFacts(
         versions={}, tmux=True, ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
         machine="m", gpus=0, rdma=Rdma(), cores=2, port_fault="", port_in_use=False, own=addresses, head=head or {},
-        workdir="/w", writable=True, places={}, free_bytes=1 << 40, weights_fault="",
+        workdir="/w", writable=True, places={}, free_bytes=1 << 40, input_fault="",
     )  # fmt: skip
 
 
