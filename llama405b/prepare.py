@@ -14,7 +14,7 @@ from llama405b.checkpoint.store import Store
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
 from llama405b.contract.checkpoints import Identity
-from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
+from llama405b.contract.config import DEMO_MODEL, check_world, on_ranks, to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.files import write_atomic
@@ -40,6 +40,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
     """
+    config = on_ranks(config, me.dp.size)
     accumulate = check_world(config, me.dp.size)
     journal = Journal(run, me)
     files = bring_model_files(config, run, me, journal)

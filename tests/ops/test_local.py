@@ -280,6 +280,26 @@ def test_bad_input_starts_nothing(work, cli, demo, args, words):
     assert [p.name for p in (work / "runs").iterdir()] == ["old"]
 
 
+def test_the_demo_fits_four_hosts(work, cli, demo):
+    (work / "hosts").write_text("".join(f"node-{i} address=localhost slots=1\n" for i in range(4)))
+    small = ["--data.max_bytes", 300_000, "--data.seq_len", 64, "--training.max_steps", 2]
+    done = cli(work, "launch", "--run", "d", "--follow", "--preset", "demo", "--model.path", demo, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 steps of 16 x 64 tokens (1 micro-batch on each of 4 ranks)" in done.stdout
+
+
+def test_what_transformers_does_not_know_is_one_sentence_before_anything_is_read(work, cli, demo, corpus):
+    shutil.copytree(demo, work / "model")
+    record = json.loads((demo / "config.json").read_text())
+    (work / "model" / "config.json").write_text(json.dumps(record | {"hidden_act": "gelux"}))
+    done = cli(work, "launch", "--run", "g", "--follow", *settings(demo, corpus), "--model.path", "model")
+    assert done.returncode == 1
+    assert (
+        "rank 0 exited with 2: model/config.json: transformers has no activation 'gelux' (hidden_act);" in done.stderr
+    )
+    assert "tokenizing" not in done.stdout
+
+
 def test_the_ranks_own_sentence_is_the_last_line(work, cli, demo, corpus):
     flags = settings(demo, corpus)
     (work / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
