@@ -263,6 +263,11 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
             ["--preset", "demo", "--data.paths", "{demo}"],
             ".safetensors: neither text nor JSON Lines, plain or in gzip;",
         ),
+        (
+            ["--", "nosuch.py", "an argument"],
+            "nosuch.py: no host has it in its working directory; correct the name",
+        ),
+        (["--", "-m", "no_such.module"], "-m no_such.module: no host has it in its working directory"),
         (["--port", "{port}", "--preset", "demo"], "--port: {port} is in use on the head"),
         (["--preset", "demo", "--run", "old"], "--run: 'old' exists on node-a"),
     ],

@@ -6,12 +6,14 @@ Changes nothing.
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import llama405b
@@ -74,6 +76,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         places={key: place_of(path) for key, path in request.places.items()},
         free_bytes=shutil.disk_usage(".").free,
         input_fault=_input_fault(request.inputs),
+        has_program=has_program(request.program),
     )
 
 
@@ -124,6 +127,17 @@ def n_gpus() -> int:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=15, check=False)
         return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
     return 0
+
+
+def has_program(program: Sequence[str]) -> bool:
+    """Whether torchrun finds a program here, in the working directory; runs nothing of it."""
+    match program:
+        case ["-m" | "--module", module, *_]:
+            with contextlib.suppress(ValueError):  # an odd name: let torchrun say so
+                return importlib.util.find_spec(module.partition(".")[0]) is not None
+        case [script, *_] if not script.startswith("-"):
+            return Path(script).is_file()
+    return True
 
 
 def _input_fault(check: InputCheck | None) -> str:

@@ -184,6 +184,10 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
     Raises:
         UserError: See ``probe_hosts``.
     """
+    if answers and not any(found.has_program for found in answers.values()):
+        raise UserError(
+            f"{_named(request.program)}: no host has it in its working directory; correct the name, or copy it there"
+        )
     for name, found in answers.items():
         if found.alive:
             owner = given(", launched by {}", found.owner)
@@ -276,7 +280,9 @@ def nccl_lines(request: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
 
 def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) -> ProbeRequest:
     packages = ("torch", "transformers") if request.config else ("torch",)
-    return ProbeRequest(request.run, host.name, port, token, packages, host.places)
+    is_known = not request.setup and "PYTHONPATH" not in request.env  # which may bring the program
+    program = request.program if is_known else ()
+    return ProbeRequest(request.run, host.name, port, token, packages, host.places, program=program)
 
 
 def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
@@ -289,6 +295,8 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     for key, place in found.places.items():
         if not place.writable:
             return f"{key}={place.path} cannot be created or written; name a directory of your own"
+    if not found.has_program:
+        return f"{_named(request.program)} is not in {found.workdir}; copy it there"
     if not found.ip:
         return "the `ip` program is not installed; install iproute2 there"
     if not request.on_cpu and 0 < found.gpus < host.slots:
@@ -300,6 +308,11 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
         left = counted(len(found.leftovers), "process", "processes")
         return f"{left} of an earlier attempt left; run `llama405b stop` first"
     return ""
+
+
+def _named(program: Sequence[str]) -> str:
+    """A program without its own arguments: ``train.py``, ``-m mine``."""
+    return " ".join(program[: 1 + program[0].startswith("-")])
 
 
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:

@@ -31,6 +31,7 @@ class ProbeRequest:
     is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     inputs: InputCheck | None = None
+    program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,3 +77,4 @@ class LaunchFacts:
     places: Mapping[str, RunPlace]
     free_bytes: int
     input_fault: str  # "": checkpoint and data can be used, or were not checked
+    has_program: bool = True  # or was not asked for it
