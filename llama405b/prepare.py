@@ -14,7 +14,7 @@ from llama405b.checkpoint.store import Store
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
 from llama405b.contract.checkpoints import Identity
-from llama405b.contract.config import DEMO_MODEL, check_world, to_toml
+from llama405b.contract.config import DEMO_MODEL, check_world, on_ranks, to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.files import write_atomic
@@ -40,11 +40,12 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
     """
+    config = on_ranks(config, me.dp.size)
     accumulate = check_world(config, me.dp.size)
     journal = Journal(run, me)
     files = bring_model_files(config, run, me, journal)
     pulse.phase(Phase.DATA)
-    batches = open_batches(config.data, files, run.path.parent / ".cache", me)
+    batches = open_batches(config.data, files, run.path.parent / ".cache", me, pulse.loaded, journal.log)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
     identity = identity_of(config, files, batches)
     checkpoints, start = open_checkpoints(config, run, resume, identity, me, journal)
@@ -116,6 +117,7 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
                 journal.log(f"making the demo's model and tokenizer in {directory}")
                 make_demo(directory)
             weights.check_checkpoint(directory, config.data.seq_len, config.model.layers, random=random)
+            model.read_hf_config(directory)  # refuses what transformers would, before anything else reads it
             present = [name for name in weights.SMALL_FILES if (directory / name).is_file()]
             small = {name: base64.b64encode((directory / name).read_bytes()).decode() for name in present}
     target = run.model(me.host)

@@ -10,7 +10,8 @@ import dataclasses
 import datetime
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 
 T = TypeVar("T")
+WORKING_S = 1.0  # how often rank 0 tells those that wait for it that it is working
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,6 +157,31 @@ def refusing_together() -> Iterator[None]:
             raise UserError(words)
         if words:
             raise FollowedError(rank, words)
+
+
+@contextlib.contextmanager
+def waiting_for_rank0(alive: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Let rank 0 work for as long as it takes: no collective blocks longer than one piece of its work.
+
+    Rank 0 calls what it gets between the pieces. The others call ``alive`` meanwhile, and enter when it has left.
+    """
+    if dist.get_rank() != 0:
+        while any(greatest_of([0])):
+            alive()
+        yield lambda: None
+        return
+    told = time.monotonic()
+
+    def still_working() -> None:
+        nonlocal told
+        if time.monotonic() - told >= WORKING_S:
+            greatest_of([1])
+            told = time.monotonic()
+
+    try:
+        yield still_working
+    finally:
+        greatest_of([0])
 
 
 def greatest_of(mine: Sequence[int]) -> list[int]:

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llama405b.contract.command import OneLineParser
+from llama405b.contract.corpus import STDLIB, Form, expand
 from llama405b.contract.errors import UserError
-from llama405b.data.documents import STDLIB, documents, expand
+from llama405b.data.documents import Documents
 
 VOCAB = 2048
 TOKENIZER_TEXT_BYTES = 2_000_000
@@ -77,5 +78,6 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for _, text in documents(expand([STDLIB]), TOKENIZER_TEXT_BYTES)), trainer)
+    source = Documents([(file, Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES)
+    tokenizer.train_from_iterator((text for _, text in source), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

@@ -31,6 +31,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # heavy, and only needed here
 
     hf_config = _shape(config, preset)
+    config = configuration.on_ranks(config, world)
     accumulate = configuration.check_world(config, world)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:

@@ -28,8 +28,7 @@ MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
 PRESET_DIR = Path(__file__).parent / "presets"
 ABOVE_ZERO = (  # other numbers may be 0
-    "data.seq_len", "training.global_batch_size", "training.micro_batch_size", "optimizer.lr", "optimizer.eps",
-    "timeouts.load", "timeouts.step",
+    "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
 )  # fmt: skip
 SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
@@ -186,6 +185,8 @@ def accumulation(training: Training, world: int) -> int:
         UserError: It does not divide evenly; names the nearest sizes that do.
     """
     unit = training.micro_batch_size * world
+    if not training.global_batch_size:
+        return 1
     if training.global_batch_size % unit:
         below = training.global_batch_size // unit * unit
         nearest = " or ".join(str(size) for size in (below, below + unit) if size)
@@ -209,6 +210,16 @@ def check_world(config: Config, world: int) -> int:
             f"--training.global_batch_size {config.training.micro_batch_size * world}"
         )
     return forwards
+
+
+def on_ranks(config: Config, world: int) -> Config:
+    """Return the configuration with its global batch filled in, if that follows the number of ranks.
+
+    Raises:
+        UserError: See ``check_world``.
+    """
+    batch = check_world(config, world) * config.training.micro_batch_size * world
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
 
 
 def known_key(key: str, where: str) -> str:

@@ -60,7 +60,7 @@ class Heartbeat:
     step: int
     phase: Phase
     phase_since: float
-    done_bytes: int = 0
+    done_bytes: int = 0  # of the text to tokenize, then of the tokens to receive, then of the weights to load
     total_bytes: int = 0
     cause: Cause | None = None  # why it failed, and in which phase
     data_s: float | None = None  # this rank's wait for its batch in the last step

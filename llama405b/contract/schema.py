@@ -36,7 +36,9 @@ class Model:
 class Data:
     """The data to train on."""
 
-    paths: tuple[str, ...] = option((), "files, folders or globs (text, code, .md, .jsonl), or 'stdlib'")
+    paths: tuple[str, ...] = option(
+        (), "files, folders or globs (text, code, JSON Lines; plain or in gzip), or 'stdlib'"
+    )
     seq_len: int = option(4096, "tokens per sequence")
     seed: int = option(0, "seed of the shuffle")
     max_bytes: int = option(0, "read at most this many bytes of text; 0: all")
@@ -46,7 +48,9 @@ class Data:
 class Training:
     """Number and size of the steps."""
 
-    global_batch_size: int = option(64, "sequences per step over all ranks; determines gradient accumulation")
+    global_batch_size: int = option(
+        64, "sequences per step over all ranks; determines gradient accumulation; 0: one micro-batch on each rank"
+    )
     micro_batch_size: int = option(1, "sequences per forward pass on each rank")
     max_steps: int = option(0, "number of steps; 0: as set by epochs")
     epochs: float = option(1.0, "passes over the data, if max_steps is 0")

@@ -8,6 +8,7 @@ headers, never tensors, so that an 812 GB checkpoint is checked in milliseconds.
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ SMALL_FILES = (  # what a rank needs if it does not have the directory
     "added_tokens.json",
     "chat_template.jinja",
 )
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+UNUSED_ANYWHERE = "rotary_emb.inv_freq"  # old checkpoints hold it; transformers computes it, and so does the trainer
+ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that each must be given
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
+COMPARED_BYTES = 16 << 20  # at a time
 MAX_LAYERS = 10_000
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -74,7 +87,7 @@ class Llama:
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
         mlp = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, hidden)}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
             for block, matrices, bias in (("self_attn", attention, self.attention_bias), ("mlp", mlp, self.mlp_bias)):
@@ -86,7 +99,7 @@ class Llama:
             shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tied:
-            shapes["lm_head.weight"] = (self.vocab, hidden)
+            shapes[HEAD] = (self.vocab, hidden)
         return shapes
 
     @property
@@ -124,7 +137,7 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     """Read the model's shape from a parsed ``config.json``.
 
     Raises:
-        UserError: It does not describe a LlamaForCausalLM.
+        UserError: It does not describe a LlamaForCausalLM that can be trained.
     """
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
     if config.get("model_type") != "llama" or "LlamaForCausalLM" not in architectures:
@@ -132,6 +145,13 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
             f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; "
             "only a LlamaForCausalLM of model_type 'llama' can be trained"
         )
+
+    if quantization := config.get("quantization_config"):
+        shown = textwrap.shorten(str(quantization), 60, placeholder=" …")
+        raise UserError(
+            f"{where}: quantization_config is {shown}; only unquantized weights can be trained, download those"
+        )
+    _check_rope(config, where)
 
     def number(key: str, default: int | None = None, limit: int = 1 << 31) -> int:
         value = config.get(key)
@@ -142,13 +162,19 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
         return value
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
+    kv_heads = number("num_key_value_heads", heads)
+    if hidden % heads or heads % kv_heads:
+        raise UserError(
+            f"{where}: hidden_size {hidden}, {heads} attention heads and {kv_heads} key-value heads do not divide evenly; "
+            "download config.json again"
+        )
     return Llama(
         layers=number("num_hidden_layers", limit=MAX_LAYERS),
         hidden=hidden,
         intermediate=number("intermediate_size"),
         heads=heads,
-        kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", max(1, hidden // heads)),
+        kv_heads=kv_heads,
+        head_dim=number("head_dim", hidden // heads),
         vocab=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
@@ -157,11 +183,24 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     )
 
 
+def _check_rope(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a rotary embedding that transformers does not know, or that lacks a number."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+        raise UserError(
+            f"{where}: rope type {kind!r} is not one of {', '.join(ROPE_NEEDS)}; download config.json again"
+        )
+    if lacking := [key for key in ROPE_NEEDS[kind] if not isinstance(rope.get(key), int | float | list)]:
+        raise UserError(f"{where}: rope type {kind!r} has no valid {', '.join(lacking)}; download config.json again")
+
+
 def read_tensors(directory: Path) -> dict[str, TensorInfo]:
     """List the checkpoint's tensors, checking that every safetensors file is complete.
 
     Raises:
-        UserError: A file is missing, truncated or not safetensors, or the index names a tensor that no file holds.
+        UserError: A file is missing, truncated or not safetensors, the index names a tensor that no file holds, two files
+        hold one tensor, or there is a single file beside an index of others.
     """
     index = directory / INDEX
     if index.is_file():
@@ -176,11 +215,18 @@ def _read_listed(index: Path) -> dict[str, TensorInfo]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: has no weight_map; download the file again")
     files = [index.parent / name for name in sorted(set(map(str, weight_map.values())))]
+    single = index.parent / SINGLE
+    if single.is_file() and files != [single]:  # which transformers would read instead
+        raise UserError(f"{single}: is beside {INDEX}, which lists other files; delete the one that is not the model's")
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; download them")
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        tensors |= read_header(file)
+        header = read_header(file)
+        if twice := sorted(tensors.keys() & header.keys()):
+            other = tensors[twice[0]].file.name
+            raise UserError(f"{file}: contains {twice[0]}{and_more(twice)}, as {other} does; download both again")
+        tensors |= header
     for name, said in weight_map.items():
         if name not in tensors or tensors[name].file.name != said:
             raise UserError(f"{index}: lists {name} in {said}, which does not contain it; download both again")
@@ -254,7 +300,37 @@ def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: 
             )
         if info.dtype not in ("F32", "F16", "BF16"):
             raise UserError(f"{info.file}: {name} is {info.dtype}; only F32, F16 and BF16 can be trained")
+    _refuse_unused(read_llama(directory), tensors)
     return llama
+
+
+def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse tensors that the whole model would not be given, unless nothing is lost with them."""
+    head, embedding = tensors.get(HEAD), tensors[EMBEDDING]
+    if llama.tied and head and not _is_same(head, embedding):  # transformers would train both
+        raise UserError(
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, but config.json ties them; set tie_word_embeddings to false "
+            "there to train both, or delete the tensor"
+        )
+    used = {HEAD, *llama.tensors()}
+    unused = sorted(name for name in tensors if name not in used and UNUSED_ANYWHERE not in name)
+    if unused:
+        raise UserError(
+            f"{tensors[unused[0]].file}: contains {unused[0]}{and_more(unused)}, which config.json says the model does not "
+            "have; correct config.json, and use --model.layers to train fewer layers"
+        )
+
+
+def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors are equal in every byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        pieces = range(0, one.n_bytes, COMPARED_BYTES)
+        sizes = [min(COMPARED_BYTES, one.n_bytes - begin) for begin in pieces]
+        return all(first.read(size) == second.read(size) for size in sizes)
 
 
 def check_seq_len(llama: Llama, seq_len: int) -> None:

@@ -1,78 +1,57 @@
-"""Read documents from files: text, code, Markdown, JSONL. Knows files; not tokens or ranks."""
+"""Read documents from files: text, code, Markdown, JSON Lines. Knows files; not tokens or ranks."""
 
-import contextlib
-import glob
-import json
-import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from llama405b.contract.corpus import Form, document_of, parsed, reading, text_of
 from llama405b.contract.errors import UserError
 
-STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
 Document = tuple[str, str]  # (prompt, which is read but not learned; text to learn)
 
 
-def expand(paths: Sequence[str]) -> list[Path]:
-    """List the files that ``data.paths`` names, in a fixed order.
+class Documents:
+    """The documents of files, up to ``max_bytes`` of text (0: all); knows how many bytes have been read.
+
+    A line of JSON Lines is ``{"text": …}`` or ``{"prompt": …, "completion": …}``; any other file is one document.
 
     Raises:
-        UserError: A path matches no file.
+        UserError: A file cannot be read, or a line has neither form.
     """
-    files: list[Path] = []
-    for path in paths:
-        found = _named(path)
-        if not found:
-            raise UserError(f"--data.paths: {path!r} matches no file; check the path")
-        files += sorted(found)
-    return files
+
+    def __init__(self, files: Sequence[tuple[Path, Form]], max_bytes: int = 0) -> None:
+        self.files = files
+        self.max_bytes = max_bytes or float("inf")
+        self.total_bytes = int(min(self.max_bytes, sum(file.stat().st_size for file, _ in files)))
+        self.done_bytes = 0
+
+    def __iter__(self) -> Iterator[Document]:
+        """Yield the documents in the order of the files."""
+        room, before = self.max_bytes, 0
+        for file, form in self.files:
+            for (prompt, text), at in _documents_of(file, form):
+                if room <= 0:
+                    return
+                self.done_bytes = min(self.total_bytes, before + at)
+                yield prompt, text
+                room -= len(prompt) + len(text)
+            before = self.done_bytes
 
 
-def _named(path: str) -> list[Path]:
-    if path == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return [p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts)]
-    if Path(path).is_dir():
-        return [p for p in Path(path).rglob("*") if p.is_file() and "/." not in f"/{p}"]  # skip hidden files
-    return [Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file()]  # noqa: PTH207
-
-
-def documents(files: Sequence[Path], max_bytes: int = 0) -> Iterator[Document]:
-    """Yield the documents, up to ``max_bytes`` of text (0: all).
-
-    A ``.jsonl`` line is ``{"text": …}`` or ``{"prompt": …, "completion": …}``; any other file is one document.
-
-    Raises:
-        UserError: A JSONL line has neither form; names file and line.
-    """
-    room = max_bytes or float("inf")
-    for file in files:
-        for prompt, text in _documents_of(file):
-            if room <= 0:
-                return
-            yield prompt, text
-            room -= len(prompt) + len(text)
-
-
-def _documents_of(file: Path) -> Iterator[Document]:
-    if file.suffix != ".jsonl":
-        yield "", file.read_text("utf-8", "replace")
-        return
-    with file.open(encoding="utf-8", errors="replace") as lines:
+def _documents_of(file: Path, form: Form) -> Iterator[tuple[Document, int]]:
+    """Each document, and the bytes of the file that have been read."""
+    with reading(file) as raw:
+        lines = text_of(raw)
+        if form is Form.TEXT:
+            yield ("", lines.read()), raw.tell()
+            return
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            record = None
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            match record:
-                case {"prompt": str(prompt), "completion": str(completion)}:
-                    yield _sound(prompt), _sound(completion)
-                case {"text": str(text)}:
-                    yield "", _sound(text)
-                case _:
-                    wanted = '{"text": …} or {"prompt": …, "completion": …}'
-                    raise UserError(f"{file}:{number}: not {wanted}; correct the line")
+            document = document_of(parsed(line))
+            if document is None:
+                wanted = '{"text": …} or {"prompt": …, "completion": …}'
+                raise UserError(f"{file}:{number}: not {wanted}; correct the line")
+            yield (_sound(document[0]), _sound(document[1])), raw.tell()
 
 
 def _sound(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama405b.contract.errors import UserError
@@ -41,13 +42,17 @@ def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:
     """Read ``config.json``; ``layers``: cut the model down to that many decoder layers (0: all).
 
     Raises:
-        UserError: transformers does not accept it.
+        UserError: transformers does not accept it, or does not know its activation.
     """
     try:
         config = LlamaConfig.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
         raise UserError(f"{directory / 'config.json'}: transformers rejects it ({why}); download it again") from None
+    if config.hidden_act not in ACT2FN:
+        raise UserError(
+            f"{directory / 'config.json'}: transformers has no activation {config.hidden_act!r} (hidden_act); download it again"
+        )
     config.num_hidden_layers = layers or config.num_hidden_layers
     return config
 

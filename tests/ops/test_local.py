@@ -255,6 +255,19 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
             ["--preset", "demo", "--data.seq_len", "100000", "--model.path", "{demo}"],
             "exceeds the model's limit of 1024 positions",
         ),
+        (
+            ["--preset", "demo", "--data.paths", "nowhere/*"],
+            "node-a: --data.paths: 'nowhere/*' matches no file; check the path",
+        ),
+        (
+            ["--preset", "demo", "--data.paths", "{demo}"],
+            ".safetensors: neither text nor JSON Lines, plain or in gzip;",
+        ),
+        (
+            ["--", "nosuch.py", "an argument"],
+            "nosuch.py: no host has it in its working directory; correct the name",
+        ),
+        (["--", "-m", "no_such.module"], "-m no_such.module: no host has it in its working directory"),
         (["--port", "{port}", "--preset", "demo"], "--port: {port} is in use on the head"),
         (["--preset", "demo", "--run", "old"], "--run: 'old' exists on node-a"),
     ],
@@ -270,6 +283,26 @@ def test_bad_input_starts_nothing(work, cli, demo, args, words):
     assert len(done.stderr.splitlines()) == 1
     assert words.format(**fill) in done.stderr
     assert [p.name for p in (work / "runs").iterdir()] == ["old"]
+
+
+def test_the_demo_fits_four_hosts(work, cli, demo):
+    (work / "hosts").write_text("".join(f"node-{i} address=localhost slots=1\n" for i in range(4)))
+    small = ["--data.max_bytes", 300_000, "--data.seq_len", 64, "--training.max_steps", 2]
+    done = cli(work, "launch", "--run", "d", "--follow", "--preset", "demo", "--model.path", demo, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 steps of 16 x 64 tokens (1 micro-batch on each of 4 ranks)" in done.stdout
+
+
+def test_what_transformers_does_not_know_is_one_sentence_before_anything_is_read(work, cli, demo, corpus):
+    shutil.copytree(demo, work / "model")
+    record = json.loads((demo / "config.json").read_text())
+    (work / "model" / "config.json").write_text(json.dumps(record | {"hidden_act": "gelux"}))
+    done = cli(work, "launch", "--run", "g", "--follow", *settings(demo, corpus), "--model.path", "model")
+    assert done.returncode == 1
+    assert (
+        "rank 0 exited with 2: model/config.json: transformers has no activation 'gelux' (hidden_act);" in done.stderr
+    )
+    assert "tokenizing" not in done.stdout
 
 
 def test_the_ranks_own_sentence_is_the_last_line(work, cli, demo, corpus):

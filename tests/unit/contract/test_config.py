@@ -106,6 +106,15 @@ def test_accumulation_divides_or_names_what_does():
     assert "use 64" in refusal(config.accumulation, training, 32)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 128])
+def test_the_demo_fits_any_number_of_ranks(world):
+    demo = command.parse(["--preset", "demo"]).config
+    assert config.check_world(demo, world) == 1
+    assert config.on_ranks(demo, world).training.global_batch_size == 4 * world
+    fixed = command.parse([*GIVEN, "--training.global_batch_size", str(8 * world)]).config
+    assert config.on_ranks(fixed, world) == fixed
+
+
 def test_fsdp1_with_offload_does_not_accumulate():
     flags = [*GIVEN, "--parallel.fsdp", "fsdp1", "--parallel.cpu_offload", "on", "--training.global_batch_size", "64"]
     chosen = command.parse(flags).config

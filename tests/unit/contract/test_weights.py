@@ -4,11 +4,15 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama405b.contract import config, weights
 from llama405b.contract.errors import UserError
+from llama405b.model import llama
 
 
 @pytest.fixture
@@ -148,6 +152,117 @@ def test_a_header_that_lies(copy, change, words):
     rewrite_header(shard, lambda entries: change(*list(entries.values())[:2]))
     assert f"{shard}: " in (said := refusal(copy))
     assert words in said
+
+
+@pytest.fixture
+def tied(tiny_tied, demo, tmp_path):
+    shutil.copytree(tiny_tied, tmp_path / "tied")
+    shutil.copy(demo / "tokenizer.json", tmp_path / "tied")
+    edit(tmp_path / "tied" / "tokenizer.json", model={"vocab": {"a": 0}}, added_tokens=[])
+    return tmp_path / "tied"
+
+
+def add(directory, name, tensor, file=""):
+    """Add a tensor to a file of the checkpoint (the first), and to its index if that is the file's own."""
+    shard = directory / (file or min(path.name for path in directory.glob("*.safetensors")))
+    held = load_file(shard) if shard.exists() else {}
+    save_file(held | {name: tensor}, shard, {"format": "pt"})
+    index = directory / weights.INDEX
+    if not file:
+        edit(index, weight_map=json.loads(index.read_text())["weight_map"] | {name: shard.name})
+    return shard
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_refused_as_transformers_unties_it(tied):
+    held = LlamaForCausalLM.from_pretrained(tied).state_dict()
+    add(tied, weights.HEAD, held[weights.EMBEDDING].clone())
+    assert weights.check_checkpoint(tied, 64).tied  # equal: nothing is lost
+    shard = add(tied, weights.HEAD, held[weights.EMBEDDING] + 1)
+    assert refusal(tied) == (
+        f"{shard}: lm_head.weight differs from model.embed_tokens.weight, but config.json ties them; set "
+        "tie_word_embeddings to false there to train both, or delete the tensor"
+    )
+    loaded = LlamaForCausalLM.from_pretrained(tied)
+    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
+    edit(tied / "config.json", tie_word_embeddings=False)
+    assert not weights.check_checkpoint(tied, 64).tied
+
+
+def test_what_the_configuration_denies_is_refused(copy):
+    add(copy, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(4))  # of old checkpoints: computed anyway
+    assert weights.check_checkpoint(copy, 64)
+    shard = add(copy, "model.layers.0.self_attn.q_proj.bias", torch.zeros(192))
+    denied = (
+        "which config.json says the model does not have; correct config.json, and use --model.layers to train fewer"
+    )
+    assert f"{shard}: contains model.layers.0.self_attn.q_proj.bias, {denied}" in refusal(copy)
+
+
+def test_layers_beyond_the_configuration_s_number_are_refused_but_not_those_that_model_layers_leaves_out(copy):
+    assert weights.check_checkpoint(copy, 64, layers=1).layers == 1
+    edit(copy / "config.json", num_hidden_layers=1)
+    assert "contains model.layers.1.input_layernorm.weight and 8 more, which config.json says" in refusal(copy)
+
+
+def test_quantized_weights_are_refused(copy):
+    edit(copy / "config.json", quantization_config={"quant_method": "fp8"})
+    assert "config.json: quantization_config is {'quant_method': 'fp8'}; only unquantized weights can be" in refusal(
+        copy
+    )
+
+
+def test_two_files_with_one_tensor_are_refused(copy):
+    first, *_, last = sorted(copy.glob("*.safetensors"))
+    name = min(load_file(last))
+    add(copy, name, load_file(last)[name] + 1, first.name)
+    assert refusal(copy) == f"{last}: contains {name}, as {first.name} does; download both again"
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(copy):
+    single = add(copy, "x", torch.zeros(1), weights.SINGLE)
+    assert refusal(copy) == (
+        f"{single}: is beside {weights.INDEX}, which lists other files; delete the one that is not the model's"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_parameters": {"rope_type": "wild"}}, "rope type 'wild' is not one of default, linear, "),
+        ({"rope_scaling": {"type": "wild"}}, "rope type 'wild' is not one of default, linear, "),
+        ({"rope_scaling": "wild"}, "rope type 'wild' is not one of default, linear, "),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope type 'llama3' has no valid low_freq_factor, high_freq_factor; download config.json again",
+        ),
+        ({"num_attention_heads": 5}, "hidden_size 192, 5 attention heads and 2 key-value heads do not divide evenly"),
+        ({"num_key_value_heads": 3}, "hidden_size 192, 4 attention heads and 3 key-value heads do not divide evenly"),
+    ],
+)
+def test_a_shape_that_transformers_cannot_build_is_refused_before_anything_else_reads_it(copy, changes, words):
+    edit(copy / "config.json", **changes)
+    assert f"config.json: {words}" in refusal(copy)
+
+
+def test_the_types_of_rope_are_those_of_transformers(copy):
+    assert set(weights.ROPE_NEEDS) == {"default", *ROPE_INIT_FUNCTIONS}
+    for kind, needs in weights.ROPE_NEEDS.items():
+        rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+        lists = dict.fromkeys(needs, [1.0] * 24)
+        numbers = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        edit(
+            copy / "config.json", rope_parameters=rope | lists | {key: numbers[key] for key in needs if key in numbers}
+        )
+        assert weights.check_checkpoint(copy, 64)
+        assert LlamaRotaryEmbedding(llama.read_hf_config(copy)).inv_freq.isfinite().all()
+
+
+def test_an_activation_that_transformers_does_not_know_is_refused(copy):
+    edit(copy / "config.json", hidden_act="gelux")
+    with pytest.raises(
+        UserError, match=r"config\.json: transformers has no activation 'gelux' \(hidden_act\); download"
+    ):
+        llama.read_hf_config(copy)
 
 
 def test_sequences_over_the_limit(demo):

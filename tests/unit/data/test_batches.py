@@ -1,12 +1,8 @@
-import json
-
 import numpy as np
-import pytest
 import torch
 
-from llama405b.contract.errors import UserError
-from llama405b.data.batches import NOT_LEARNT, Batches
-from llama405b.data.documents import documents, expand
+from llama405b.data.batches import Batches
+from llama405b.data.tokens import NOT_LEARNT
 from llama405b.ranks import Ranks
 
 
@@ -42,24 +38,3 @@ def test_targets_follow_tokens_and_prompts_are_not_learnt():
     [(x, y)] = Batches(tokens, 3, 0).microbatches(1, rank(0, 1), 1, 1)
     assert x.tolist() == [[5, 6, 7]]
     assert y.tolist() == [[-100, 7, 8]]
-
-
-def test_documents(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")  # not UTF-8
-    lines = [{"text": "x"}, {"prompt": "p", "completion": "c"}]
-    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "c").write_text("no")
-    assert list(documents(expand([str(tmp_path)]))) == [("", "caf�"), ("", "x"), ("p", "c")]
-    (tmp_path / "half.jsonl").write_text('{"text": "a\\ud800b"}')  # JSON can spell half of a character
-    assert list(documents([tmp_path / "half.jsonl"])) == [("", "a?b")]
-    assert expand([f"{tmp_path}/*.txt"]) == [tmp_path / "a.txt"]
-    assert len(expand(["stdlib"])) > 100
-
-
-def test_bad_documents_are_named(tmp_path):
-    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
-    with pytest.raises(UserError, match=r"b.jsonl:2: not "):
-        list(documents([tmp_path / "b.jsonl"]))
-    with pytest.raises(UserError, match="matches no file"):
-        expand([str(tmp_path / "none*")])

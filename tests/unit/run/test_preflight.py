@@ -1,9 +1,15 @@
+import dataclasses
+
+import pytest
+
+from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote.messages.launch import LaunchFacts, Reach
 from llama405b_tools.run import preflight
 from llama405b_tools.run.preflight import Way
+from llama405b_tools.run.request import parse
 
 A = Host("a", "hosts:1")
 OWN = {
@@ -19,7 +25,7 @@ def facts(own, head=None):
     return LaunchFacts(
         versions={}, tmux=True, ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
         machine="m", gpus=0, rdma=Rdma(), cores=2, port_fault="", port_in_use=False, own=addresses, head=head or {},
-        workdir="/w", writable=True, places={}, free_bytes=1 << 40, weights_fault="",
+        workdir="/w", writable=True, places={}, free_bytes=1 << 40, input_fault="",
     )  # fmt: skip
 
 
@@ -67,6 +73,26 @@ def test_fast_private_networks_come_first():
     ]
     answer = facts(own)
     assert preflight.candidates_of(A, answer)[:4] == ["10.0.0.1", "192.168.1.5", "10.9.9.9", "8.8.4.4"]
+
+
+def test_a_program_that_no_host_has_is_refused_and_one_that_some_lack_is_their_fault():
+    request = parse(["--run", "r", "--", "train.py", "an argument"], 0.0)
+    has, lacks = facts([]), dataclasses.replace(facts([]), has_program=False)
+    with pytest.raises(
+        UserError, match=r"^train\.py: no host has it in its working directory; correct the name, or copy"
+    ):
+        preflight.refuse_input(request, {"a": lacks, "b": lacks}, 20_000)
+    preflight.refuse_input(request, {"a": has, "b": lacks}, 20_000)
+    assert preflight._host_fault(request, A, lacks) == "train.py is not in /w; copy it there"
+    assert "train.py" not in preflight._host_fault(request, A, has)
+
+
+@pytest.mark.parametrize(
+    ("more", "program"), [([], ("a.py", "x")), (["--setup-line", "cd b"], ()), (["--env", "PYTHONPATH=b"], ())]
+)
+def test_a_program_that_the_runs_own_environment_may_bring_is_not_looked_for(more, program):
+    request = parse(["--run", "r", *more, "--", "a.py", "x"], 0.0)
+    assert preflight._probe_request(request, A, 20_000, "token").program == program
 
 
 def test_gloo_takes_an_interfaces_first_address():

@@ -535,6 +535,26 @@ def test_the_time_that_loading_takes_again_is_counted_anew():
     assert pic.training.eta_s == pytest.approx(10, abs=2)
 
 
+def test_tokenizing_tells_how_far_it_is_and_the_time_of_loading_is_counted_from_its_own_beginning():
+    def first_data(event):
+        for beat in event["frame"]["run"]["beats"] if "frame" in event else ():
+            if event["t"] < T0 + 8:
+                done = 0.3e9 + 0.1e9 * (event["t"] - T0)
+                beat |= {"phase": "data", "done_bytes": 0, "total_bytes": 0}
+                if beat["rank"] == 0:
+                    beat |= {"done_bytes": int(done), "total_bytes": int(3e9)}
+            elif beat["phase"] == "load":  # it takes 24 s
+                beat["done_bytes"] = int(beat["total_bytes"] * (event["t"] - T0 - 8) / 24)
+        return event
+
+    _, pic = play(seconds=7, change=first_data)
+    run = pic.training
+    assert (run.phase, run.total_bytes) == ("LOADING", 3e9)
+    assert run.eta_s == pytest.approx((run.total_bytes - run.done_bytes) / 0.1e9, rel=0.05)
+    _, pic = play(seconds=14, change=first_data)
+    assert pic.training.eta_s == pytest.approx(24 - (pic.time - T0 - 8), rel=0.05)
+
+
 def test_the_rank_that_keeps_the_others_waiting_is_named():
     def slow(event):
         for beat in event["frame"]["run"]["beats"] if "frame" in event else ():

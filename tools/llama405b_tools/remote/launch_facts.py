@@ -6,16 +6,19 @@ Changes nothing.
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import llama405b
-from llama405b.contract import reader, weights
+from llama405b.contract import corpus, reader, weights
+from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
@@ -23,7 +26,7 @@ from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest, Reach, RunPlace, WeightsCheck
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, ProbeRequest, Reach, RunPlace
 
 
 def probe(request: ProbeRequest) -> None:
@@ -72,7 +75,8 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         writable=os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
         places={key: place_of(path) for key, path in request.places.items()},
         free_bytes=shutil.disk_usage(".").free,
-        weights_fault=_weights_fault(request.weights),
+        input_fault=_input_fault(request.inputs),
+        has_program=has_program(request.program),
     )
 
 
@@ -125,12 +129,25 @@ def n_gpus() -> int:
     return 0
 
 
-def _weights_fault(check: WeightsCheck | None) -> str:
-    """'' if the checkpoint that rank 0 will read is whole and fits, else the trainer's own sentence."""
+def has_program(program: Sequence[str]) -> bool:
+    """Whether torchrun finds a program here, in the working directory; runs nothing of it."""
+    match program:
+        case ["-m" | "--module", module, *_]:
+            with contextlib.suppress(ValueError):  # an odd name: let torchrun say so
+                return importlib.util.find_spec(module.partition(".")[0]) is not None
+        case [script, *_] if not script.startswith("-"):
+            return Path(script).is_file()
+    return True
+
+
+def _input_fault(check: InputCheck | None) -> str:
+    """'' if rank 0 can use the checkpoint and the data, else the trainer's own sentence."""
     if check is None:
         return ""
     try:
-        weights.check_checkpoint(Path(check.path), check.seq_len, check.layers, random=check.random)
+        if check.model != DEMO_MODEL or Path(check.model).exists():  # rank 0 creates the demo's
+            weights.check_checkpoint(Path(check.model), check.seq_len, check.layers, random=check.random)
+        corpus.check_paths(check.data)
     except UserError as error:
         return str(error)
     return ""

@@ -20,7 +20,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
-from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest, WeightsCheck
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, ProbeRequest
 from llama405b_tools.remote.messages.status import StatusReply, StatusRequest
 from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons, used_parts
 from llama405b_tools.run.request import LaunchRequest
@@ -54,7 +54,7 @@ def probe_hosts(
 
     Raises:
         RunError: A host is not fit; names every host that is not.
-        UserError: The run's name or the port is in use, or the checkpoint on the head cannot be used.
+        UserError: The run's name or the port is in use, or the checkpoint or the data on the head cannot be used.
     """
     head, token = hosts[0], f"llama405b {secrets.token_hex(8)}"
     listening, first, port = _ask_head(request, head, fleet, token)
@@ -95,7 +95,7 @@ def _ask_head(
     """Probe the head, which then listens on the rendezvous port; tries several ports unless one is requested."""
     ports = [request.port] if request.port else random.sample(PORTS, PORT_TRIES)
     for port in ports:
-        probe = dataclasses.replace(_probe_request(request, head, port, token), is_head=True, weights=_weights(request))
+        probe = dataclasses.replace(_probe_request(request, head, port, token), is_head=True, inputs=_inputs(request))
         try:
             dialogue = Dialogue(fleet.stream(head.name, "probe", probe))
             answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
@@ -107,13 +107,12 @@ def _ask_head(
     return dialogue, answer, port
 
 
-def _weights(request: LaunchRequest) -> WeightsCheck | None:
-    """Return what the head must check in the checkpoint; None for the demo's, which is created there."""
-    config_ = request.config
-    if config_ is None or config_.model.path == config.DEMO_MODEL:
+def _inputs(request: LaunchRequest) -> InputCheck | None:
+    """Return what the head must check; None for a program of the user's own."""
+    if request.config is None:
         return None
-    model = config_.model
-    return WeightsCheck(model.path, config_.data.seq_len, model.layers, model.weights == "random")
+    model, data = request.config.model, request.config.data
+    return InputCheck(model.path, data.seq_len, model.layers, model.weights == "random", data.paths)
 
 
 def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
@@ -185,6 +184,10 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
     Raises:
         UserError: See ``probe_hosts``.
     """
+    if answers and not any(found.has_program for found in answers.values()):
+        raise UserError(
+            f"{_named(request.program)}: no host has it in its working directory; correct the name, or copy it there"
+        )
     for name, found in answers.items():
         if found.alive:
             owner = given(", launched by {}", found.owner)
@@ -201,8 +204,8 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
         if not found.tmux:
             raise UserError(f"{name}: tmux is not installed; install it (apt-get install tmux). Nothing was started")
-        if found.weights_fault:
-            raise UserError(f"{name}: {found.weights_fault}")
+        if found.input_fault:
+            raise UserError(f"{name}: {found.input_fault}")
 
 
 def plan_of(request: LaunchRequest, parts: Sequence[HostPart], answers: Facts, way: Way, now: float) -> Plan:
@@ -277,7 +280,9 @@ def nccl_lines(request: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
 
 def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) -> ProbeRequest:
     packages = ("torch", "transformers") if request.config else ("torch",)
-    return ProbeRequest(request.run, host.name, port, token, packages, host.places)
+    is_known = not request.setup and "PYTHONPATH" not in request.env  # which may bring the program
+    program = request.program if is_known else ()
+    return ProbeRequest(request.run, host.name, port, token, packages, host.places, program=program)
 
 
 def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
@@ -290,6 +295,8 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     for key, place in found.places.items():
         if not place.writable:
             return f"{key}={place.path} cannot be created or written; name a directory of your own"
+    if not found.has_program:
+        return f"{_named(request.program)} is not in {found.workdir}; copy it there"
     if not found.ip:
         return "the `ip` program is not installed; install iproute2 there"
     if not request.on_cpu and 0 < found.gpus < host.slots:
@@ -301,6 +308,11 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
         left = counted(len(found.leftovers), "process", "processes")
         return f"{left} of an earlier attempt left; run `llama405b stop` first"
     return ""
+
+
+def _named(program: Sequence[str]) -> str:
+    """A program without its own arguments: ``train.py``, ``-m mine``."""
+    return " ".join(program[: 1 + program[0].startswith("-")])
 
 
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:

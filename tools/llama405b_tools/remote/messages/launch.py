@@ -8,13 +8,14 @@ from llama405b_tools.machine.fabric import Rdma
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WeightsCheck:
-    """The checkpoint that rank 0 will read, and what it must fit."""
+class InputCheck:
+    """The checkpoint and the data that rank 0 will read, and what they must fit."""
 
-    path: str
+    model: str
     seq_len: int
     layers: int
     random: bool
+    data: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class ProbeRequest:
     places: Mapping[str, str]  # cache and scratch from the hosts file
     is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
-    weights: WeightsCheck | None = None
+    inputs: InputCheck | None = None
+    program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,4 +76,5 @@ class LaunchFacts:
     writable: bool
     places: Mapping[str, RunPlace]
     free_bytes: int
-    weights_fault: str  # "": the checkpoint is whole and fits, or was not checked
+    input_fault: str  # "": checkpoint and data can be used, or were not checked
+    has_program: bool = True  # or was not asked for it

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from llama405b.contract.phrases import given
+from llama405b.contract.records import Phase
 from llama405b_tools.text.clean import printable
 from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, gib, middle, number, share, span, sparkline
 from llama405b_tools.top.draw.headline import headline
@@ -360,7 +361,7 @@ def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int
 def _rank_line(rank: RankRow) -> Text:
     text = f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}  "
     text += f"batch {number(rank.data_s, '.2f')} s  update {number(rank.optimizer_s, '.2f')} s"
-    if rank.phase == "load" and rank.total_bytes:
+    if rank.phase in (Phase.DATA, Phase.LOAD) and rank.total_bytes:
         text += f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
     return Text(text)
 

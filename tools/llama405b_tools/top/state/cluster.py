@@ -109,8 +109,8 @@ class Cluster:
             self._tell(name, state, why, found.notes[name], now)
         if found.phase[0] is not RunPhase.LOADING:
             self.load = NOT_LOADING
-        elif self.load is NOT_LOADING and found.loaded[1]:
-            self.load = LoadBegan(now, found.loaded[0])
+        elif self.load.total_bytes != found.loaded[1]:
+            self.load = LoadBegan(now, *found.loaded)
 
     def picture(self) -> Picture:
         """Return the picture at the moment last passed to ``advance``."""

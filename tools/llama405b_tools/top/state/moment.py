@@ -162,7 +162,7 @@ class Moment:
 
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:
-        """Bytes of weights that all ranks have now, and will have in the end."""
+        """Bytes of weights (before, of text and tokens) that all ranks have now, and will have in the end."""
         beats = [beat for run in self.heard.values() for beat in run.beats]
         return sum(beat.done_bytes for beat in beats), sum(beat.total_bytes for beat in beats)
 
@@ -190,19 +190,20 @@ def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:
 
 
 class LoadBegan(NamedTuple):
-    """When loading was first seen, and how far along it was."""
+    """When loading (or tokenizing) this many bytes was first seen, and how far along it was."""
 
     time: float
     done_bytes: float
+    total_bytes: int
 
     def eta_s(self, now: float, done: int, total: int) -> float | None:
-        """Return the seconds until all ranks have their weights, at the rate so far."""
+        """Return the seconds until all is done, at the rate so far."""
         if done <= self.done_bytes:
             return None
         return (total - done) * (now - self.time) / (done - self.done_bytes)
 
 
-NOT_LOADING = LoadBegan(0.0, math.inf)
+NOT_LOADING = LoadBegan(0.0, math.inf, 0)
 
 
 def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | None:

@@ -1,0 +1,163 @@
+"""Which files ``data.paths`` names, and what each is: told by its content, so that nothing is trained as what it is not.
+
+Standard library only: launch asks the same of the head before anything starts. Knows nothing of tokens or ranks.
+"""
+
+import codecs
+import contextlib
+import enum
+import glob
+import gzip
+import io
+import itertools
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import reason_of
+from llama405b.contract.reader import Json
+
+STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
+GZIP = b"\x1f\x8b"
+HEAD_BYTES = 8192  # enough to tell text from binary
+FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take minutes
+TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
+UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
+
+
+class Form(enum.Enum):
+    """How a file holds documents."""
+
+    TEXT = "one document"
+    RECORDS = "JSON Lines: a document per line"
+
+
+def expand(paths: Sequence[str]) -> list[Path]:
+    """List the files that ``data.paths`` names, in a fixed order.
+
+    Raises:
+        UserError: A path matches no file.
+    """
+    return [file for path in paths for file in sorted(_matches(path))]
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Check without reading them that the paths name files that can be trained on.
+
+    Raises:
+        UserError: A path matches no file, or one of its first files is neither text nor JSON Lines.
+    """
+    for path in paths:
+        for file in itertools.islice(_matches(path), FIRST_FILES):
+            form_of(file)
+
+
+def form_of(file: Path) -> Form:
+    """Tell by content (JSON Lines also by name) how a file holds documents.
+
+    Raises:
+        UserError: It cannot be read, or is neither text nor JSON Lines.
+    """
+    with reading(file) as raw:
+        head = _unpacked(raw).read(HEAD_BYTES)
+    if _is_binary(head):
+        raise UserError(
+            f"{file}: neither text nor JSON Lines, plain or in gzip; convert it, or choose files with a glob like 'corpus/**/*.md'"
+        )
+    if file.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+        return Form.RECORDS
+    if head.lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"{") and _begins_with_records(file):
+        return Form.RECORDS
+    return Form.TEXT
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[BinaryIO]:
+    """Open a file's bytes, as they are stored.
+
+    Raises:
+        UserError: It cannot be opened; or not be read, inside.
+    """
+    try:
+        with file.open("rb") as raw:
+            yield raw
+    except UNREADABLE as error:
+        raise UserError(f"{file}: cannot be read ({reason_of(error)}); correct it, or leave it out") from None
+
+
+def text_of(raw: BinaryIO) -> TextIO:
+    """The text of a file's bytes, unpacked; bytes that are not UTF-8 are replaced."""
+    return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "replace")
+
+
+def document_of(record: Json) -> tuple[str, str] | None:
+    """The prompt and the text to learn of a JSON Lines record; None if it has neither form."""
+    match record:
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            return prompt, completion
+        case {"text": str(text)}:
+            return "", text
+    return None
+
+
+def parsed(line: str) -> Json:
+    """A line as JSON; None if it is not."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None
+
+
+def _matches(path: str) -> Iterator[Path]:
+    """The files that a path names, in no order.
+
+    Raises:
+        UserError: There is none.
+    """
+    found = _named(path)
+    first = next(found, None)
+    if first is None:
+        raise UserError(f"--data.paths: {path!r} matches no file; check the path")
+    return itertools.chain([first], found)
+
+
+def _named(path: str) -> Iterator[Path]:
+    if path == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return (p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts))
+    root = Path(path)
+    if root.is_dir():
+        return (p for p in root.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(root)))
+    return (Path(p) for p in glob.iglob(path, recursive=True) if Path(p).is_file())  # noqa: PTH207
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _unpacked(raw: BinaryIO) -> BinaryIO:
+    is_gzip = raw.read(len(GZIP)) == GZIP
+    raw.seek(0)
+    if is_gzip:
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    return raw
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether bytes hold a NUL, or control characters in what is not UTF-8: Latin-1 has none."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+    except UnicodeDecodeError:
+        return bool(head.translate(None, TEXT_BYTES))
+    return b"\0" in head
+
+
+def _begins_with_records(file: Path) -> bool:
+    """Whether the first line is a document, or the first two lines are JSON objects: a .json file may be one long line."""
+    with reading(file) as raw:
+        lines = itertools.islice((line for line in text_of(raw) if line.strip()), 2)
+        first, *more = map(parsed, lines)
+    return document_of(first) is not None or (isinstance(first, dict) and any(isinstance(each, dict) for each in more))

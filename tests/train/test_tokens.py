@@ -1,0 +1,56 @@
+"""Tokens are the same on every rank, and making them may take longer than any time-out."""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+from ranks_rig import run_ranks
+
+TIMEOUT_S = 8
+
+
+def _bring(me, corpus, demo, caches, progress=lambda *_: None):
+    from llama405b.contract.schema import Data
+    from llama405b.data.batches import open_batches
+
+    me, cache = dataclasses.replace(me, local_rank=0), Path(caches) / me.host  # a host each
+    batches = open_batches(Data(paths=(str(corpus),), seq_len=32), Path(demo), cache, me, progress, lambda _: None)
+    return batches.tokens_N.tobytes(), [str(file.relative_to(caches)) for file in cache.iterdir()]
+
+
+def test_a_token_file_of_the_wrong_size_on_any_host_is_made_anew(corpus, demo, tmp_path):
+    first = run_ranks(2, _bring, corpus, demo, tmp_path)
+    assert first[0][0] == first[1][0]
+    for _, [file] in first:
+        os.truncate(tmp_path / file, (tmp_path / file).stat().st_size // 8 * 4)
+        assert run_ranks(2, _bring, corpus, demo, tmp_path) == first
+
+
+def _tokenise_for_long(me, corpus, demo, caches):
+    """Rank 0 reads text for longer than a collective may block; returns how often each rank told that it is alive."""
+    from llama405b import ranks
+    from llama405b.data import tokens
+
+    ranks.set_timeout(TIMEOUT_S)
+    told = []
+
+    class Slow(tokens.Documents):
+        def __iter__(self):
+            began = time.monotonic()
+            while time.monotonic() < began + TIMEOUT_S + 4:
+                time.sleep(0.05)
+                yield "", "text " * 50
+            yield from super().__iter__()
+
+    tokens.Documents, tokens.ENCODE_PIECES = Slow, 2
+    _bring(me, corpus, demo, caches, lambda *bytes_: told.append(bytes_))
+    return told
+
+
+def test_no_rank_times_out_while_rank_0_tokenises(corpus, demo, tmp_path):
+    leads, waits = run_ranks(2, _tokenise_for_long, corpus, demo, tmp_path)
+    assert len(leads) > 10
+    assert all(total > 0 for _, total in leads[3:])
+    waiting = [told for told in waits if told == (0, 0)]
+    assert len(waiting) >= 3

@@ -1,0 +1,84 @@
+import gzip
+import lzma
+from pathlib import Path
+
+import pytest
+
+from llama405b.contract.corpus import Form, check_paths, expand, form_of
+from llama405b.contract.errors import UserError
+
+RECORDS = '{"text": "x"}\n{"prompt": "p", "completion": "c"}\n'
+NEITHER = "neither text nor JSON Lines, plain or in gzip; convert it, or choose files with a glob like 'corpus/**/*.md'"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "form"),
+    [
+        ("a.jsonl", RECORDS.encode(), Form.RECORDS),
+        ("a.JSONL", RECORDS.encode(), Form.RECORDS),
+        ("a.jsonl.gz", gzip.compress(RECORDS.encode()), Form.RECORDS),
+        ("a.md", gzip.compress(b"# text that nobody calls .gz"), Form.TEXT),
+        ("a.json", RECORDS.encode(), Form.RECORDS),
+        ("a.json", b"\xef\xbb\xbf\n" + RECORDS.encode(), Form.RECORDS),
+        ("a.json", b'{"messages": []}\n{"messages": []}\n', Form.RECORDS),  # which the reader refuses by line
+        ("one-long-line.json", b'{"name": "x"}', Form.TEXT),
+        ("pretty.json", b'{\n  "text": "x"\n}\n', Form.TEXT),
+        ("latin-1.txt", b"caf\xe9\r\n\ttab", Form.TEXT),
+        ("odd.py", b"a = '\x01\x1f'\n", Form.TEXT),
+        ("cut.txt", "é".encode() * 5000, Form.TEXT),  # the head ends within a character
+        ("empty", b"", Form.TEXT),
+    ],
+)
+def test_a_file_is_what_its_content_says(tmp_path, name, content, form):
+    (tmp_path / name).write_bytes(content)
+    assert form_of(tmp_path / name) is form
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.parquet", b"PAR1\x15\x00\x15\x10hello\x00\x00PAR1"),
+        ("a.txt", b"PAR1\x15\x00\x15\x10hello\x00\x00PAR1"),
+        ("a.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"),
+        ("a.jsonl.xz", lzma.compress(RECORDS.encode() * 50)),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x58\x81\x01" + RECORDS.encode()),
+        ("a.gz", gzip.compress(gzip.compress(RECORDS.encode()))),
+        ("utf-16.txt", "text".encode("utf-16")),
+    ],
+)
+def test_what_is_neither_text_nor_records_is_refused_by_name(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        form_of(tmp_path / name)
+    assert str(caught.value) == f"{tmp_path / name}: {NEITHER}"
+
+
+def test_a_damaged_gzip_file_is_refused_by_name(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(RECORDS.encode())[:-9])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read \(Compressed file ended.*leave it out"):
+        form_of(tmp_path / "a.jsonl.gz")
+
+
+def test_every_file_of_the_standard_library_is_text():
+    assert {form_of(file) for file in expand(["stdlib"])} == {Form.TEXT}
+
+
+def test_paths_that_match_nothing_or_hold_a_binary_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    check_paths([str(tmp_path), f"{tmp_path}/*.txt", "stdlib"])
+    with pytest.raises(UserError, match=r"--data\.paths: '.*none\*' matches no file; check the path"):
+        check_paths([str(tmp_path), f"{tmp_path}/none*"])
+    (tmp_path / "b").write_bytes(b"\0")
+    with pytest.raises(UserError, match=NEITHER.split(",")[0]):
+        check_paths([str(tmp_path)])
+
+
+def test_hidden_files_are_left_out_but_not_what_is_below_a_hidden_or_parent_folder(tmp_path, monkeypatch):
+    corpus = tmp_path / ".data" / "corpus"
+    (corpus / ".git").mkdir(parents=True)
+    (corpus / ".git" / "c").write_text("no")
+    (corpus / "a.txt").write_text("yes")
+    assert expand([str(corpus)]) == [corpus / "a.txt"]
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    assert expand(["../.data/corpus"]) == [Path("../.data/corpus/a.txt")]

@@ -1,0 +1,83 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.schema import Data
+from llama405b.data import tokens
+from llama405b.data.tokens import NOT_LEARNT
+
+
+class Told:
+    """What a report tells, instead of a heartbeat, ranks and a log."""
+
+    def __init__(self):
+        self.progress, self.beats, self.lines = [], 0, []
+
+    def report(self):
+        return tokens._Report(lambda *bytes_: self.progress.append(bytes_), self._beat, self.lines.append)
+
+    def _beat(self):
+        self.beats += 1
+
+
+def tokenised(path, demo, cache, told=None):
+    return tokens._tokenised(Data(paths=(str(path),)), demo, cache, (told or Told()).report())
+
+
+def test_a_token_file_is_reused_unless_its_size_is_wrong(demo, corpus, tmp_path):
+    made = tokenised(corpus, demo, tmp_path)
+    path, told = tmp_path / made.name, Told()
+    content = path.read_bytes()
+    assert len(content) == 4 * made.n_tokens
+    assert tokenised(corpus, demo, tmp_path, told) == made
+    assert told.lines == []
+    for size in (len(content) - 4, 0, len(content) + 4):
+        os.truncate(path, size)
+        told = Told()
+        assert tokenised(corpus, demo, tmp_path, told) == made
+        assert path.read_bytes() == content
+        assert told.lines[0].startswith("tokenizing 2 files, ")
+    assert [entry.name for entry in tmp_path.iterdir()] == [made.name]
+
+
+def test_tokenizing_tells_how_far_it_is_after_every_piece(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "ENCODE_CHARS", 100)
+    monkeypatch.setattr(tokens, "SAY_EVERY_S", 0.0)
+    (tmp_path / "a.txt").write_text("a line of text\n" * 100)
+    told = Told()
+    tokenised(tmp_path / "a.txt", demo, tmp_path, told)
+    assert told.beats == len(told.progress) >= 10
+    assert told.progress == sorted(set(told.progress))
+    assert told.progress[-1] == (1500, 1500)
+    assert told.lines[-1] == "tokenizing: 0.0 of 0.0 MB (100%)"
+
+
+def test_a_document_that_is_split_keeps_its_tokens(demo, tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "ask me\n" * 40, "completion": "I say\n" * 40}))
+    whole = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
+    before = np.fromfile(tmp_path / whole.name, np.uint32)
+    (tmp_path / whole.name).unlink()
+    monkeypatch.setattr(tokens, "ENCODE_CHARS", 50)
+    split = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
+    after = np.fromfile(tmp_path / split.name, np.uint32)
+    assert np.array_equal(before, after)
+    learnt = (after & NOT_LEARNT) == 0
+    assert not learnt[0]
+    assert learnt[-1]
+    assert np.count_nonzero(np.diff(learnt)) == 1
+
+
+def test_a_bad_file_leaves_no_half_token_file(demo, tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n' * 600 + '{"txt": "y"}\n')
+    with pytest.raises(UserError, match=r"b\.jsonl:601: not "):
+        tokenised(tmp_path / "b.jsonl", demo, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_token_file_that_cannot_be_written_is_named(demo, corpus, tmp_path):
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    with pytest.raises(RunError, match="cache: the tokens cannot be written"):
+        tokenised(corpus, demo, tmp_path / "cache")
