@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from llama405b.checkpoint.store import Found
-from llama405b.contract.checkpoints import Identity
+from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
 from llama405b.contract.weights import read_hf_json
@@ -18,7 +18,7 @@ SAMPLE_TOKENS = 1024
 NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
-def identity_of(config: Config, files: Path, batches: Batches) -> Identity:
+def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
     """Return what this run learns; ``files``: the directory of the model's small files.
 
     The data's fingerprint covers its length and a sample: another corpus shows, a letter that changed may not.
@@ -31,7 +31,7 @@ def identity_of(config: Config, files: Path, batches: Batches) -> Identity:
     sample = hashlib.sha256()
     for start in np.unique(starts):
         sample.update(tokens_N[start : start + SAMPLE_TOKENS].tobytes())
-    return Identity(
+    return RunIdentity(
         model=f"config {hashlib.sha256(model).hexdigest()[:12]}",
         data=f"{len(tokens_N)} tokens {sample.hexdigest()[:12]}",
         sequence_length=config.data.seq_len,
@@ -42,7 +42,7 @@ def identity_of(config: Config, files: Path, batches: Batches) -> Identity:
     )
 
 
-def accept_changes(start: Found, now: Identity, *, allowed: bool) -> str:
+def accept_changes(start: Found, now: RunIdentity, *, allowed: bool) -> str:
     """Say what changes with this resume, for the log; '' if nothing does.
 
     Raises:
@@ -60,7 +60,7 @@ def accept_changes(start: Found, now: Identity, *, allowed: bool) -> str:
     return said
 
 
-def _data_skipped(start: Found, now: Identity) -> str:
+def _data_skipped(start: Found, now: RunIdentity) -> str:
     """What another batch size does to the position in the data."""
     read, step = start.manifest.sequences or 0, start.manifest.step
     ahead = step * now.global_batch_size - read

@@ -13,7 +13,7 @@ from llama405b.checkpoint.snapshot import restore
 from llama405b.checkpoint.store import Store
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
-from llama405b.contract.checkpoints import Identity
+from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.config import DEMO_MODEL, check_world, on_ranks, to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
@@ -77,7 +77,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
 
 
 def open_checkpoints(
-    config: Config, run: RunDir, resume: str, identity: Identity, me: Ranks, journal: Journal
+    config: Config, run: RunDir, resume: str, identity: RunIdentity, me: Ranks, journal: Journal
 ) -> tuple[Store, Path | None]:
     """Take the directory of checkpoints, and find the one to resume from.
 

@@ -11,7 +11,7 @@ import torch
 
 from llama405b import ranks
 from llama405b.checkpoint.store import Store
-from llama405b.contract.checkpoints import Identity
+from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
@@ -57,7 +57,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     batches: Batches
     checkpoints: Store
-    identity: Identity
+    identity: RunIdentity
     steps: range  # still to do
     journal: Journal
     pulse: Pulse

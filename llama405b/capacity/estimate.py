@@ -43,7 +43,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Needs:
+class Estimate:
     """What it takes, with activation checkpointing and decoder layers as FSDP units."""
 
     gpu_bytes: float  # per rank, at its peak
@@ -53,14 +53,14 @@ class Needs:
     step_s: float | None  # on H100s; None: unknown for these numerics
 
 
-def estimate(load: Load) -> Needs:
+def estimate(load: Load) -> Estimate:
     """Estimate what a run takes."""
     n = load.llama.parameters
     whole, gradient = BYTES_PER_PARAMETER[load.numerics], GRADIENT[load.numerics]
     on_gpu, on_host = n / load.world, 0.0
     if load.offload:
         on_gpu, on_host = 0.0, n / load.hosts
-    return Needs(
+    return Estimate(
         gpu_bytes=on_gpu * (whole - gradient) + _activations(load, on_gpu * gradient) + RUNTIME_BYTES,
         host_bytes=on_host * whole * PINNED,
         weights_bytes=2 * n,
@@ -105,7 +105,7 @@ def _step_s(load: Load) -> float | None:
     return flops / FLOPS + update
 
 
-def describe(load: Load) -> list[str]:
+def describe_needs(load: Load) -> list[str]:
     """Say what a run takes, as lines of text."""
     needs = estimate(load)
     ram = "host memory only while loading"

@@ -27,7 +27,7 @@ from llama405b import ranks
 from llama405b.checkpoint.lease import Holder
 from llama405b.checkpoint.seal import Fault, PassedOver, find_fault, open_manifest, seal, sync
 from llama405b.checkpoint.snapshot import state_to_save
-from llama405b.contract.checkpoints import MANIFEST, Identity, Manifest, Seal, committed, step_of, write_manifest
+from llama405b.contract.checkpoints import MANIFEST, Manifest, RunIdentity, Seal, committed, step_of, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
@@ -110,7 +110,7 @@ class Store:
         if self.me.leads:
             (self.root / token).unlink(missing_ok=True)
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, identity: Identity) -> Path:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, identity: RunIdentity) -> Path:
         """Write ``step-N``, then delete all but the newest ``keep`` of this run.
 
         Raises:

@@ -77,7 +77,7 @@ def _estimate(config: Config, hf_config: LlamaConfig, world: int) -> list[str]:
         config.training.global_batch_size,
         config.checkpoint.keep,
     )
-    return estimate.describe(load)
+    return estimate.describe_needs(load)
 
 
 def _shape(config: Config, preset: str) -> LlamaConfig:

@@ -35,7 +35,7 @@ class Seal:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Identity:
+class RunIdentity:
     """What makes the steps of a run comparable: after a change of any of these, it learns other things."""
 
     model: str
@@ -46,7 +46,7 @@ class Identity:
     data_seed: int
     training_seed: int
 
-    def changes(self, now: "Identity") -> list[str]:
+    def changes(self, now: "RunIdentity") -> list[str]:
         """Say what differs now, as ``global batch size 64 -> 32``."""
         names = [field.name for field in dataclasses.fields(self)]
         pairs = [(name.replace("_", " "), getattr(self, name), getattr(now, name)) for name in names]
@@ -64,7 +64,7 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES  # of each block but a file's last
     run: str = ""  # "": unknown
     hosts: tuple[str, ...] = ()  # by rank
-    identity: Identity | None = None  # None: unknown
+    identity: RunIdentity | None = None  # None: unknown
     sequences: int | None = None  # position in the data: packed sequences read so far
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by package
 

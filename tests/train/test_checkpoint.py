@@ -55,7 +55,7 @@ def _store(me, root, keep=3, run="run"):
 
 def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
     from llama405b.checkpoint import store as of_store
-    from llama405b.contract.checkpoints import Identity
+    from llama405b.contract.checkpoints import RunIdentity
 
     module, optimizer = _trainer(me, directory)
     store = _store(me, root, keep, run)
@@ -66,7 +66,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
         if number % 2 == 0:
             if number == tear_at and me.rank == 1:
                 of_store.seal = lambda path, rank: os.kill(os.getpid(), signal.SIGKILL)
-            store.save(number, module, optimizer, Identity(*IDENTITY))
+            store.save(number, module, optimizer, RunIdentity(*IDENTITY))
     store.close()
     return losses, torch.get_rng_state().sum().item()
 

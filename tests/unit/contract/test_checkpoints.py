@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 from conftest import ROOT
-from llama405b.contract.checkpoints import BLOCK_BYTES, Identity, Manifest, Seal, read_manifest, write_manifest
+from llama405b.contract.checkpoints import BLOCK_BYTES, Manifest, RunIdentity, Seal, read_manifest, write_manifest
 from llama405b.contract.reader import MalformedError
 
 HASH = hashlib.sha256(b"").hexdigest()
@@ -17,7 +17,7 @@ FILES = {
     "__0_0.distcp": Seal(3 * BLOCK_BYTES, 0, (HASH,) * 3),
     "__1_0.distcp": Seal(0, 1, (HASH,)),
 }
-IDENTITY = Identity("config 1", "900 tokens 2", 16, 6, "fp32", 0, 0)
+IDENTITY = RunIdentity("config 1", "900 tokens 2", 16, 6, "fp32", 0, 0)
 MANIFEST = Manifest(
     2, 4, FILES, 2, run="a", hosts=("h0", "h1"), identity=IDENTITY, sequences=24, versions={"torch": "2"}
 )
