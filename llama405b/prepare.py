@@ -67,7 +67,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
             journal.log("no checkpoint yet; starting from the model's weights")
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
-    journal.log(f"{steps} steps of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
+    journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
     flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
     return Trainer(
