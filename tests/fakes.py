@@ -23,6 +23,7 @@ class FakeHost:
         self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
         self.checkpoint, self.faults, self.heard = None, {}, []
         self.lives = []  # how each launch of it goes: a list of News, then it is over
+        self.gpus = [0]  # as each probe finds them; the last number stays
 
     def answer(self, action, request):
         self.heard.append((action, request))
@@ -33,7 +34,8 @@ class FakeHost:
 
     def probe(self, request):
         head = {address: Reach("", "10.0.0.9", "eth0") for address in request.candidates}
-        yield LaunchFacts({}, True, True, False, self.plan.attempt if self.plan else 0, "", False, (), (), self.name, 0,
+        gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
+        yield LaunchFacts({}, True, True, False, self.plan.attempt if self.plan else 0, "", False, (), (), self.name, gpus,
                           Rdma(), 2, "", False, (), head, "/w", True, {}, 1 << 40, "")  # fmt: skip
 
     def start(self, request):

@@ -90,6 +90,8 @@ def test_disjoint_devices_on_one_machine():
     assert devices(built(*parts, on_cpu=True)) == ["", "", ""]
     with pytest.raises(UserError, match="5 ranks on a machine with 4 GPUs"):
         built(part("1", 4, "m", 4), part("2", 1, "m", 4))
+    with pytest.raises(UserError, match="2 ranks on a machine with 1 GPU;"):
+        built(part("1", 2, "m", 1))
 
 
 def test_ranks_threads_and_the_users_own_variables():

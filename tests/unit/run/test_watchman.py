@@ -1,5 +1,6 @@
 """The guard: when it restarts a run, when it gives up, and what it leaves on record when it dies itself."""
 
+import dataclasses
 import json
 
 import pytest
@@ -122,6 +123,24 @@ def test_hosts_that_are_away_are_waited_for(fleet):
     host.stop = stop
     code, record = guarded(fleet, FAILS, WELL)
     assert (code, record.restarts, len(tries)) == (0, 1, 4)
+
+
+def test_a_gpu_that_is_away_is_waited_for(fleet):
+    fleet.fakes["a"].gpus, fleet.fakes["b"].gpus = [2], [2, 1, 1, 2]
+    code, record = guarded(fleet, FAILS, WELL)
+    assert (code, record.state, record.restarts) == (0, GuardStage.ENDED, 1)
+    assert [node.slots for node in fleet.fakes["b"].plan.nodes] == [2, 2]
+    assert fleet.fakes["b"].gpus == [2]  # it was asked four times
+
+
+def test_a_gpu_that_two_hosts_on_one_machine_miss_is_waited_for(fleet):
+    fleet.fakes["a"].name = fleet.fakes["b"].name = "one machine"
+    for name in ("a", "b"):
+        fleet.hosts[name] = dataclasses.replace(fleet.hosts[name], slots=1)
+        fleet.fakes[name].gpus = [2, 1, 1, 2]
+    code, record = guarded(fleet, FAILS, WELL)
+    assert (code, record.state, record.restarts) == (0, GuardStage.ENDED, 1)
+    assert fleet.fakes["b"].gpus == [2]
 
 
 def test_a_malformed_answer_is_a_host_that_is_away(fleet):

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
@@ -29,14 +30,21 @@ def launch(
 ) -> Plan:
     """Check, plan and start; ``say`` gets the lines that tell what is running now.
 
+    ``again``: a restart, when whatever is wrong is a host's fault and may pass.
+
     Raises:
         UserError: The request is wrong; nothing was started.
         RunError: A host is not fit, or did not start; nothing is left running, or the message says where something may be.
     """
     began = time.monotonic()
-    answers, way = probe_hosts(request, hosts, fleet, again=again)
-    parts = [part_of(host, answers[host.name], way) for host in hosts]
-    plan = plan_of(request, parts, answers, way, time.time())
+    try:
+        answers, way = probe_hosts(request, hosts, fleet)
+        parts = [part_of(host, answers[host.name], way) for host in hosts]
+        plan = plan_of(request, parts, answers, way, time.time())
+    except UserError as error:
+        if again:
+            raise RunError(str(error)) from None
+        raise
     check_training(request, plan)
     start_run(plan, request.secrets, fleet, again=again)
     took = f"up in {time.monotonic() - began:.1f} s"

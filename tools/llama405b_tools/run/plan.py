@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.machine import fabric
 from llama405b_tools.machine.fabric import Rdma
@@ -129,9 +130,8 @@ def _devices(parts: Sequence[HostPart], slots: Sequence[int]) -> list[dict[str, 
         begin = used.get(part.machine, 0)
         used[part.machine] = begin + count
         if part.gpus and used[part.machine] > part.gpus:
-            raise UserError(
-                f"slots: {used[part.machine]} ranks on a machine with {part.gpus} GPUs; lower slots= in the hosts file"
-            )
+            has = f"{used[part.machine]} ranks on a machine with {counted(part.gpus, 'GPU')}"
+            raise UserError(f"slots: {has}; lower slots= in the hosts file")
         ids = ",".join(str(i) for i in range(begin, begin + count))
         shared = part.gpus and machines.count(part.machine) > 1
         environments.append({"CUDA_VISIBLE_DEVICES": ids} if shared else {})

@@ -45,12 +45,8 @@ class Way:
 Facts = Mapping[str, LaunchFacts]  # by host
 
 
-def probe_hosts(
-    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False
-) -> tuple[Facts, Way]:
+def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Facts, Way]:
     """Ask every host whether the run can start there, and find out where they meet.
-
-    ``again``: a restart, when whatever is wrong is a host's fault and may pass.
 
     Raises:
         RunError: A host is not fit; names every host that is not.
@@ -71,13 +67,8 @@ def probe_hosts(
             listening.end_input()
             listening.close()
     answers = replies(outcomes)
-    try:
-        refuse_input(request, answers, port)
-    except UserError as error:
-        if again:
-            raise RunError(str(error)) from None
-        raise
-    unfit = {name: _host_fault(request, fleet.hosts[name], found) for name, found in answers.items()}
+    refuse_input(request, answers, port)
+    unfit = {host.name: _host_fault(request, host, answers[host.name]) for host in hosts if host.name in answers}
     faults = unanswered(outcomes) | {name: why for name, why in unfit.items() if why}
     way = meet(head, candidates, answers, port)
     if not isinstance(way, Way):
@@ -300,7 +291,7 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     if not found.ip:
         return "the `ip` program is not installed; install iproute2 there"
     if not request.on_cpu and 0 < found.gpus < host.slots:
-        return f"it has {found.gpus} GPUs, but slots={host.slots}; check nvidia-smi, or lower slots="
+        return f"it has {counted(found.gpus, 'GPU')}, but slots={host.slots}; check nvidia-smi, or lower slots="
     if found.free_bytes < LEAST_FREE_BYTES:
         free = found.free_bytes / (1 << 20)
         return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"
