@@ -11,6 +11,25 @@ from llama405b_tools.hosts.transport import HostError, Local
 
 
 @pytest.fixture
+def calls_of(tmp_path, monkeypatch):
+    """Record where a program is called; returns the file with a line for each call."""
+
+    def record(program):
+        calls, stand_in = tmp_path / f"calls of {program}", tmp_path / "bin" / program
+        stand_in.parent.mkdir(exist_ok=True)
+        stand_in.write_text(f'#!/bin/sh\npwd >>"{calls}"\nexec {shutil.which(program)} "$@"\n')
+        stand_in.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
+        return calls
+
+    return record
+
+
+def names_of(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+@pytest.fixture
 def tree(tmp_path):
     root = tmp_path / "here"
     for i in range(60):
@@ -19,29 +38,19 @@ def tree(tmp_path):
         path.write_text(f"x = {i}\n" * 50)
     (root / "run.sh").write_text("#!/bin/sh\n")
     (root / "run.sh").chmod(0o755)
-    return root, sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    return root, names_of(root)
 
 
-def test_several_may_push_to_one_directory_at_once(tree, tmp_path, monkeypatch):
+def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
     root, names = tree
-    programs, places = (
-        tmp_path / "bin",
-        tmp_path / "places",
-    )  # where each unpacks: two tars in one place trip each other
-    programs.mkdir()
-    (programs / "tar").write_text(f'#!/bin/sh\npwd >>{places}\nexec {shutil.which("tar")} "$@"\n')
-    (programs / "tar").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    places = calls_of("tar")  # where each unpacks: two tars in one place trip each other
     lines, to = sourcetree.manifest(root, names), str(tmp_path / "there")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         sent = [pool.submit(sourcetree.push, Local(), root, lines, to) for _ in range(8)]
     assert max(job.result()[0] for job in sent) == len(names)
     assert len(set(places.read_text().splitlines())) == 8
     there = tmp_path / "there"
-    assert {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()} == {
-        *names,
-        sourcetree.MANIFEST,
-    }
+    assert names_of(there) == sorted([sourcetree.MANIFEST, *names])
     assert (there / "part 3/module_8.py").read_text() == (root / "part 3/module_8.py").read_text()
     assert (there / "run.sh").stat().st_mode & 0o111
 
@@ -61,7 +70,43 @@ def test_what_is_gone_here_goes_there_and_what_is_not_ours_stays(tree, tmp_path)
 
 def test_a_file_that_cannot_be_put_in_its_place_is_said(tree, tmp_path):
     root, names = tree
-    (tmp_path / "there/run.sh/in-the-way").mkdir(parents=True)
-    with pytest.raises(HostError, match="the files could not be written"):
+    (tmp_path / "there/run.sh").mkdir(parents=True)
+    (tmp_path / "there/run.sh/mine").write_text("not ours")
+    with pytest.raises(HostError, match=r"the files could not be written \(mv: .*run\.sh"):
         sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(tmp_path / "there"))
-    assert not list((tmp_path / "there").glob("*.d"))
+    assert not list((tmp_path / "there").glob(f"{sourcetree.MANIFEST}*"))
+    assert (tmp_path / "there/run.sh/mine").exists()
+
+
+def test_a_directory_that_became_a_file_and_a_file_that_became_a_directory(tree, tmp_path):
+    root, _ = tree
+    there = tmp_path / "there"
+    (root / "deep/er").mkdir(parents=True)
+    (root / "deep/er/a.py").write_text("a")
+    (root / "flat").write_text("b")
+    sourcetree.push(Local(), root, sourcetree.manifest(root, names_of(root)), str(there))
+    shutil.rmtree(root / "deep")
+    (root / "deep").write_text("c")
+    (root / "flat").unlink()
+    (root / "flat").mkdir()
+    (root / "flat/d.py").write_text("d")
+    names = names_of(root)
+    assert sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there)) == (2, 2)
+    assert names_of(there) == sorted([sourcetree.MANIFEST, *names])
+
+
+def test_an_empty_tree_deletes_what_an_earlier_push_sent(tree, tmp_path):
+    root, names = tree
+    there = tmp_path / "there"
+    sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there))
+    assert sourcetree.push(Local(), root, "", str(there)) == (0, len(names))
+    assert names_of(there) == [sourcetree.MANIFEST]
+
+
+def test_what_has_not_changed_is_hashed_once(tree, tmp_path, calls_of):
+    root, names = tree
+    lines, to = sourcetree.manifest(root, names), str(tmp_path / "there")
+    sourcetree.push(Local(), root, lines, to)
+    calls = calls_of("sha256sum")
+    assert sourcetree.push(Local(), root, lines, to) == (0, 0)
+    assert calls.read_text() == f"{to}\n"

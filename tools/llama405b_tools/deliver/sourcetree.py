@@ -67,11 +67,12 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
         HostError: The directory cannot be created or written.
     """
     directory, new = shell_path(to), f"{MANIFEST}.{secrets.token_hex(4)}"
+    enter = f"cd {directory} && trap '[ $? = 0 ] || rm -rf {new} {new}.d' 0 && "
     compare = (
-        f"mkdir -p {directory} && cd {directory} && cat >{new} && {{ sha256sum -c {new} 2>/dev/null "
-        f"| sed -n 's/: FAILED.*$//p'; }} && echo === && {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }}"
+        f"cat >{new} && {{ sha256sum -c {new} 2>/dev/null | sed -n 's/: FAILED.*$//p'; }} && echo === "
+        f"&& {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }}"
     )
-    there = connection.run(compare, lines, TIMEOUT_S)
+    there = connection.run(f"mkdir -p {directory} && {enter}{compare}", lines, TIMEOUT_S)
     if there.code:
         raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
     differ, _, before = there.out.partition("===\n")
@@ -79,18 +80,24 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
     send = [name for name in differ.splitlines() if name in wanted]
     gone = [name for name in before.splitlines() if name.startswith("./") and name not in wanted and "/../" not in name]
     if gone:
-        _checked(connection.run(f"cd {directory} && xargs -0 rm -f --", "\0".join(gone), TIMEOUT_S))
-    _checked(connection.run(f"cd {directory} && {_unpack(new)}", _archive(root, send), TIMEOUT_S))
+        _checked(connection.run(f"{enter}xargs -0 rm -f --", "\0".join(gone), TIMEOUT_S))
+    unpack, archive = (_unpack(new), _archive(root, send)) if send else ("", "")
+    _checked(connection.run(f"{enter}{unpack}mv {new} {MANIFEST}", archive, TIMEOUT_S))
     return len(send), len(gone)
 
 
 def _unpack(manifest: str) -> str:
-    """The shell line that unpacks an archive, moving each file atomically: others may do the same at the same time."""
+    """Begin a shell line: unpack an archive, moving each file atomically, as others may do the same; then verify all.
+
+    Where a file is to be, what is left of a directory goes, unless it holds a file: then mv says so.
+    """
     part = f"{manifest}.d"
-    put = "find . -type d -exec mkdir -p ../{} ';' && find . ! -type d -exec mv -f {} ../{} ';'"
+    clear = '[ ! -d "../$f" ] || find "../$f" -type d -empty -delete'
+    make = """find . -type d -exec sh -c 'cd .. && mkdir -p "$@"' sh {} +"""
+    move = f"""find . ! -type d -exec sh -c 'for f; do {clear}; mv -fT "$f" "../$f" || exit; done' sh {{}} +"""
     return (
-        f"mkdir {part} && {{ (cd {part} && base64 -d | tar -xzf - && {put}); done=$?; rm -rf {part}; [ $done = 0 ]; }} "
-        f"&& sha256sum -c {manifest} >/dev/null && mv {manifest} {MANIFEST}"
+        f"mkdir {part} && (cd {part} && base64 -d | tar -xzf - && {make} && {move}) && rm -r {part} "
+        f"&& sha256sum -c {manifest} >/dev/null && "
     )
 
 
@@ -108,7 +115,9 @@ def _archive(root: Path, names: Sequence[str]) -> str:
 
 def _checked(result: Result) -> None:
     if result.code:
-        raise HostError(f"the files could not be written ({_last(result.err)}); make room, or set workdir=")
+        raise HostError(
+            f"the files could not be written ({_last(result.err)}); correct that, or choose another directory"
+        )
 
 
 def _last(text: str) -> str:
