@@ -282,8 +282,10 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
     assert again.returncode == 0, again.stderr
 
 
-@pytest.mark.parametrize("screen", [">&-", "2>&1 | head -1", ">/dev/full", ">&- 2>&-"])
-def test_a_screen_that_is_gone_leaves_no_run_unguarded(work, cli, demo, corpus, screen):
+@pytest.mark.parametrize(
+    ("screen", "code"), [(">&-", 0), ("2>&1 | head -1", 0), (">/dev/full", 1), (">&- 2>&-", 0)]
+)  # 1: what was said is lost
+def test_a_screen_that_is_gone_leaves_no_run_unguarded(work, cli, demo, corpus, screen, code):
     flags = shlex.join(map(str, settings(demo, corpus, 100_000)))
     front = f"{sys.executable} -m llama405b_tools.cli"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
@@ -291,10 +293,23 @@ def test_a_screen_that_is_gone_leaves_no_run_unguarded(work, cli, demo, corpus, 
         ["bash", "-o", "pipefail", "-c", f"{front} launch --run dark --restart 1 {flags} {screen}"],
         cwd=work, env=env, stdin=subprocess.DEVNULL, timeout=90, check=False,
     )  # fmt: skip
-    assert done.returncode == 0
+    assert done.returncode == code
     wait_for((work / "runs/dark/guard.json").exists)
     guarded = json.loads((work / "runs/dark/guard.json").read_text())
     assert guarded["state"] == "watching"
     os.kill(guarded["pid"], 0)
     assert cli(work, "status", "--run", "dark").returncode == 0
     assert cli(work, "stop", "--run", "dark", "--grace", 0).returncode == 0
+
+
+def test_following_ends_when_nobody_reads_and_the_run_continues(work, cli, demo, corpus):
+    flags = shlex.join(map(str, settings(demo, corpus, 100_000)))
+    front = f"{sys.executable} -m llama405b_tools.cli"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{front} launch --run lit --follow {flags} | head -1"],
+        cwd=work, env=env, stdin=subprocess.DEVNULL, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert cli(work, "status", "--run", "lit").returncode == 0
+    assert cli(work, "stop", "--run", "lit", "--grace", 0).returncode == 0

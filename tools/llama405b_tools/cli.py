@@ -1,6 +1,5 @@
 """The ``llama405b`` command. A verb's module is imported only when that verb is called."""
 
-import contextlib
 import importlib
 import os
 import sys
@@ -8,8 +7,9 @@ from collections.abc import Sequence
 
 from llama405b import __version__
 from llama405b.contract import command
-from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
+from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b.contract.phrases import did_you_mean
+from llama405b_tools.run import screen
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
@@ -49,7 +49,22 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit code."""
     _open_standard_streams()
-    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _call(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit as leaving:  # argparse's --help
+        code = int(leaving.code or GOOD)
+    except OSError:
+        screen.show("")
+        if not screen.settle():  # it was another file
+            raise
+        code = FAILED
+    if lost := screen.settle():
+        screen.show(f"llama405b: cannot write to standard output ({lost})", error=True)
+        return FAILED
+    return code
+
+
+def _call(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
@@ -61,33 +76,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown verb {args[0]!r}{did_you_mean(args[0], VERBS)}; use one of {', '.join(VERBS)}")
         return _verb(args[0], args[1:])
     except UserError as error:
-        print(f"llama405b: {error}", file=sys.stderr)
+        screen.show(f"llama405b: {error}", error=True)
         return error.exit_code
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING
-    except BrokenPipeError:
-        sys.stderr.close()  # or Python complains again on exit
-        return 0
-    finally:
-        _settle()
+    except BrokenPipeError:  # `| head` has what it wants
+        return GOOD
 
 
 def _open_standard_streams() -> None:
-    """Give 0, 1 and 2 to no other file where they are closed (``>&-``): a child would write into it."""
+    """Open those that are closed (``>&-``): a child would write into the next file that gets the number."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-
-
-def _settle() -> None:
-    """Let go of what could not be printed, which the interpreter would try again at exit, and fail."""
-    with contextlib.suppress(ValueError):
-        try:
-            print(end="", flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or screen.nowhere(1)
+    sys.stderr = sys.stderr or screen.nowhere(2)
 
 
 def cluster_top() -> int:

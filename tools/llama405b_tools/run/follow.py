@@ -190,8 +190,8 @@ def watch_run(
                 watch.stopped = stop_this(plan, fleet)
                 break
             with contextlib.suppress(queue.Empty):
-                shown = [show(clean(line)) for line in watch.take(streams.arrivals.get(timeout=POLL_S))]
-                if limits is None and not all(shown):
+                lines = [clean(line) for line in watch.take(streams.arrivals.get(timeout=POLL_S))]
+                if lines and not show("\n".join(lines)) and limits is None:
                     raise NobodyReadsError
     finally:
         streams.close()

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError, UserError
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse_hosts
+from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
@@ -130,23 +130,18 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
 
 
 def _print(args: argparse.Namespace, session: Session) -> int:
-    """Print once, or every ``--watch`` seconds."""
-    code = GOOD
+    """Print once, or every ``--watch`` seconds as long as somebody may read it."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         _await_all(session, watches=bool(args.watch))
         while True:
             pic = session.picture(logs=False)
-            code = pic.exit_code
-            _put(args, session, pic)
-            if not args.watch or session.source.done():
-                return code
+            if not _put(args, session, pic) or not args.watch or session.source.done():
+                return pic.exit_code
             _pass(session, args.watch)
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING
-    except BrokenPipeError:  # `| head` has what it wants
-        return code
 
 
 def _pass(session: Session, seconds: float) -> None:
@@ -175,10 +170,9 @@ def _await_all(session: Session, *, watches: bool) -> None:
             counts[event.host] += event.frame is not None
 
 
-def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
+def _put(args: argparse.Namespace, session: Session, pic: Picture) -> bool:
     if args.json:
-        _write(f"{reader.dumps_whole(pic)}\n")
-        return
+        return screen.show(reader.dumps_whole(pic))
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
@@ -188,20 +182,4 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> None:
     )
     for line in panels.listed(pic, session.ui, width):
         console.print(line, no_wrap=True, crop=tty, overflow="ellipsis" if tty else "ignore", soft_wrap=not tty)
-    _write(text.getvalue() + ("\n" if args.watch else ""))
-
-
-def _write(text: str) -> None:
-    """Write to standard output.
-
-    Raises:
-        BrokenPipeError: Nobody reads it any more.
-        RunError: It cannot be written.
-    """
-    try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at exit
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise RunError(f"cannot write to standard output ({reason_of(error)})") from None
+    return screen.show(text.getvalue(), end="\n" if args.watch else "")
