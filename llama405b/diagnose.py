@@ -1,8 +1,10 @@
 """Diagnoses of a rank, on request: a profile of some steps, its memory, its threads' stacks. Files in the run's directory."""
 
-import faulthandler
 import json
 import resource
+import sys
+import threading
+import traceback
 from pathlib import Path
 
 import torch
@@ -14,8 +16,9 @@ from llama405b.ranks import Ranks
 def write_stacks(run: RunDir, me: Ranks, step: int) -> Path:
     """Write the stack of every thread of this process; returns the file."""
     path = _place(run.diagnosis("stacks", me.rank, step, "txt"))
-    with path.open("w", encoding="utf-8") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = ((names.get(ident, ident), traceback.format_stack(top)) for ident, top in sys._current_frames().items())
+    path.write_text("\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks), encoding="utf-8")
     return path
 
 
@@ -49,10 +52,27 @@ class Profile:
         self.profiler.start()
 
     def finish(self) -> Path:
-        """Write the trace; returns the file."""
+        """Write the trace, first under another name: torch reports no failure, so its end is looked for.
+
+        Raises:
+            OSError: It is not there, or cut short.
+        """
         self.profiler.stop()
-        self.profiler.export_chrome_trace(str(_place(self.path)))
-        return self.path
+        part = _place(self.path.with_suffix(".part"))
+        part.unlink(missing_ok=True)
+        self.profiler.export_chrome_trace(str(part))
+        if not _last_bytes(part).rstrip().endswith(b"}"):
+            part.unlink(missing_ok=True)
+            raise OSError("torch did not write the whole trace")
+        return part.replace(self.path)
+
+
+def _last_bytes(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 100))
+        return file.read()
 
 
 def _place(path: Path) -> Path:

@@ -71,8 +71,9 @@ def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, co
     refused = ask("none", RequestKind.SAVE)
     assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves no checkpoints")
     (work / "runs/none/diagnosis").write_text("in the way")
-    lost = ask("none", RequestKind.MEMORY)
-    assert (lost.path, "could not be written" in lost.detail) == ("", True)
+    for kind in (RequestKind.MEMORY, RequestKind.STACKS, RequestKind.PROFILE):
+        lost = ask("none", kind)
+        assert (lost.path, "could not be written" in lost.detail) == ("", True), kind
     before = heartbeat(work, "none", 0)["step"]
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > before)  # the run is none the worse for it
     (work / "runs/none/requests/odd.json").write_text("{")
