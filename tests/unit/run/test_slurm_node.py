@@ -62,6 +62,17 @@ def test_a_place_that_cannot_be_written_is_refused(run):
         meet(run, a=where("10.0.0.1"), b=where("10.0.0.2", places={"cache": place_of("/etc/passwd/hf")}))
 
 
+@pytest.mark.parametrize(("path", "there"), [("$NOPE", "$NOPE"), ("/nvme/${NOPE}", "/nvme/${NOPE}"), ("$EMPTY", ".")])
+def test_a_place_whose_variable_is_not_set_is_refused(run, monkeypatch, path, there):
+    monkeypatch.delenv("NOPE", raising=False)
+    monkeypatch.setenv("EMPTY", "")
+    found = slurm_node._where("localhost", THIS, {"scratch": path})
+    with pytest.raises(SystemExit) as refused:
+        meet(run, a=found)
+    assert str(refused.value).startswith(f"a: --scratch: {there!r} is not a full path on that node;")
+    assert not read_plan(run).nodes
+
+
 def test_a_requeued_job_goes_on_with_the_next_attempt(run, monkeypatch):
     meet(run, a=where("10.0.0.1"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

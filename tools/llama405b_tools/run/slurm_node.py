@@ -123,12 +123,7 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
     found = _wait(lambda: _all_where(run, names, this), "not all nodes appeared")
     if clauses := disagreements({name: {"torch": where.torch} for name, where in found.items()}):
         raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same versions")
-    for name, where in found.items():
-        for key, place in where.places.items():
-            if not place.writable:
-                raise SystemExit(
-                    f"{name}: --{key}: {place.path} cannot be created or written; name a directory of your own"
-                )
+    _check_places(found)
     own = [entry.address for entry in found[names[0]].own]
     seen = [found[name].head for name in names[1:] if found[name].head]
     head = [*seen, *own, "127.0.0.1"][0]
@@ -147,6 +142,18 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
         slurm_job=os.environ["SLURM_JOB_ID"],
     )
     write_json(run.plan, build_plan(terms, parts, launching))
+
+
+def _check_places(found: Mapping[str, NodeWhere]) -> None:
+    """Refuse directories that a node cannot use; a variable that is not set there stays, or leaves nothing."""
+    for name, where in found.items():
+        for key, place in where.places.items():
+            if "$" in place.path or not place.path.startswith("/"):
+                why = f"{place.path!r} is not a full path on that node; set its variables there, or name another directory"
+                raise SystemExit(f"{name}: --{key}: {why}")
+            if not place.writable:
+                why = f"{place.path} cannot be created or written; name a directory of your own"
+                raise SystemExit(f"{name}: --{key}: {why}")
 
 
 def _part(name: str, where: NodeWhere, mine: str) -> HostPart:
