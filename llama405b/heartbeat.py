@@ -34,8 +34,8 @@ class Pulse:
         )
         self._write()
 
-    def stepped(self, step: int, *, data_s: float = 0.0, optimizer_s: float = 0.0) -> None:
-        """Record a finished or skipped step."""
+    def stepped(self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None) -> None:
+        """Record a finished or skipped step; how long the parts of a skipped one took is not known."""
         self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s)
 
     def loaded(self, done_bytes: int, total_bytes: int) -> None:
@@ -47,7 +47,7 @@ class Pulse:
         self.record = dataclasses.replace(self.record, cause=cause)
         self.phase(Phase.FAILED)
 
-    def _beat(self, **news: float) -> None:
+    def _beat(self, **news: float | None) -> None:
         self.record = dataclasses.replace(self.record, **news)  # type: ignore[arg-type]
         now = time.time()
         if now - self.record.time >= INTERVAL_S:

@@ -78,10 +78,10 @@ class Trainer:
         self.pulse.phase(Phase.TRAIN)
         for step in self.steps:
             metrics = self.one_step(step)
-            ranks.set_timeout(self.config.timeouts.step)
             if metrics is None:
                 self.skip(step)
             else:
+                ranks.set_timeout(self.config.timeouts.step)
                 self.pulse.stepped(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
                 self.journal.metrics(metrics)
             if self.obey(step):
