@@ -68,7 +68,7 @@ class TestRehearsal:
         assert "checkpoints from these hosts cannot be trusted" in capsys.readouterr().out
 
     def test_an_old_loss_of_the_step_is_not_taken_for_the_resumed_one(self, fleet, capsys):
-        again = [steps(1, 5.0, 4.0, 3.5), steps(2, 3.7, first=3)]  # the file still has the first attempt's lines
+        again = [steps(1, 5.0, 4.0, 3.5, 3.4), steps(2, 3.7, first=3)]  # the file still has the first attempt's lines
         assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), (again, [])) == 1
         assert "has loss 3.700000" in capsys.readouterr().out
 
@@ -82,6 +82,12 @@ class TestRehearsal:
     def test_one_that_ends_too_early_is_no_success(self, fleet, capsys):
         assert rehearsed(fleet, ([steps(1, 5.0), over("a")], [over("b")])) == 1
         assert "it ended before step 3" in capsys.readouterr().out
+
+    def test_one_whose_last_step_is_skipped_goes_no_further(self, fleet, capsys):
+        took = [steps(1, 5.0, 4.0), steps(1, 3.4, first=4)]
+        assert rehearsed(fleet, ([*took, over("a")], [over("b")])) == 1
+        assert "step 3 was skipped: all of its targets are masked" in capsys.readouterr().out
+        assert len(asked(fleet, "a", "start")) == 1
 
     def test_without_checkpoints_there_is_nothing_to_resume(self, fleet, capsys):
         code = rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), more=["--checkpoint.every", "0"])

@@ -101,6 +101,11 @@ class Watch:
         """The loss of a step of this attempt; None if it was not taken."""
         return next((m.loss for m in self.metrics if m.step == step and m.attempt == self.plan.attempt), None)
 
+    @property
+    def newest_step(self) -> int:
+        """The last step of this attempt that was not skipped; 0 before the first."""
+        return max((m.step for m in self.metrics if m.attempt == self.plan.attempt), default=0)
+
     def take(self, arrival: Arrival) -> list[str]:
         """Take one message; returns the lines to print."""
         host, news = arrival.host, arrival.news

@@ -83,12 +83,15 @@ def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
     """Wait for the last step of the rehearsal; returns its loss.
 
     Raises:
-        RunError: The run fails or hangs before that; names phase and host.
+        RunError: The run fails or hangs before that; names phase and host. Or the step is skipped.
     """
     limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
-    watch = watch_run(fleet, plan, limits, lambda watch: watch.loss_of(STEPS) is not None)
+    watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= STEPS)
     if (loss := watch.loss_of(STEPS)) is not None:
         return loss
+    if watch.newest_step > STEPS:
+        why = f"step {STEPS} was skipped: all of its targets are masked, so there is no loss to compare"
+        raise RunError(f"{why}; remove documents whose prompts are longer than --data.seq_len, or raise it")
     worst = watch.worst()
     if worst is None:
         raise RunError(f"it ended before step {STEPS}")
