@@ -9,6 +9,7 @@ outlives a SIGKILL of the runner just long enough to end the rest.
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -35,6 +36,7 @@ from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, 
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
+STOP_EVERY_S = 1.0  # on a disk that all nodes share
 NOTE_EVERY_S = 0.5  # per file
 DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
@@ -211,10 +213,13 @@ class NodeRunner:
 
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with a time limit."""
+        look_at = time.monotonic() if self.plan.slurm_job else math.inf  # there no signal reaches this process alone
         while not self.stop_signal:
-            if self.run.stop(self.host).exists():  # in a Slurm job no signal reaches this process alone
-                self.stop_signal = signal.SIGTERM
-                break
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + STOP_EVERY_S
+                if self.run.stop(self.host).exists():
+                    self.stop_signal = signal.SIGTERM
+                    break
             if (code := child.poll()) is not None:  # Popen.wait with a timeout would wake up twenty times a second
                 return code
             time.sleep(POLL_S)
