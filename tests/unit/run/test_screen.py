@@ -10,7 +10,7 @@ from fakes import FakeFleet, over
 from conftest import ROOT
 from llama405b_tools.remote.messages.stream import News
 from llama405b_tools.run import screen
-from llama405b_tools.run.follow import EndKind, follow
+from llama405b_tools.run.follow import EndKind, follow, watch_run
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import parse
 
@@ -43,6 +43,18 @@ def test_a_stream_that_broke_stays_broken(nobody, monkeypatch):
     monkeypatch.setattr(sys, "stdout", nobody)
     assert [screen.show("x") for _ in range(4)] == [False] * 4
     assert screen.settle() == ""  # which is no fault
+
+
+def test_what_one_message_says_is_printed_at_once(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    shown = []
+    with FakeFleet(("a", "b")) as fleet:
+        plan = launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet)
+        said = News(entries=((0.0, "a/0/stdout.log", "1\n2"), (0.0, "a/0/stdout.log", "3")))
+        fleet.fakes["a"].lives, fleet.fakes["b"].lives = [[said, over("a")]], [[over("b")]]
+        monkeypatch.setattr("llama405b_tools.run.follow.show", lambda text, **_: shown.append(text) or True)
+        watch_run(fleet, plan)
+    assert shown == ["1\n2\n3"]
 
 
 def test_following_ends_if_nobody_reads_even_if_what_came_before_was_lost(nobody, monkeypatch, tmp_path):
