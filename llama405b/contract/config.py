@@ -7,7 +7,6 @@ check a training command before any host starts it. A flag is the TOML path: ``-
 import collections
 import contextlib
 import dataclasses
-import difflib
 import json
 import math
 import operator
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted, did_you_mean, given, last_of, reason_of
+from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
 from llama405b.contract.schema import TYPES, Config, Training, fields
 from llama405b.contract.trust import refuse_others_writing
@@ -336,7 +335,5 @@ def _line_of(text: str, section: str, key: str | None = None) -> int:
 
 
 def _nearest(word: str, known: Sequence[str] | Mapping[str, Json]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    if not close:  # the right key in the wrong section
-        close = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]][:1]
-    return given(" (did you mean {!r}?)", "".join(close))
+    elsewhere = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]  # in another section
+    return did_you_mean(word, known, 0.5) or did_you_mean(word, elsewhere, 0.0)

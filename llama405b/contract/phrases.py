@@ -26,9 +26,9 @@ def last_of(lines: Sequence[str], otherwise: str = "") -> str:
     return [otherwise, *lines][-1]
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'status'?)`` for a word that is close to a known one, else ''."""
-    return given(" (did you mean {!r}?)", "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)))
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.7) -> str:
+    """Return `` (did you mean 'status'?)`` for a word that is close to a known one (``likeness`` of 0 to 1), else ''."""
+    return given(" (did you mean {!r}?)", "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)))
 
 
 def reason_of(error: Exception) -> str:
