@@ -73,14 +73,14 @@ class Ssh:
         except TimeoutError:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         except BROKEN as error:
-            raise HostError(f"the connection was lost ({str(error) or type(error).__name__})") from None
+            raise _lost(error) from None
 
     def stream(self, command: str, stdin: str) -> Stream:
         """See ``transport.Connection``."""
         try:
             return _SshStream(self._open(command, stdin))
         except BROKEN as error:
-            raise HostError(f"the connection was lost ({str(error) or type(error).__name__})") from None
+            raise _lost(error) from None
 
     def tunnel(self, port: int) -> Tunnel:
         """See ``transport.Connection``."""
@@ -133,6 +133,11 @@ class Ssh:
         self.clients.append(client)
         _login(client, name, port, user, options, sock)
         return client
+
+
+def _lost(error: Exception) -> HostError:
+    """A connection that broke; paramiko's errors may have no words."""
+    return HostError(f"the connection was lost ({str(error) or type(error).__name__})")
 
 
 def _hops(text: str) -> Iterator[tuple[str, str, int]]:
@@ -297,8 +302,8 @@ class _SshStream:
     def send(self, text: str) -> None:
         try:
             self.channel.sendall(text.encode())
-        except (OSError, EOFError, paramiko.SSHException) as error:
-            raise HostError(f"the connection was lost ({str(error) or type(error).__name__})") from None
+        except BROKEN as error:
+            raise _lost(error) from None
 
     def end_input(self) -> None:
         with contextlib.suppress(*BROKEN):
