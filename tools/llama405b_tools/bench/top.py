@@ -33,7 +33,7 @@ from llama405b_tools.top.state.frames import Frame
 LEAST_S = 5.0
 INTERVAL_S = 2.0
 COLUMNS, LINES = 120, 40
-RUN_HOSTS = 64  # as many launches as one machine that plays all hosts can take
+RUN_HOSTS = 64  # in a launch that one machine, which plays all of them, can take
 WARM_S, PER_HOST_S = 12.0, 0.15  # until every host has been sending frames for some time
 CHANGES, FIRST_STEP, DELAY_MOST_S = 9, 400_001, 30.0
 QUERY = "nvidia-smi --query-gpu=index,utilization.gpu,memory.used,power.draw --format=csv,noheader || true"

@@ -29,7 +29,7 @@ class StartFault(enum.StrEnum):
     TAKEN = "taken"  # somebody else has just started the run
     STOPPED = "stopped"  # somebody stopped the run
     TMUX = "tmux"  # could not start a session
-    ENDED = "ended"  # the node runner did, immediately
+    ENDED = "ended"  # the node runner ended immediately
     SLOW = "slow"  # torchrun was not started in time
 
 
