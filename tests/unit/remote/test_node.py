@@ -1,5 +1,10 @@
 """The node runner's own log: each attempt's line comes before what its torchrun writes."""
 
+import threading
+import time
+
+import pytest
+
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
@@ -7,10 +12,59 @@ from llama405b_tools.remote import node as node_runner
 from llama405b_tools.remote.node import NodeRunner
 
 
-def test_the_line_of_an_attempt_is_on_disk_before_torchrun_starts(tmp_path, monkeypatch):
-    run = RunDir(tmp_path / "runs/r")
-    write_json(run.plan, Plan("r", 3, 5.0, "r-3-x", "a:1", ("-m", "mine"), (),
-                              (Node("a", 1, 0, str(tmp_path), "/py", "10.0.0.1", "lo", {}),)))  # fmt: skip
+@pytest.fixture
+def run(tmp_path):
+    found = RunDir(tmp_path / "runs/r")
+    write_json(found.plan, Plan("r", 3, 5.0, "r-3-x", "a:1", ("-m", "mine"), (),
+                                (Node("a", 1, 0, str(tmp_path), "/py", "10.0.0.1", "lo", {}),)))  # fmt: skip
+    found.logs("a").mkdir(parents=True)
+    return found
+
+
+class Pane:
+    """A terminal that takes nothing until it is told to."""
+
+    def __init__(self):
+        self.waits, self.takes = threading.Event(), threading.Event()
+
+    def print(self, *_, **__):
+        self.waits.set()
+        self.takes.wait(60)
+
+
+class Child:
+    code = None
+
+    def poll(self):
+        return self.code
+
+
+def within(seconds, condition):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_the_times_of_log_lines_do_not_wait_for_the_pane(run, monkeypatch):
+    pane, child, runner, log = Pane(), Child(), NodeRunner(run, "a"), run.logs("a") / "rank.log"
+    monkeypatch.setattr(node_runner, "print", pane.print, raising=False)
+    threads = runner.watch_logs(child)
+    try:
+        for size in (4, 8):
+            with log.open("a") as file:
+                file.write("one\n")
+            assert pane.waits.wait(30)  # from here on it is stuck
+            assert within(30, lambda size=size: f" {size} rank.log\n" in run.times("a").read_text())
+    finally:
+        child.code = 0
+        runner.ended.set()
+        pane.takes.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def test_the_line_of_an_attempt_is_on_disk_before_torchrun_starts(run, monkeypatch):
     seen = []
     monkeypatch.setattr(node_runner.subprocess, "Popen", lambda *_, **__: seen.append(run.agent_log("a").read_bytes()))
     NodeRunner(run, "a").start_torchrun()

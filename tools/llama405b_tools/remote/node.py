@@ -37,7 +37,6 @@ from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
 STOP_EVERY_S = 1.0  # on a disk that all nodes share
-NOTE_EVERY_S = 0.5  # per file
 DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
 
@@ -78,10 +77,11 @@ class NodeRunner:
             os.write(line, reader.dumps(Cause(CauseKind.NOT_STARTED, self.host, detail=str(error))).encode())
             raise
         self.report(NodeState.RUNNING)
-        shown = self.show_logs(child)
+        threads = self.watch_logs(child)
         code = self.wait(child)
         self.ended.set()
-        shown.join(GRACE_S)
+        for thread in threads:
+            thread.join(GRACE_S)
         processes.sweep(self.marker, below=os.getpid(), spare=(guardian,))
         self.report_end(code)
         os.write(line, DONE)  # the guardian may go
@@ -253,34 +253,43 @@ class NodeRunner:
             time.sleep(POLL_S)
         return code
 
-    def show_logs(self, child: "subprocess.Popen[bytes]") -> threading.Thread:
-        """Print the logs of this host's ranks in the tmux pane, for whoever attaches, and record when they arrived."""
-        root = self.run.logs(self.host)
-        tail = Tail(root, from_end=True)
+    def watch_logs(self, child: "subprocess.Popen[bytes]") -> list[threading.Thread]:
+        """Start what reads this host's logs until torchrun has ended; a slow pane delays nothing but itself."""
+        threads = []
+        for read in (self.note_logs, self.show_logs):
+            tail = Tail(self.run.logs(self.host), from_end=True)
+            threads.append(threading.Thread(target=read, args=(child, tail), daemon=True))
+            threads[-1].start()
+        return threads
 
-        def follow() -> None:
-            ends: dict[Path, int] = {}  # arrived but not recorded yet
-            noted: dict[Path, float] = {}
-            with self.run.times(self.host).open("a", encoding="utf-8") as times:
-                while True:
-                    ended = child.poll() is not None
-                    for piece in tail.all(final=ended):
-                        self.look_for_sockets(piece.data, child)
-                        ends[piece.path] = piece.begin + len(piece.data)
-                        with contextlib.suppress(OSError):
-                            print(piece.data.decode("utf-8", "replace"), end="", flush=True)
-                    now = time.time()
-                    for path in [path for path in ends if ended or now - noted.get(path, 0.0) > NOTE_EVERY_S]:
-                        noted[path] = now
-                        times.write(f"{now:.3f} {ends.pop(path)} {path.relative_to(root)}\n")
-                    times.flush()
-                    if ended:
-                        return
-                    self.ended.wait(LOGS_EVERY_S)
+    def note_logs(self, child: "subprocess.Popen[bytes]", tail: Tail) -> None:
+        """Record how long each log is, and when; look for what ends the run."""
+        noted = {path: size for path, (_, size) in tail.marks.items()}
+        with self.run.times(self.host).open("a", encoding="utf-8") as times:
+            while True:
+                ended = child.poll() is not None
+                for path in tail.files():
+                    size = path.stat().st_size
+                    if size != noted.get(path, 0):
+                        noted[path] = size
+                        times.write(f"{time.time():.3f} {size} {path.relative_to(tail.root)}\n")
+                times.flush()
+                for piece in tail.new(final=ended) if self.plan.refuse_sockets else ():
+                    self.look_for_sockets(piece.data, child)
+                if ended:
+                    return
+                self.ended.wait(LOGS_EVERY_S)
 
-        thread = threading.Thread(target=follow, daemon=True)
-        thread.start()
-        return thread
+    def show_logs(self, child: "subprocess.Popen[bytes]", tail: Tail) -> None:
+        """Print the logs in the tmux pane, for whoever attaches."""
+        while True:
+            ended = child.poll() is not None
+            for piece in tail.all(final=ended):
+                with contextlib.suppress(OSError):
+                    print(piece.data.decode("utf-8", "replace"), end="", flush=True)
+            if ended:
+                return
+            self.ended.wait(LOGS_EVERY_S)
 
 
 def main() -> int:
