@@ -21,7 +21,8 @@ class FakeHost:
 
     def __init__(self, name):
         self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
-        self.checkpoint, self.faults, self.heard = None, {}, []
+        self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
+        self.members, self.ends, self.now = (), (), 0.0
         self.lives = []  # how each launch of it goes: a list of News, then it is over
         self.gpus = [0]  # as each probe finds them; the last number stays
 
@@ -52,6 +53,8 @@ class FakeHost:
     def stop(self, request):
         was, self.alive = self.alive, False
         self.stopped_by = request.by or self.stopped_by
+        if request.blame:
+            self.blames = (*self.blames, request.blame)
         yield Ended(True, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
 
     def status_reply(self):
@@ -59,8 +62,9 @@ class FakeHost:
 
     def run(self):
         plan = self.plan
-        return HostRun(plan.run, plan.created, plan.attempt, "", 0, self.alive, (), self.status, (), (), self.stopped_by,
-                       None, self.checkpoint, 0.0)  # fmt: skip
+        return HostRun(plan.run, plan.created, plan.attempt, "", 0, self.alive, (), self.status, (), self.ends,
+                       self.stopped_by, None, self.checkpoint, self.now,
+                       self.members or tuple(node.name for node in plan.nodes), self.blames)  # fmt: skip
 
     def stream(self, request):
         for news in self.lives.pop(0) if self.lives else ():

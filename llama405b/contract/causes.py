@@ -24,6 +24,7 @@ class CauseKind(enum.StrEnum):
     VANISHED = "vanished"  # the host's processes are gone and left no status
     LEFTOVERS = "leftovers"  # ``count`` processes of an earlier attempt
     NEVER_STARTED = "never started"
+    FILES_GONE = "files gone"  # the host ran the run, but has no files of it any more
     NO_RUN = "no run"  # the host does not know the run
     HUNG = "hung"  # ``rank`` has been silent for ``age_s``, in ``phase`` at ``step``
     UNREACHABLE = "unreachable"  # the operator's machine cannot reach the host; ``detail``: why

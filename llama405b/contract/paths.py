@@ -9,6 +9,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     heartbeat/rank-N.json            rank N        ``Heartbeat``
     status/HOST.json                 node runner   ``NodeStatus`` of that host
     status/HOST.ends.jsonl           node runner   the last ``NodeStatus`` of each attempt
+    status/HOST.blames.jsonl         agent         one ``Blame`` per failed attempt: why, as whoever ended it decided
     status/HOST.lock                 node runner   held (flock) while that host's node runner is running
     status/HOST.start.lock           agent         held while it starts the run on that host
     status/HOST.stop                 agent         who asked the run to stop, and the grace period
@@ -76,6 +77,7 @@ class RunDir:
     events = _BelowEach("events/{}.jsonl")
     status = _BelowEach("status/{}.json")
     ends = _BelowEach("status/{}.ends.jsonl")
+    blames = _BelowEach("status/{}.blames.jsonl")
     lock = _BelowEach("status/{}.lock")
     start_lock = _BelowEach("status/{}.start.lock")
     stop = _BelowEach("status/{}.stop")  # a new launch deletes it

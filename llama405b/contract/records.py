@@ -50,6 +50,15 @@ class NodeStatus:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Blame:
+    """Why an attempt failed, as decided once, by whoever ended it."""
+
+    attempt: int
+    host: str  # where it began
+    cause: Cause
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Where one rank is; written at most once per second, from the start of loading on."""
 

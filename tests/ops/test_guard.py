@@ -65,6 +65,8 @@ def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, de
     assert "it is stopped by a signal" in guard_log(work, "h")
     wait_for(lambda: "watching: running again" in guard_log(work, "h"))
     wait_for(lambda: heartbeat(work, "h", 1)["step"] > 5)
+    first = cli(work, "logs", "--run", "h", "--first-error").stdout  # whichever host's part ended first
+    assert first.startswith(f"run h, attempt 1: {words}"), first
     guard = json.loads((work / "runs/h/guard.json").read_text())
     stopped = cli(work, "stop", "--run", "h")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr

@@ -1,6 +1,7 @@
 """A run on real hosts that share a directory, one of which loses power."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -38,6 +39,11 @@ def test_a_run_survives_the_loss_of_a_host_by_its_shared_checkpoints(hosts, tmp_
         assert processes(hosts, i) == []
     hosts.boot(3)
     hosts._wait()
+    state = cli(tmp_path, "status", "--run", "r", env=hosts.env()).stdout  # it is back, on an empty disk
+    assert re.search(r"^node-3 +files gone", state, re.MULTILINE), state
+    said = "node-3: cannot be reached: "  # which is why the run ended, whatever else came of it
+    assert said in state.splitlines()[-1]
+    assert cli(tmp_path, "logs", "--run", "r", "--first-error", env=hosts.env()).stdout.startswith(f"run r: {said}")
     again = launch("--run", "r", "--resume", "auto")
     assert again.returncode == 0, again.stderr
     assert f"resumed from {hosts.shared}/c/step-0000000" in again.stdout

@@ -46,12 +46,12 @@ def told(tmp_path):
         child.stdin.write(carried.standard_input("sampler", request))
         child.stdin.flush()
 
-        def hear(text=""):
+        def hear(text="", of=lambda run: (run["name"], run["others"])):
             child.stdin.write(text)
             child.stdin.flush()
             for _ in range(4):  # what was under way, and a whole interval after
                 frame = json.loads(child.stdout.readline())
-            return frame["run"] and (frame["run"]["name"], frame["run"]["others"])
+            return frame["run"] and of(frame["run"])
 
         return hear
 
@@ -85,3 +85,12 @@ def test_a_connection_that_is_made_again_stays(runs, told):
     runs("old", 1.0, alive=False)
     runs("lives", 2.0, alive=True)
     assert told(stay="old")() == ("old", ["lives"])
+
+
+def test_why_the_last_attempt_failed_is_told(runs, told, tmp_path):
+    runs("r", 1.0, alive=False)
+    hear = told()
+    assert hear(of=lambda run: run["blame"]) is None
+    first, last = ({"attempt": attempt, "host": "b", "cause": {"kind": "hung"}} for attempt in (1, 2))
+    (tmp_path / "runs/r/status/a.blames.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    assert hear(of=lambda run: run["blame"]) == last

@@ -47,6 +47,11 @@ def test_a_host_that_is_only_lost_is_no_failure(watch):
     assert len(take(watch, "b", end=True)) == 1  # and that it is back
 
 
+def test_a_host_back_without_its_files_was_started_once(watch):
+    take(watch, "b", node=NodeNews(False, None, ""))
+    assert (watch.worst().host, watch.worst().cause.kind) == ("b", CauseKind.FILES_GONE)
+
+
 def test_where_the_failure_began_is_named_whoever_ends_first(watch):
     take(watch, "a", node=ended(Cause(CauseKind.LOST_PEER, "a", 0)))
     take(watch, "b", node=ended(Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)))

@@ -1,14 +1,23 @@
 """What status derives from the hosts' answers: values in, values out."""
 
+import dataclasses
+
 import pytest
 from fakes import FakeFleet, over
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import Node, Plan
+from llama405b.contract.records import NodeState, Phase
 from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.logs import first_error
+from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.stream import News, NodeNews
 from llama405b_tools.run import judge
-from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint
+from llama405b_tools.run.endings import failure_words
+from llama405b_tools.run.follow import Limits, watch_run
+from llama405b_tools.run.judge import Failure, Standing
+from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, states_of
 
 
 def plan(name="r", created=1.0):
@@ -51,9 +60,67 @@ def test_a_host_that_cannot_be_asked_is_a_failure_and_hides_no_other(fleet):
 
 def test_a_host_that_does_not_know_the_run(fleet):
     fleet.fakes["b"].plan = None
+    for host in fleet.fakes.values():
+        host.members = ("a",)
     assert [failure.cause.kind for failure in failures_of(ask_hosts(fleet, "r")[1])] == [CauseKind.NO_RUN]
     with pytest.raises(UserError):
         ask_hosts(fleet, "other")
+
+
+def test_a_host_back_without_its_files_is_not_one_that_was_never_started(fleet):
+    fleet.fakes["b"].plan = None
+    _, seen = ask_hosts(fleet, "r")
+    assert [failure.cause.kind for failure in failures_of(seen)] == [CauseKind.FILES_GONE]
+    assert states_of(seen)["b"].standing is Standing.FILES_GONE
+
+
+def hang(fleet):
+    """Rank 1 of a run on a and b falls silent, and whoever follows the run ends it."""
+    following = dataclasses.replace(plan(), program=("-m", "llama405b.train"))
+    old = Beat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0, state="T")
+    for name, host in fleet.fakes.items():
+        beats = (old,) if name == "b" else ()
+        host.lives = [[News(node=NodeNews(True, None, "")), News(beats=beats, now=1000.0)]]
+    watch = watch_run(fleet, following, Limits(300.0, 3600.0))
+    for name, host in fleet.fakes.items():  # what each node runner saw of it
+        seen = Cause(CauseKind.SIGNAL, name, signal=15)
+        host.status = dataclasses.replace(over(name, seen).node.status, state=NodeState.KILLED, signal=15)
+    return watch.worst()
+
+
+def test_a_hang_is_told_by_every_verb_as_whoever_ended_it_decided(fleet):
+    decided = hang(fleet)
+    assert (decided.host, decided.cause.kind) == ("b", CauseKind.HUNG)
+    _, seen = ask_hosts(fleet, "r")
+    named = judge.first_failure(failures_of(seen))
+    assert (named.host, named.cause) == ("b", decided.cause)
+    failed, lines = first_error.find(fleet, "r", seen)
+    assert failed
+    assert failure_words(named) in lines[0]
+
+
+def test_a_hang_of_an_attempt_before_is_told_as_well(fleet):
+    decided = hang(fleet)
+    for host in fleet.fakes.values():
+        host.ends, host.alive, host.plan = (host.status,), True, dataclasses.replace(plan(), attempt=2)
+        host.status = dataclasses.replace(host.status, state=NodeState.RUNNING, attempt=2, cause=None)
+    _, seen = ask_hosts(fleet, "r")
+    assert failures_of(seen) == []
+    failed, lines = first_error.find(fleet, "r", seen)
+    assert failed
+    assert "attempt 1" in lines[0]
+    assert failure_words(Failure("b", decided.cause)) in lines[0]
+
+
+def test_ends_are_ordered_whatever_the_hosts_clocks_say(fleet):
+    killed = {name: Cause(CauseKind.RANK_KILLED, name, rank, signal=9) for rank, name in enumerate("ab")}
+    for name, (clock, ago) in {"a": (5000.0, 3.0), "b": (9000.0, 4.0)}.items():
+        host = fleet.fakes[name]
+        end = dataclasses.replace(over(name, killed[name]).node.status, time=clock - ago)
+        host.ends, host.now, host.status = (end,), clock, dataclasses.replace(end, state=NodeState.RUNNING, cause=None)
+    _, lines = first_error.find(fleet, "r", ask_hosts(fleet, "r")[1])
+    assert "b: " in lines[0]
+    assert "and after it: a" in lines[-1]
 
 
 def test_the_newest_checkpoint_that_any_host_sees(fleet):

@@ -43,6 +43,15 @@ def at(host, edit):
     return lambda name, frame: edit(frame) if name == host else None
 
 
+def test_who_is_named_is_who_was_decided_on_by_whoever_ended_the_attempt():
+    ended = NODE | {"state": "killed", "exit_code": None, "signal": 15, "cause": {"kind": "signal", "signal": 15}}
+    decided = {"host": "gpu-3", "cause": {"kind": "hung", "host": "gpu-3", "rank": 20, "phase": "train", "step": 5}}
+    for attempt, named in ((1, "gpu-3"), (0, "gpu-1")):  # not by a blame on an attempt before
+        recorded = decided | {"attempt": attempt}
+        cluster, _ = play(50, lambda _, frame, it=recorded: run_of(frame, alive=False, status=ended, blame=it))
+        assert cluster.picture().why.partition(":")[0] == named
+
+
 @pytest.mark.parametrize(
     ("seconds", "change", "verdict", "code", "phase"),
     [

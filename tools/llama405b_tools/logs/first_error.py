@@ -49,16 +49,23 @@ def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: i
 
 def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
     """The failures of an attempt (0: the newest that has any), and its number."""
-    past = {end.attempt for found in known.values() for end in found.ends}
+    recorded = [blame for found in known.values() for blame in found.blames]
+    past = {end.attempt for found in known.values() for end in found.ends} | {blame.attempt for blame in recorded}
     for which in sorted(past, reverse=True):
-        if attempt in (0, which) and (failures := _failures_in(known, which)):
+        blame = judge.blame_of(which, recorded)
+        if attempt in (0, which) and (failures := judge.with_blame(_failures_in(known, which), blame)):
             return failures, which
     return [], attempt
 
 
 def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
-    """The failures of an attempt, ordered by their end on their own host's clock."""
-    ends = [(end.time, host, end) for host, found in known.items() for end in found.ends if end.attempt == attempt]
+    """The failures of an attempt, in order of time: as long ago as each host's own clock says."""
+    ends = [
+        (end.time - found.now, host, end)
+        for host, found in known.items()
+        for end in found.ends
+        if end.attempt == attempt
+    ]
     ends.sort(key=lambda entry: entry[0])
     found = [judge.failure_of(host, judge.state_of(end, alive=False)) for _, host, end in ends]
     return [failure for failure in found if failure]

@@ -9,10 +9,11 @@ import subprocess
 import time
 from pathlib import Path
 
-from llama405b.contract.files import read_record, write_json
+from llama405b.contract import reader
+from llama405b.contract.files import append_line, read_record, read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import NO_PLAN, REHEARSAL, read_plan
-from llama405b.contract.records import NodeStatus, StopMark
+from llama405b.contract.records import Blame, NodeStatus, StopMark
 from llama405b.contract.requests import RunRequest
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
@@ -41,6 +42,8 @@ def end(request: EndRequest) -> Ended:
     was_alive = is_alive(run, host)
     if request.by and run.path.is_dir():
         write_json(run.stop(host), StopMark(request.by, request.grace_s, time.time()))
+    if request.blame and run.path.is_dir():
+        record_blame(run, host, request.blame)
     if was_alive:
         _end_runner(run, host, request)
     ended, left = processes.sweep(f"{run.path}:{host}")
@@ -58,6 +61,12 @@ def end(request: EndRequest) -> Ended:
         stopped_by=stopped_by(run, host),
         node=describe(run, plan, host),
     )
+
+
+def record_blame(run: RunDir, host: str, blame: Blame) -> None:
+    """Record why an attempt failed, unless that is recorded already."""
+    if blame.attempt not in [known.attempt for known in read_records(Blame, run.blames(host), 1)]:
+        append_line(run.blames(host), reader.dumps(blame))
 
 
 def _end_runner(run: RunDir, host: str, request: EndRequest) -> None:

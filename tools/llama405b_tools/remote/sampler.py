@@ -52,8 +52,13 @@ def read(path, default=""):
 
 def read_object(path):
     """Return a JSON object from a file, or None."""
+    return parse_object(read(path))
+
+
+def parse_object(text):
+    """Return a JSON object from a text, or None."""
     try:
-        found = json.loads(read(path, "null"))
+        found = json.loads(text)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
@@ -187,7 +192,7 @@ class Run:
             "attempt": self.plan["attempt"],
             "alive": self._is_alive(),
             "status": self._status(".json") or None,
-            "stopped_by": self._status(".stop").get("by", ""),
+            "blame": self._blame(),
             "beats": [beat for beat in map(self._beat, ranks) if beat],
             "log_age_s": self._log_age_s(),
             "net": self.net,
@@ -211,8 +216,13 @@ class Run:
         }
 
     def _status(self, suffix):
-        """Return a file that the node runner or a stop wrote; {} if there is none."""
+        """Return a file that the node runner wrote; {} if there is none."""
         return read_object("%s/status/%s%s" % (self.path, self.request["host"], suffix)) or {}
+
+    def _blame(self):
+        """Return why the last attempt that failed did, if whoever ended it has recorded that."""
+        lines = read("%s/status/%s.blames.jsonl" % (self.path, self.request["host"])).splitlines()
+        return parse_object(lines[-1]) if lines else None
 
     def _find(self):
         """Find the run to stay with, if this host has it; else the newest live one, else the newest."""

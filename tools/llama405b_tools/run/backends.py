@@ -7,12 +7,14 @@ from typing import Protocol
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
+from llama405b.contract.records import Blame
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
+from llama405b_tools.remote.ending import record_blame
 from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run import jobs
 from llama405b_tools.run.query import ask_hosts
@@ -48,8 +50,8 @@ class Backend(Protocol):
     def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """End a run for good, after a grace period for the trainer to save."""
 
-    def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
-        """End the processes of one launch; another launch of the same name is not touched."""
+    def end_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
+        """End the processes of one launch, and record why if it failed; another launch of the same name is not touched."""
 
     def cancel(self) -> bool:
         """End a waiting run; returns whether it is gone."""
@@ -76,9 +78,10 @@ class OnHosts:
         requests = {name: EndRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
         return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S + grace_s)
 
-    def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
+    def end_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
         """See ``Backend``."""
-        requests = {node.name: EndRequest(plan.run, node.name, only=plan.rdzv_id) for node in plan.nodes}
+        names = [node.name for node in plan.nodes]
+        requests = {name: EndRequest(plan.run, name, only=plan.rdzv_id, blame=blame) for name in names}
         return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)
 
     def cancel(self) -> bool:
@@ -116,8 +119,11 @@ class InJob:
         told = replies(ask_hosts(fleet, run)[1])
         return {name: Ended(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
 
-    def end_launch(self, fleet: Fleet, plan: Plan) -> Ends:
+    def end_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
         """See ``Backend``."""
+        if blame:
+            for node in plan.nodes:
+                record_blame(self.directory, node.name, blame)
         gone = jobs.end_job(self.directory, plan.slurm_job, fleet.hosts, "", 0.0)
         return {name: Ended(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
 

@@ -14,7 +14,7 @@ from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b.contract.events import EventKind
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
-from llama405b.contract.records import Metrics
+from llama405b.contract.records import Blame, Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
@@ -97,6 +97,11 @@ class Watch:
         self.stopped_by = ""  # who stopped the run, if anyone did
         self.heard: dict[str, Heard] = {}  # each host's heartbeats
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every host's part has ended."""
+        return len(self.ended) == len(self.plan.nodes)
+
     def loss_of(self, step: int) -> float | None:
         """The loss of a step of this attempt; None if it was not taken."""
         return next((m.loss for m in self.metrics if m.step == step and m.attempt == self.plan.attempt), None)
@@ -152,7 +157,8 @@ class Watch:
 
     def _end(self, host: str, node: NodeNews) -> None:
         self.stopped_by = self.stopped_by or node.stopped_by
-        failure = judge.failure_of(host, judge.state_of(node.status, alive=False))
+        state = judge.state_of(node.status, alive=False) if node.status else judge.FILES_GONE  # it had started
+        failure = judge.failure_of(host, state)
         self.ended.add(host)
         if failure:
             self.failures.append(failure)
@@ -186,13 +192,12 @@ def watch_run(
     streams = Streams(fleet, names, request, records_of=names[0])
     give_up_at = float("inf")
     try:
-        while len(watch.ended) < len(plan.nodes) and not until(watch):
+        while not watch.is_over and not until(watch):
             if limits and plan.trains:
                 watch.look_for_hang(limits)
             if watch.failures and give_up_at == float("inf"):
                 give_up_at = time.monotonic() + (0 if watch.hangs else PEER_GRACE_S)
             if time.monotonic() > give_up_at:  # the rest may still run or hang, but cannot continue without that host
-                watch.stopped = stop_this(plan, fleet)
                 break
             with contextlib.suppress(queue.Empty):
                 lines = [clean(line) for line in watch.take(streams.arrivals.get(timeout=POLL_S))]
@@ -200,6 +205,8 @@ def watch_run(
                     raise NobodyReadsError
     finally:
         streams.close()
+    if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself
+        watch.stopped = stop_this(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
     return watch
 
 

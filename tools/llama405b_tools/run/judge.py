@@ -3,12 +3,12 @@
 import dataclasses
 import enum
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from llama405b.contract import version_0_1
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
-from llama405b.contract.records import NodeState, NodeStatus, Phase
+from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
 from llama405b.contract.words import STUCK
 from llama405b_tools.remote.messages.status import Beat, HostRun
 
@@ -21,6 +21,7 @@ class Standing(enum.StrEnum):
 
     NO_RUN = "no such run"
     NEVER_STARTED = "never started"
+    FILES_GONE = "files gone"
     STARTING = "starting"
     RUNNING = "running"
     LEFTOVERS = "leftovers"  # processes without their node runner
@@ -53,10 +54,13 @@ class Failure:
     host: str
     cause: Cause
     state: State | None = None  # of its node runner, if that has ended
+    decided: bool = False  # by whoever ended the attempt: then every verb names it
 
     @property
     def origin(self) -> int:
-        """How likely it is that the fault began there: 2 certain, 1 possible, 0 it followed from another."""
+        """How likely it is that the fault began there: 3 decided, 2 certain, 1 possible, 0 it followed from another."""
+        if self.decided:
+            return 3
         return origin_of(self.cause)
 
 
@@ -79,8 +83,13 @@ def choose(answers: Mapping[str, Sequence[HostRun]], named: str | None) -> str:
     return max(runs, key=lambda run: (run.alive, run.created)).run
 
 
-def state_of_run(run: HostRun | None) -> State:
-    """Return the state of a run on a host, as its agent describes it; None: the host does not know the run."""
+def state_of_run(run: HostRun | None, *, is_member: bool = False) -> State:
+    """Return the state of a run on a host, as its agent describes it; None: the host does not know the run.
+
+    ``is_member``: another host reports that it takes part.
+    """
+    if run is None and is_member:
+        return FILES_GONE
     if run is None:
         return State(Standing.NO_RUN, cause=Cause(CauseKind.NO_RUN))
     return state_of(run.status, alive=run.alive, leftovers=len(run.leftovers))
@@ -100,6 +109,9 @@ def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> S
     if cause is None and status.reason:
         cause = version_0_1.cause_of(status.host, status.reason)
     return State(Standing(status.state), status.exit_code, status.signal, cause)
+
+
+FILES_GONE = State(Standing.FILES_GONE, cause=Cause(CauseKind.FILES_GONE))
 
 
 def failure_of(host: str, state: State) -> Failure | None:
@@ -123,6 +135,20 @@ def origin_of(cause: Cause) -> int:
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure to name: where the fault began, not a host that lost its peer; then in order of arrival."""
     return max(failures, key=lambda failure: failure.origin)  # the first of equals
+
+
+def blame_of(attempt: int, recorded: Iterable[Blame]) -> Blame | None:
+    """Return why an attempt failed, if whoever ended it has recorded that."""
+    return next((blame for blame in recorded if blame.attempt == attempt), None)
+
+
+def with_blame(failures: Sequence[Failure], blame: Blame | None) -> list[Failure]:
+    """Return the failures of an attempt, of which the one that was decided on is then the first failure."""
+    if blame is None:
+        return list(failures)
+    same = [failure for failure in failures if (failure.host, failure.cause) == (blame.host, blame.cause)]
+    found = [*same, Failure(blame.host, blame.cause)][0]
+    return [*failures, dataclasses.replace(found, decided=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.status import HostRun, StatusReply, StatusRequest
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.judge import Failure, State
 from llama405b_tools.text.fold import fold_names
 
 STATUS_TIMEOUT_S = 30.0
@@ -77,8 +77,20 @@ def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | None]:
     return saved, max(metrics, key=lambda last: last.step, default=None)
 
 
+def states_of(seen: Seen) -> dict[str, State]:
+    """Return the state of the run on every host that answered."""
+    told = replies(seen)
+    members = {name for run in told.values() if run for name in run.hosts}
+    return {name: judge.state_of_run(run, is_member=name in members) for name, run in told.items()}
+
+
 def failures_of(seen: Seen) -> list[Failure]:
     """Return a failure for every host where something is wrong."""
     lost = [Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=why)) for name, why in unanswered(seen).items()]
-    told = [judge.failure_of(name, judge.state_of_run(found)) for name, found in replies(seen).items()]
-    return [*lost, *filter(None, told)]
+    told = [judge.failure_of(name, state) for name, state in states_of(seen).items()]
+    failures = [*lost, *filter(None, told)]
+    if not failures:
+        return []
+    runs = [run for run in replies(seen).values() if run]
+    recorded = [blame for run in runs for blame in run.blames]
+    return judge.with_blame(failures, judge.blame_of(max((run.attempt for run in runs), default=0), recorded))

@@ -12,6 +12,7 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
+from llama405b.contract.records import Blame
 from llama405b.contract.words import words
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
@@ -127,6 +128,9 @@ def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
     return f"{fault_list(faults, len(ends), '')}{tail}"
 
 
-def stop_this(plan: Plan, fleet: Fleet) -> dict[str, Ended | HostError]:
-    """End this launch's processes on every host; another launch of the same name is not touched."""
-    return backend_of_plan(plan).end_launch(fleet, plan)
+def stop_this(plan: Plan, fleet: Fleet, blame: Blame | None = None) -> dict[str, Ended | HostError]:
+    """End this launch's processes on every host; another launch of the same name is not touched.
+
+    ``blame``: why it failed, to be recorded on every host.
+    """
+    return backend_of_plan(plan).end_launch(fleet, plan, blame)

@@ -14,8 +14,8 @@ from llama405b_tools.run import judge
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import guard_line
-from llama405b_tools.run.judge import Failure
-from llama405b_tools.run.query import Seen, ask_hosts, failures_of, progress
+from llama405b_tools.run.judge import Failure, State
+from llama405b_tools.run.query import Seen, ask_hosts, failures_of, progress, states_of
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
         return code_for(failures)
     print(f"run {run}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
-    print(table(headings, [_row(name, found) for name, found in seen.items()]), flush=True)
+    states = states_of(seen)
+    print(table(headings, [_row(name, found, states.get(name)) for name, found in seen.items()]), flush=True)
     if line := guard_line(run):
         print(line)
     print_progress([found for found in replies(seen).values() if found])
@@ -70,10 +71,10 @@ def print_progress(found: Sequence[HostRun]) -> None:
     print(f"newest checkpoint: {saved or 'none yet'}")
 
 
-def _row(name: str, found: HostRun | HostError | None) -> tuple[str, ...]:
-    if isinstance(found, HostError):
+def _row(name: str, found: HostRun | HostError | None, standing: State | None) -> tuple[str, ...]:
+    if isinstance(found, HostError) or standing is None:
         return name, f"UNREACHABLE: {found}", "—", "—", "—", "—"
-    state = state_words(judge.state_of_run(found))
+    state = state_words(standing)
     if found is None or not found.heartbeats:
         return name, state, "—", "—", "—", "—"
     beats = found.heartbeats

@@ -3,6 +3,7 @@
 import dataclasses
 
 from llama405b.contract.phrases import given
+from llama405b.contract.records import Blame
 from llama405b.contract.requests import RequestKind
 from llama405b_tools.remote.messages.status import HostRun
 
@@ -16,6 +17,7 @@ class EndRequest:
     only: str | None = None  # the rendezvous id of one launch; another launch is not touched
     by: str = ""  # who stopped it; then no restart follows
     grace_s: float = 0.0  # for the trainer to save first
+    blame: Blame | None = None  # why the attempt is ended, if it failed; the first one is kept
     hard: bool = False  # as a crash would
     discard: bool = False  # delete a rehearsal's checkpoints
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llama405b.contract.records import Heartbeat, Metrics, NodeStatus
+from llama405b.contract.records import Blame, Heartbeat, Metrics, NodeStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class HostRun:
     metrics: Metrics | None  # of the last step
     checkpoint: str | None  # the newest complete one
     now: float
+    hosts: tuple[str, ...] = ()  # every host of the run
+    blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -100,7 +100,10 @@ class Moment:
         found = [failure for name, state in states.items() if (failure := judge.failure_of(name, state))]
         for name, beats in self.beats.items():
             found += [Failure(name, judge.cause_of_rank(beat)) for beat, _ in beats if beat.phase is Phase.FAILED]
-        return found
+        if not found:
+            return []
+        recorded = [run.blame for run in self.heard.values() if run.blame]
+        return judge.with_blame(found, judge.blame_of(max(run.attempt for run in self.heard.values()), recorded))
 
     @functools.cached_property
     def beats(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:

@@ -177,7 +177,6 @@ class _Host:
             "attempt": attempt,
             "alive": stage is not GONE,
             "status": status,
-            "stopped_by": "",
             "beats": self._beats(t, stage),
             "log_age_s": self._log_age_s(t),
             "net": "IB",

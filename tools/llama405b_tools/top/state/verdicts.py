@@ -237,6 +237,6 @@ def _reasons(hosts: Sequence[HostRow], training: Training | None, stall: str) ->
 
 def trouble_words(failure: Failure) -> str:
     """Describe a failure: of a node runner that has ended, or of a rank whose node runner is about to end."""
-    if failure.state:
+    if failure.state or failure.decided:
         return failure_words(failure)
     return f"rank {failure.cause.rank} failed{given(': {}', clean(said_by_rank(failure.cause)))}"
