@@ -65,14 +65,31 @@ def test_one_that_does_not_start_ends_all(fleet, plan, name, fault):
         start_run(plan, {}, fleet)
     assert f"{name}: " in str(failed.value)
     assert alive(fleet) == []
-    assert not [other for other in NAMES if other != name and "stop" not in actions(fleet, other)]
+    for other in NAMES:
+        done = actions(fleet, other)
+        assert other == name or "start" not in done or "stop" in done
 
 
-def test_the_head_is_asked_first_and_alone(fleet, plan):
-    fleet.fakes["a"].faults["start"] = reader.dumps(Started(StartFault.TAKEN))
+def test_the_loser_of_two_launches_asks_the_head_alone_and_tells_of_no_other_host(fleet, plan, capsys):
+    fleet.fakes["a"].faults["start"] = reader.dumps(Started(StartFault.TAKEN, by="you@there"))
+    with pytest.raises(StartError) as failed:
+        start_run(plan, {}, fleet)
+    assert str(failed.value) == "a: run r was just started by you@there. Nothing was started"
+    assert [actions(fleet, name) for name in NAMES] == [["start"], [], []]
+    assert capsys.readouterr().out == ""
+
+
+def test_only_hosts_that_were_asked_are_told_of(fleet, plan, capsys):
+    fleet.fakes["b"].faults["start"] = reader.dumps(Started(StartFault.TAKEN, by="you@there"))
     with pytest.raises(StartError):
         start_run(plan, {}, fleet)
-    assert "start" not in actions(fleet, "b") + actions(fleet, "c")
+    assert actions(fleet, "b") == ["start"]  # it is another launch's: there is nothing to end
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows == list(NAMES)
+    fleet.fakes["a"].faults["start"] = reader.dumps(Started(StartFault.TMUX, detail="no server"))
+    with pytest.raises(StartError):
+        start_run(plan, {}, fleet)
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["a"]
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), HostError("the link broke")])
@@ -92,8 +109,8 @@ def test_an_answer_that_never_comes_is_named(fleet, plan):
 
 def test_what_cannot_be_asked_is_not_called_ended(fleet, plan):
     fleet.fakes["b"].faults |= {"start": HostError("gone"), "stop": HostError("gone")}
-    with pytest.raises(StartError, match="once b can be reached"):
-        start_run(plan, {}, fleet)
+    with pytest.raises(StartError, match="stop my-hosts --run r` once b can be reached"):
+        start_run(plan, {}, fleet, hosts=" my-hosts")
 
 
 def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):

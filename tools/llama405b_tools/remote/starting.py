@@ -21,6 +21,7 @@ from llama405b_tools.remote.messages.end import EndRequest
 from llama405b_tools.remote.messages.start import (
     ANSWER_WITHIN_S,
     KEEP,
+    NOT_OURS,
     START_WITHIN_S,
     Kept,
     Started,
@@ -34,7 +35,6 @@ TMUX_WITHIN_S = 20.0
 KEEP_WITHIN_S = (
     2 * ANSWER_WITHIN_S
 )  # after this host is up, for all others to come up; a broken link is noticed immediately
-NOT_OURS = (StartFault.TAKEN, StartFault.STOPPED)
 
 
 def start(request: StartRequest) -> None:

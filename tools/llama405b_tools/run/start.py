@@ -5,8 +5,9 @@ that receives nothing more (the operator's terminal died, the link broke) ends w
 """
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import RunError
 from llama405b.contract.files import write_json
@@ -16,11 +17,18 @@ from llama405b.contract.records import Blame
 from llama405b.contract.words import words
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended
-from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Kept, Started, StartFault, StartRequest
+from llama405b_tools.remote.messages.start import (
+    ANSWER_WITHIN_S,
+    KEEP,
+    NOT_OURS,
+    Kept,
+    Started,
+    StartFault,
+    StartRequest,
+)
 from llama405b_tools.run.backends import backend_of_plan
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.preflight import fault_list
@@ -28,6 +36,7 @@ from llama405b_tools.run.screen import show
 from llama405b_tools.text.tables import table
 
 ROLL_BACK_S = 20.0
+Faults = Mapping[str, Started | HostError]  # hosts that did not start, and why
 
 
 class StartError(RunError):
@@ -38,10 +47,11 @@ class StartError(RunError):
         self.plan = plan
 
 
-def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False) -> None:
+def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False, hosts: str = "") -> None:
     """Start the node runner on every host; if one does not start, stop them all.
 
-    ``again``: a restart, refused if somebody has stopped the run meanwhile.
+    ``again``: a restart, refused if somebody has stopped the run meanwhile. ``hosts``: the argument with which the printed
+    commands find the hosts again.
 
     Raises:
         RunError: Names the hosts that did not start, and any on which something may be left.
@@ -62,12 +72,13 @@ def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bo
         raise
     _hang_up(starting)
     if faults:
-        raise StartError(plan, _undo(plan, faults, fleet))
+        asked = [name for name in requests if name in starting or name in faults]
+        raise StartError(plan, _undo(plan, faults, asked, fleet, hosts))
     with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
         write_json(RunDir.here(plan.run).plan, plan)
 
 
-def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dict[str, Dialogue]) -> dict[str, str]:
+def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dict[str, Dialogue]) -> Faults:
     """Take both steps on every host; returns what went wrong, by host."""
 
     def first(name: str) -> Started:
@@ -81,15 +92,15 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
     head, *others = requests
     for group in ([head], others):  # the head first, and alone: of two simultaneous launches exactly one gets past it
         outcomes = fleet.each(first, group)
-        said = {name: fault_words(found, requests[name].plan.run) for name, found in replies(outcomes).items()}
-        refused = {name: why for name, why in said.items() if why}
-        if refused or unanswered(outcomes):
-            return unanswered(outcomes) | refused
-    return unanswered(fleet.each(second, requests))
+        if faults := {name: found for name, found in outcomes.items() if isinstance(found, HostError) or found.fault}:
+            return faults
+    return {name: found for name, found in fleet.each(second, requests).items() if isinstance(found, HostError)}
 
 
-def fault_words(started: Started, run: str) -> str:
+def fault_words(started: Started | HostError, run: str) -> str:
     """Why a host did not start, as a clause; '' if it did."""
+    if isinstance(started, HostError):
+        return str(started)
     match started.fault:
         case None:
             return ""
@@ -114,18 +125,22 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
         dialogue.close(deadline - time.monotonic())
 
 
-def _undo(plan: Plan, faults: Mapping[str, str], fleet: Fleet) -> str:
-    """End what was started, print what happened on each host, and return it as a sentence."""
-    ends = stop_this(plan, fleet)
-    now = dict.fromkeys(ends, "nothing is left") | {
-        name: f"NOT VERIFIED: {why}" for name, why in not_ended(ends).items()
-    }
-    rows = [(name, faults.get(name, "started, then stopped"), now[name]) for name in ends]
+def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts: str) -> str:
+    """End what was started on the hosts that were asked, print what happened on each, and return it as a sentence."""
+    why = {name: fault_words(found, plan.run) for name, found in faults.items()}
+    theirs = [name for name, found in faults.items() if isinstance(found, Started) and found.fault in NOT_OURS]
+    if set(theirs) == set(asked):
+        return fault_list(why, len(asked))
+    ours = dataclasses.replace(plan, nodes=tuple(plan.node(name) for name in asked if name not in theirs))
+    ends = stop_this(ours, fleet)
+    now = dict.fromkeys(ends, "nothing is left") | dict.fromkeys(theirs, "not touched")
+    now |= {name: f"NOT VERIFIED: {remains}" for name, remains in not_ended(ends).items()}
+    rows = [(name, why.get(name, "started, then stopped"), now[name]) for name in asked]
     show(table(("host", "what happened", "now"), rows))
     tail = "; nothing is left running"
     if unverified := not_ended(ends):
-        tail = f"; run `{front_door()} stop --run {plan.run}` once {', '.join(unverified)} can be reached"
-    return f"{fault_list(faults, len(ends), '')}{tail}"
+        tail = f"; run `{front_door()} stop{hosts} --run {plan.run}` once {', '.join(unverified)} can be reached"
+    return f"{fault_list(why, len(asked), '')}{tail}"
 
 
 def stop_this(plan: Plan, fleet: Fleet, blame: Blame | None = None) -> dict[str, Ended | HostError]:

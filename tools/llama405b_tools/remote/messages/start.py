@@ -33,6 +33,9 @@ class StartFault(enum.StrEnum):
     SLOW = "slow"  # torchrun was not started in time
 
 
+NOT_OURS = (StartFault.TAKEN, StartFault.STOPPED)  # this launch did nothing on the host, and has nothing to end there
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Started:
     """Whether the host started, and why not."""
