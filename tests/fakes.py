@@ -35,9 +35,10 @@ class FakeHost:
 
     def probe(self, request):
         head = {address: Reach("", "10.0.0.9", "eth0") for address in request.candidates}
+        alive = self.alive and request.run == self.plan.run
         gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
-        yield LaunchFacts({}, True, True, False, self.plan.attempt if self.plan else 0, "", False, (), (), self.name, gpus,
-                          Rdma(), 2, "", False, (), head, "/w", True, {}, 1 << 40, "")  # fmt: skip
+        yield LaunchFacts({}, True, True, False, self.plan.attempt if self.plan else 0, "", alive, (), (), self.name, gpus,
+                          Rdma(), 2, "", False, (), head, "/w", True, {}, 1 << 40, "", stopped_by=self.stopped_by)  # fmt: skip
 
     def start(self, request):
         self.plan, self.alive = request.plan, True

@@ -27,7 +27,16 @@ from llama405b import ranks
 from llama405b.checkpoint.lease import Holder
 from llama405b.checkpoint.seal import Fault, PassedOver, find_fault, open_manifest, seal, sync
 from llama405b.checkpoint.snapshot import state_to_save
-from llama405b.contract.checkpoints import MANIFEST, Manifest, RunIdentity, Seal, committed, step_of, write_manifest
+from llama405b.contract.checkpoints import (
+    MANIFEST,
+    Manifest,
+    RunIdentity,
+    Seal,
+    committed,
+    refuse_held,
+    step_of,
+    write_manifest,
+)
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
@@ -182,11 +191,7 @@ class Store:
         self._on_rank0(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
         present = [self.root / name for name in ranks.from_rank0(tuple(seen), tuple[str, ...])]
         if resume == "no":
-            if present:
-                raise UserError(
-                    f"--checkpoint.dir: {self.root} holds checkpoints up to {present[-1].name}; use another directory, "
-                    "or continue with --resume auto"
-                )
+            refuse_held(self.root, present)
             return None, []
         if resume == "auto":
             return self._newest(present)

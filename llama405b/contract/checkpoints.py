@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -170,6 +170,19 @@ def committed(root: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(path for path in root.iterdir() if STEP_DIR.fullmatch(path.name))
     return []
+
+
+def refuse_held(root: Path, held: Sequence[Path]) -> None:
+    """Refuse a directory that holds checkpoints, for a run that resumes none.
+
+    Raises:
+        UserError: It holds some.
+    """
+    if held:
+        raise UserError(
+            f"--checkpoint.dir: {root} holds checkpoints up to {held[-1].name}; use another directory, "
+            "or continue with --resume auto"
+        )
 
 
 def newest_complete(root: Path) -> Path | None:

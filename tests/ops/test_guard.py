@@ -153,6 +153,36 @@ def test_a_stop_with_other_hosts_changes_nothing(work, cli, demo, corpus):
     assert cli(work, "stop", "--run", "here").returncode == 0
 
 
+def test_a_launch_during_another_s_stop_is_refused(work, cli, demo, corpus):
+    flags = settings(demo, corpus, steps=100_000)
+    assert cli(work, "launch", "--run", "b", *flags).returncode == 0
+    wait_for(lambda: heartbeat(work, "b", 1)["step"] >= 1)
+    frozen = heartbeat(work, "b", 1)["pid"]
+    os.kill(frozen, signal.SIGSTOP)  # so that the stop takes as long as it may
+    stop = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "stop", "--run", "b", "--grace", "90s"],
+        cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: all((work / f"runs/b/status/{host}.stop").exists() for host in ("node-a", "node-b")))
+        done = cli(work, "launch", "--run", "b", "--restart", 1, *flags)
+        assert done.returncode == 2, done.stdout
+        assert "'b' is being stopped by " in done.stderr
+        assert not (work / "runs/b/guard.json").exists()
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+        stop.communicate(timeout=120)
+
+
+def test_a_launch_onto_another_s_checkpoints_is_refused_before_it_starts(work, cli, demo, corpus):
+    flags = [*settings(demo, corpus, steps=4), "--checkpoint.dir", work / "shared"]
+    assert cli(work, "launch", "--run", "one", "--follow", *flags).returncode == 0
+    done = cli(work, "launch", "--run", "two", "--restart", 1, *flags)
+    assert done.returncode == 2, done.stdout
+    assert f"--checkpoint.dir: {work / 'shared'} holds checkpoints up to step-00000004; use another" in done.stderr
+    assert not (work / "runs/two").exists()
+
+
 def test_stop_lets_the_trainer_save(work, cli, demo, corpus):
     flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
     follower = subprocess.Popen(

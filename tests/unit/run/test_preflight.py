@@ -1,12 +1,14 @@
 import dataclasses
 
 import pytest
+from fakes import FakeFleet
 
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
-from llama405b_tools.remote.messages.launch import LaunchFacts, Reach
+from llama405b_tools.remote import launch_facts
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, Reach
 from llama405b_tools.run import preflight
 from llama405b_tools.run.preflight import Way
 from llama405b_tools.run.request import parse
@@ -99,3 +101,38 @@ def test_gloo_takes_an_interfaces_first_address():
     said = {"a": facts([("eth0", "172.31.1.5", ""), ("eth0", "10.0.0.1", "")])}
     way = Way("10.0.0.1", 20_000, {"a": "10.0.0.1"}, {"a": "eth0"})
     assert "its eth0 has 172.31.1.5 before 10.0.0.1" in preflight.hidden_addresses(way, said)["a"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        ({"alive": True, "stopped_by": "you@there"}, "'r' is being stopped by you@there and still runs on a; once it"),
+        ({"alive": True}, "'r' is running on a; "),
+        ({"input_fault": "it holds checkpoints"}, "a: it holds checkpoints"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(seen, words):
+    request = parse(["--run", "r", "--preset", "demo", "--checkpoint.dir", "/c"], 0.0)
+    with pytest.raises(UserError) as refused:
+        preflight.refuse_input(request, {"a": dataclasses.replace(facts([]), **seen)}, 20_000)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("resume", "asked"), [("no", "/c"), ("auto", ""), ("40", "")])
+def test_the_head_is_asked_for_checkpoints_only_if_none_is_resumed(monkeypatch, tmp_path, resume, asked):
+    monkeypatch.chdir(tmp_path)
+    request = parse(["--run", "r", "--preset", "demo", "--checkpoint.dir", "/c", "--resume", resume], 0.0)
+    with FakeFleet("ab") as fleet:
+        preflight.probe_hosts(request, list(fleet.hosts.values()), fleet)
+        probes = {name: host.heard[0][1] for name, host in fleet.fakes.items()}
+    assert (probes["a"].inputs.new_checkpoints, probes["b"].inputs) == (asked, None)
+
+
+def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_facts.weights, "check_checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr(launch_facts.corpus, "check_paths", lambda _: None)
+    (tmp_path / "c/step-00000040").mkdir(parents=True)
+    faults = [launch_facts._input_fault(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
+    assert faults[0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
+    assert faults[1:] == ["", ""]

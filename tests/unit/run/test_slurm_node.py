@@ -2,15 +2,17 @@
 
 import pytest
 
+from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.remote.launch_facts import place_of
 from llama405b_tools.remote.messages.launch import RunPlace
-from llama405b_tools.run import slurm_node
+from llama405b_tools.run import jobs, slurm_node
 from llama405b_tools.run.jobs import JobRequest
 from llama405b_tools.run.plan import Terms
+from llama405b_tools.run.request import parse
 from llama405b_tools.run.slurm_node import NodeWhere
 
 THIS = "job 7"
@@ -78,6 +80,15 @@ def test_a_requeued_job_goes_on_with_the_next_attempt(run, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     plan = meet(run, a=where("10.0.0.1"))
     assert (plan.attempt, plan.program) == (2, ("-m", "mine", "again"))
+
+
+def test_a_job_onto_another_s_checkpoints_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs.shutil, "which", lambda _: "/usr/bin/sbatch")
+    (tmp_path / "c/step-00000040").mkdir(parents=True)
+    request = parse(["--run", "r", "--slurm", "-N 2", "--preset", "demo", "--checkpoint.dir", "c"], 0.0)
+    with pytest.raises(UserError, match=r"--checkpoint\.dir: c holds checkpoints up to step-00000040"):
+        jobs.submit(request, "-N 2")
+    assert not run.path.exists()
 
 
 def test_nodes_that_differ_or_do_not_come_make_no_plan(run):

@@ -8,6 +8,7 @@ from fakes import FakeFleet, over
 
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
@@ -168,6 +169,14 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
     assert guard_record.of_run("r").life is guard_record.Life.ELSEWHERE
     assert guard.unguarded(request(), fleet) is None
     assert guard.unguarded(parse(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+
+
+def test_a_run_that_is_being_stopped_is_not_guarded_again(fleet):
+    launch(request(), list(fleet.hosts.values()), fleet)
+    fleet.fakes["b"].stopped_by = "you@there"
+    assert guard.unguarded(request(), fleet) is None
+    with pytest.raises(UserError, match="is being stopped by you@there"):
+        launch(request(), list(fleet.hosts.values()), fleet)
 
 
 def test_its_order_crosses_as_json(fleet):

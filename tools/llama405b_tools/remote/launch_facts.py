@@ -18,6 +18,7 @@ from pathlib import Path
 
 import llama405b
 from llama405b.contract import corpus, reader, weights
+from llama405b.contract.checkpoints import committed, refuse_held
 from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
@@ -25,6 +26,7 @@ from llama405b.contract.plan import read_plan
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
+from llama405b_tools.remote.describe import stopped_by
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, ProbeRequest, Reach, RunPlace
 
@@ -77,6 +79,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         free_bytes=shutil.disk_usage(".").free,
         input_fault=_input_fault(request.inputs),
         has_program=has_program(request.program),
+        stopped_by=stopped_by(run, host),
     )
 
 
@@ -141,13 +144,16 @@ def has_program(program: Sequence[str]) -> bool:
 
 
 def _input_fault(check: InputCheck | None) -> str:
-    """'' if rank 0 can use the checkpoint and the data, else the trainer's own sentence."""
+    """'' if rank 0 can use the checkpoint, the data and where it will save, else the trainer's own sentence."""
     if check is None:
         return ""
     try:
         if check.model != DEMO_MODEL or Path(check.model).exists():  # rank 0 creates the demo's
             weights.check_checkpoint(Path(check.model), check.seq_len, check.layers, random=check.random)
         corpus.check_paths(check.data)
+        if directory := check.new_checkpoints:
+            with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
+                refuse_held(Path(directory), committed(Path(directory)))
     except UserError as error:
         return str(error)
     return ""

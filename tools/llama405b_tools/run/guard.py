@@ -116,7 +116,10 @@ def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
         _, seen = ask_hosts(fleet, request.run)
     except UserError:
         return None  # launch reports what is wrong
-    if {found.created for found in replies(seen).values() if found and found.alive} == {plan.created}:
+    found = [run for run in replies(seen).values() if run]
+    if any(run.stopped_by for run in found):
+        return None  # it is being stopped, which launch reports
+    if {run.created for run in found if run.alive} == {plan.created}:
         return plan
     return None
 

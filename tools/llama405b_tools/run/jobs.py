@@ -4,6 +4,7 @@
 that all nodes share, and ask Slurm what is alive.
 """
 
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from llama405b.contract.checkpoints import committed, refuse_held
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
@@ -59,6 +61,9 @@ def submit(request: LaunchRequest, options: str) -> str:
     new = not run.path.exists()
     if run.path.exists() and request.resume == "no":
         raise UserError(f"--run: {request.run!r} exists here; choose another name, or continue it with --resume auto")
+    if directory := request.new_checkpoints:
+        with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
+            refuse_held(Path(directory), committed(Path(directory)))
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.job_state(earlier.job) not in slurm.GONE:
         raise UserError(

@@ -103,7 +103,9 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
     if request.config is None:
         return None
     model, data = request.config.model, request.config.data
-    return InputCheck(model.path, data.seq_len, model.layers, model.weights == "random", data.paths)
+    return InputCheck(
+        model.path, data.seq_len, model.layers, model.weights == "random", data.paths, request.new_checkpoints
+    )
 
 
 def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
@@ -179,7 +181,13 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
         raise UserError(
             f"{_named(request.program)}: no host has it in its working directory; correct the name, or copy it there"
         )
+    stopped_by = next((found.stopped_by for found in answers.values() if found.stopped_by), "")
     for name, found in answers.items():
+        if found.alive and stopped_by:
+            raise UserError(
+                f"--run: {request.run!r} is being stopped by {stopped_by} and still runs on {name}; once it has ended, "
+                "continue it with --resume auto"
+            )
         if found.alive:
             owner = given(", launched by {}", found.owner)
             stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"

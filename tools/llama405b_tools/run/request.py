@@ -77,6 +77,13 @@ class LaunchRequest:
         """The training settings; the defaults if another program runs."""
         return self.config or Config()
 
+    @property
+    def new_checkpoints(self) -> str:
+        """The directory that must hold no checkpoint before the run starts; '' if one is resumed, or it is the run's own."""
+        if self.resume != "no":
+            return ""
+        return self.settings.checkpoint.dir
+
     def training_program(self) -> tuple[str, ...]:
         """What torchrun runs: the user's program, or our trainer."""
         if self.program:

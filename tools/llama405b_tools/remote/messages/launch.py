@@ -9,13 +9,14 @@ from llama405b_tools.machine.fabric import Rdma
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputCheck:
-    """The checkpoint and the data that rank 0 will read, and what they must fit."""
+    """The checkpoint and the data that rank 0 will read, what they must fit, and where the run will save."""
 
     model: str
     seq_len: int
     layers: int
     random: bool
     data: tuple[str, ...]
+    new_checkpoints: str = ""  # the directory that must hold no checkpoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,3 +79,4 @@ class LaunchFacts:
     free_bytes: int
     input_fault: str  # "": checkpoint and data can be used, or were not checked
     has_program: bool = True  # or was not asked for it
+    stopped_by: str = ""  # who is stopping the run, or has
