@@ -10,6 +10,7 @@ from llama405b_tools.hosts.transport import HostError, Result
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import agent
 from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.guard import Noted
 from llama405b_tools.remote.messages.launch import LaunchFacts, Reach
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
 from llama405b_tools.remote.messages.status import HostRun, StatusReply
@@ -22,7 +23,7 @@ class FakeHost:
     def __init__(self, name):
         self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
-        self.members, self.ends, self.now = (), (), 0.0
+        self.members, self.ends, self.now, self.noted = (), (), 0.0, None
         self.lives = []  # how each launch of it goes: a list of News, then it is over
         self.gpus = [0]  # as each probe finds them; the last number stays
 
@@ -42,8 +43,13 @@ class FakeHost:
 
     def start(self, request):
         self.plan, self.alive = request.plan, True
+        self.noted = self.noted if request.again else request.guard
         self.status = NodeStatus(self.name, NodeState.RUNNING, request.plan.attempt, 1, 1)
         yield Started()
+
+    def guard(self, request):
+        self.noted = request.state
+        yield Noted()
 
     def keep(self):
         return [reader.dumps(Kept(True))]
@@ -65,7 +71,7 @@ class FakeHost:
         plan = self.plan
         return HostRun(plan.run, plan.created, plan.attempt, "", 0, self.alive, (), self.status, (), self.ends,
                        self.stopped_by, None, self.checkpoint, self.now,
-                       self.members or tuple(node.name for node in plan.nodes), self.blames)  # fmt: skip
+                       self.members or tuple(node.name for node in plan.nodes), self.noted, self.blames)  # fmt: skip
 
     def stream(self, request):
         for news in self.lives.pop(0) if self.lives else ():

@@ -13,6 +13,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.lock                 node runner   held (flock) while that host's node runner is running
     status/HOST.start.lock           agent         held while it starts the run on that host
     status/HOST.stop                 agent         who asked the run to stop, and the grace period
+    status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
     status/.HOST.secrets             agent         until the node runner has read it
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
@@ -81,6 +82,7 @@ class RunDir:
     lock = _BelowEach("status/{}.lock")
     start_lock = _BelowEach("status/{}.start.lock")
     stop = _BelowEach("status/{}.stop")  # a new launch deletes it
+    guarded = _BelowEach("status/{}.guard")  # a launch without a guard, and a stop, delete it
     secrets = _BelowEach("status/.{}.secrets")
     logs = _BelowEach("logs/{}")
     agent_log = _BelowEach("logs/{}/torchrun.log")

@@ -124,7 +124,7 @@ class GuardState:
     """What a guard has done so far."""
 
     run: str
-    pid: int
+    pid: int  # 0: it was asked for, and has not been heard yet
     pid_start: int
     machine: str  # the one it runs on
     limit: int  # restarts without progress that it allows
@@ -133,5 +133,7 @@ class GuardState:
     restarts: int = 0
     in_vain: int = 0  # restarts since the last new checkpoint
     checkpoint: str = ""  # newest known
-    time: float = 0.0
+    time: float = 0.0  # by the clock of the machine that keeps this record
     cause: Cause | None = None  # of the last incident
+    command: str = ""  # what follows ``llama405b launch`` to guard the run again, whether it is running or not
+    directory: str = ""  # where to type it

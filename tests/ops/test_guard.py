@@ -94,13 +94,52 @@ def test_what_the_trainer_refuses_is_not_tried_again(work, cli, demo, corpus):
     assert "running again" not in done.stdout
 
 
-def test_a_dead_guard_is_said(work, cli, demo, corpus):
-    assert cli(work, "launch", "--run", "d", "--restart", 1, *settings(demo, corpus, 100_000)).returncode == 0
-    guard = wait_for(
-        lambda: (work / "runs/d/guard.json").exists() and json.loads((work / "runs/d/guard.json").read_text())
-    )
+def kill_guard(work, run):
+    path = work / f"runs/{run}/guard.json"
+    guard = json.loads(wait_for(lambda: path.exists() and path.read_text()))
     os.kill(guard["pid"], signal.SIGKILL)
-    wait_for(lambda: "GONE" in cli(work, "status", "--run", "d").stdout)
+    wait_for(lambda: not processes.same_process(guard["pid"], guard["pid_start"]))
+
+
+def type_what_status_says(work, cli, run):
+    """Status reports that the guard is gone, since when, and a command, which is typed as it is."""
+    state = cli(work, "status", "--run", run)
+    assert state.returncode == 1, state.stdout
+    said = re.search(
+        r"guard: GONE since \S+ \S+ \(.*\); nobody restarts this run: `(.*)` guards it again", state.stdout
+    )
+    assert said, state.stdout
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    return subprocess.run(["sh", "-c", said[1]], cwd=work, env=env, capture_output=True, text=True, check=False)
+
+
+def test_a_dead_guard_is_said_with_a_command_that_guards_the_run_again(work, cli, demo, corpus):
+    flags = [*settings(demo, corpus, 100_000), "--env", "A=b c", "--notify", "echo $LLAMA405B_EVENT >>notes"]
+    assert cli(work, "launch", "--run", "d", "--restart", 1, "--notify-every", "1s", *flags).returncode == 0
+    wait_for(lambda: (work / "notes").exists() and "heartbeat" in (work / "notes").read_text())
+    kill_guard(work, "d")
+    (work / "runs/d/guard.json").rename(work / "guard.json")  # as on another machine: the hosts know that there was one
+    assert cli(work, "status", "--run", "d").returncode == 0
+    (work / "guard.json").rename(work / "runs/d/guard.json")
+    again = type_what_status_says(work, cli, "d")
+    assert again.returncode == 0, again.stderr
+    assert "already running, without a guard" in again.stdout
+    assert cli(work, "status", "--run", "d").returncode == 0
+    wait_for(lambda: "guard: watching" in cli(work, "status", "--run", "d").stdout)
+    assert cli(work, "stop", "--run", "d", "--grace", "0").returncode == 0
+    assert "GONE" not in cli(work, "status", "--run", "d").stdout
+
+
+def test_a_guard_that_died_before_it_brought_the_run_back_is_said_with_a_command_that_does(work, cli, demo, corpus):
+    assert cli(work, "launch", "--run", "d", "--restart", 1, *settings(demo, corpus, 100_000)).returncode == 0
+    wait_for(lambda: (work / "runs/d/checkpoints/step-00000004/manifest.json").exists())
+    kill_guard(work, "d")
+    os.kill(heartbeat(work, "d", 1)["pid"], signal.SIGKILL)
+    wait_for(lambda: all(status(work, "d", host)["state"] == "exited" for host in ("node-a", "node-b")), 90)
+    again = type_what_status_says(work, cli, "d")
+    assert again.returncode == 0, again.stderr
+    wait_for(lambda: heartbeat(work, "d", 1)["step"] >= 5)
+    assert "guard: watching" in cli(work, "status", "--run", "d").stdout
 
 
 def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
@@ -113,11 +152,12 @@ def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
     wait_for(guard.exists)
     twice = cli(work, "launch", "--run", "w", "--restart", 1, *flags)
     assert twice.returncode == 2
-    assert "'w' is running on node-a" in twice.stderr
+    assert "--run: 'w' already has a guard (process " in twice.stderr
     record = json.loads(guard.read_text())
     os.kill(record["pid"], signal.SIGKILL)
-    rebooted = record | {"machine": " ".join([*record["machine"].split()[:-1], "another-boot"])}
-    guard.write_text(json.dumps(rebooted | {"pid": os.getpid()}))  # a pid that lives again means nothing
+    rebooted = record | {"machine": " ".join([*record["machine"].split()[:-1], "another-boot"]), "pid": os.getpid()}
+    for path in (guard, *(work / "runs/w/status").glob("*.guard")):  # a pid that lives again means nothing
+        path.write_text(json.dumps(rebooted))
     wait_for(lambda: "GONE" in cli(work, "status", "--run", "w").stdout)
     other = cli(work, "launch", "--run", "w", "--restart", 1, *flags, "--optimizer.lr", "0.01")
     assert other.returncode == 2

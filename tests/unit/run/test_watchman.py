@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import shlex
 
 import pytest
 from fakes import FakeFleet, over
@@ -162,13 +164,95 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
         dead = GuardState("r", 2**22 + 1, 1, guard_record.machine_id(), 2, stage)
         write_json(RunDir.here("r").guard, dead)
         assert guard_record.of_run("r").gone
+        fleet.fakes["a"].noted = dead  # as it was last heard there, at the same moment
+        said = dataclasses.replace(dead, time=900.0)
+        write_json(RunDir.here("r").guard, said)
+        found = guard_record.of_hosts("r", [fleet.fakes["a"].run()], 800.0)
+        assert (found.state, found.gone, found.heard_at) == (said, True, 900.0)
         assert not guard_record.is_guarded("r")
         assert guard.unguarded(request(), fleet) == plan
+    assert guard.unguarded(parse(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+
+
+def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
+    plan = launch(request(), list(fleet.hosts.values()), fleet)
+    asked = fleet.fakes["a"].noted
+    assert (asked.pid, asked.limit, asked.command) == (0, 2, "--restart 2 --run r --resume auto -- -m mine")
     other = GuardState("r", 1, 1, "elsewhere x y", 2)
     write_json(RunDir.here("r").guard, other)
-    assert guard_record.of_run("r").life is guard_record.Life.ELSEWHERE
-    assert guard.unguarded(request(), fleet) is None
-    assert guard.unguarded(parse(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+    guard.tell_hosts(fleet, plan, other)
+    told = [host.run() for host in fleet.fakes.values()]
+    assert guard_record.of_hosts("r", told, 1000.0).guards
+    with pytest.raises(UserError):
+        guard.unguarded(request(), fleet)
+    for host in fleet.fakes.values():
+        host.now += 2 * guard_record.SILENT_AFTER_S
+    told = [host.run() for host in fleet.fakes.values()]
+    found = guard_record.of_hosts("r", told, 1000.0)
+    assert (found.gone, found.heard_at) == (True, 1000.0 - 2 * guard_record.SILENT_AFTER_S)
+    assert guard.unguarded(request(), fleet) == plan
+    assert fleet.fakes["b"].noted.machine == guard_record.machine_id()  # it is asked for here, now
+
+
+def test_a_guard_that_ended_here_says_nothing_of_one_elsewhere(fleet):
+    plan = launch(request(), list(fleet.hosts.values()), fleet)
+    write_json(RunDir.here("r").guard, GuardState("r", 5, 1, guard_record.machine_id(), 2, GuardStage.ENDED))
+    guard.tell_hosts(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
+    found = guard_record.of_hosts("r", [fleet.fakes["a"].run()], 1000.0)
+    assert (found.guards, found.state.machine) == (True, "elsewhere x y")
+
+
+def test_a_guard_that_never_began_is_gone(fleet):
+    launch(request(), list(fleet.hosts.values()), fleet)
+    for now, gone in ((1.0, False), (2 * guard_record.BEGINS_WITHIN_S, True)):
+        for host in fleet.fakes.values():
+            host.now = now
+        found = guard_record.of_hosts("r", [host.run() for host in fleet.fakes.values()], 1000.0)
+        assert (found.guards, found.gone) == (False, gone)
+
+
+def test_the_hosts_hear_how_the_guard_ended(fleet):
+    guarded(fleet, FAILS, WELL)
+    assert {host.noted.state for host in fleet.fakes.values()} == {GuardStage.ENDED}
+    assert {host.noted.pid for host in fleet.fakes.values()} == {os.getpid()}
+
+
+def test_a_heartbeat_comes_when_it_is_due_and_not_from_a_guard_that_hangs(fleet, tmp_path):
+    asked = request("--notify", "echo $LLAMA405B_EVENT >>notes", "--notify-every", "1h")
+    hosts = list(fleet.hosts.values())
+    watchman = Watchman(asked, hosts, launch(asked, hosts, fleet), fleet)
+    watchman.beat()
+    assert not (tmp_path / "notes").exists()
+    watchman.notified_at -= 3600
+    watchman.turned_at -= 2 * guard.STUCK_S
+    fleet.fakes["a"].noted = None
+    watchman.beat()
+    assert (fleet.fakes["a"].noted, (tmp_path / "notes").exists()) == (None, False)
+    watchman.turn()
+    for _ in range(2):
+        watchman.beat()
+    assert (tmp_path / "notes").read_text() == "heartbeat\n"
+    assert fleet.fakes["a"].noted.pid == os.getpid()
+
+
+@pytest.mark.parametrize("resume", ["no", "auto", "40"])
+def test_what_it_says_to_type_guards_the_same_run_again(fleet, resume):
+    argv = [
+        "--run=r",
+        "--restart",
+        "2",
+        "--preset",
+        "demo",
+        "--resume",
+        resume,
+        "--env",
+        "A=b c",
+        "--training.seed",
+        "1",
+    ]
+    asked = parse(argv, 0.0)
+    plan = launch(asked, list(fleet.hosts.values()), fleet)
+    assert guard.unguarded(parse(shlex.split(asked.again), 0.0), fleet) == plan
 
 
 def test_a_run_that_is_being_stopped_is_not_guarded_again(fleet):

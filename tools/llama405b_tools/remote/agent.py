@@ -23,6 +23,7 @@ ACTIONS = {  # action: module and function, imported on demand: most of an agent
     "status": ("describe", "status"),
     "stop": ("ending", "end"),
     "orphans": ("ending", "orphans"),
+    "guard": ("guarding", "take_note"),
     "ask": ("ending", "pass_request"),
     "stream": ("streaming", "stream"),
     "probe": ("launch_facts", "probe"),

@@ -17,6 +17,7 @@ from llama405b.contract.records import Blame, NodeStatus, StopMark
 from llama405b.contract.requests import RunRequest
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
+from llama405b_tools.remote.guarding import note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.end import (
     Asked,
@@ -42,6 +43,7 @@ def end(request: EndRequest) -> Ended:
     was_alive = is_alive(run, host)
     if request.by and run.path.is_dir():
         write_json(run.stop(host), StopMark(request.by, request.grace_s, time.time()))
+        note_guard(run, host, None)
     if request.blame and run.path.is_dir():
         record_blame(run, host, request.blame)
     if was_alive:

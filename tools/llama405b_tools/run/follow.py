@@ -210,13 +210,19 @@ def watch_run(
     return watch
 
 
-def follow(fleet: Fleet, plan: Plan, hosts: str = "", limits: Limits | None = None) -> Ending:
+def follow(
+    fleet: Fleet,
+    plan: Plan,
+    hosts: str = "",
+    limits: Limits | None = None,
+    until: Callable[[Watch], bool] = lambda _: False,
+) -> Ending:
     """Follow a run to its end, and print how it ended; Ctrl-C only stops following.
 
-    ``hosts`` is the argument with which the printed commands find the hosts again.
+    ``hosts`` is the argument with which the printed commands find the hosts again; ``until`` is called all the while.
     """
     try:
-        return summarise(watch_run(fleet, plan, limits), plan, hosts, guarded=limits is not None)
+        return summarise(watch_run(fleet, plan, limits, until), plan, hosts, guarded=limits is not None)
     except (KeyboardInterrupt, NobodyReadsError):
         show(
             f"\nno longer following; the run continues. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "

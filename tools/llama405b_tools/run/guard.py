@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,15 +25,16 @@ from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan, read_plan
-from llama405b.contract.records import GUARDING, GuardStage, GuardState
+from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote import processes
+from llama405b_tools.remote.messages.guard import GuardNote, Noted
 from llama405b_tools.run.endings import not_ended
-from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, follow
-from llama405b_tools.run.guard_record import machine_id, of_run
+from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, Watch, follow
+from llama405b_tools.run.guard_record import BEAT_S, asked_for, of_hosts
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
@@ -41,6 +43,8 @@ from llama405b_tools.run.start import StartError, stop_this
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 NOTIFY_TIMEOUT_S = 60.0
+NOTE_TIMEOUT_S = 60.0
+STUCK_S = 900.0  # longer than any one try to bring a run back
 POLL_S = 0.3
 
 
@@ -108,28 +112,42 @@ def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     """Return the plan of the requested run if it is still running but its guard died, with the machine or the terminal.
 
     Only if it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
+
+    Raises:
+        UserError: Its guard lives.
     """
-    known, plan = of_run(request.run), read_plan(RunDir.here(request.run))
-    if (known and known.state.state in GUARDING and not known.gone) or not _is_same(request, fleet, plan):
-        return None
     try:
         _, seen = ask_hosts(fleet, request.run)
     except UserError:
-        return None  # launch reports what is wrong
-    found = [run for run in replies(seen).values() if run]
-    if any(run.stopped_by for run in found):
-        return None  # it is being stopped, which launch reports
-    if {run.created for run in found if run.alive} == {plan.created}:
-        return plan
-    return None
+        return None  # it is new, or launch reports what is wrong
+    found, plan = [run for run in replies(seen).values() if run], read_plan(RunDir.here(request.run))
+    known = of_hosts(request.run, found, time.time())
+    if known and known.guards:
+        who = f"process {known.state.pid} on {known.state.machine.partition(' ')[0]}"
+        stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
+        raise UserError(
+            f"--run: {request.run!r} already has a guard ({who}); `{stop}` ends both, or leave them running"
+        )
+    if any(run.stopped_by for run in found) or not _is_same(request, fleet, plan):
+        return None  # which launch reports
+    if {run.created for run in found if run.alive} != {plan.created}:
+        return None
+    tell_hosts(fleet, plan, asked_for(request))
+    return plan
 
 
 def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
-    programs = [
-        dataclasses.replace(request, resume=resume).training_program() for resume in (request.resume, "auto", "no")
-    ]
+    """Whether a plan is of this request, whatever either resumes."""
+    resumed = dict(zip(plan.program, plan.program[1:], strict=False)).get("--resume", "")
+    same = dataclasses.replace(request, resume=resumed).training_program() == plan.program
     names = [node.name for node in plan.nodes]
-    return plan.program in programs and names == list(fleet.hosts) and set(plan.secrets) == set(request.secrets)
+    return same and names == list(fleet.hosts) and set(plan.secrets) == set(request.secrets)
+
+
+def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> None:
+    """Tell every host of a run what its guard does; one that cannot be reached hears it the next time."""
+    notes = {node.name: GuardNote(plan.run, node.name, plan.rdzv_id, state) for node in plan.nodes}
+    fleet.ask_all("guard", notes, Noted, NOTE_TIMEOUT_S)
 
 
 class Notice(enum.StrEnum):
@@ -141,6 +159,7 @@ class Notice(enum.StrEnum):
     STOPPED = "stopped"
     END = "end"
     GAVE_UP = "gave up"
+    HEARTBEAT = "heartbeat"  # nothing has happened
 
 
 ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
@@ -152,14 +171,55 @@ class Watchman:
     def __init__(self, request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
         self.request, self.hosts, self.plan, self.fleet = request, hosts, plan, fleet
         began = processes.start_time(os.getpid()) or 0
-        self.record = GuardState(plan.run, os.getpid(), began, machine_id(), request.restart)
+        self.record = dataclasses.replace(asked_for(request), pid=os.getpid(), pid_start=began)
+        self.telling, self.is_over = threading.Lock(), threading.Event()
+        self.turned_at = self.notified_at = time.monotonic()
         self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
 
     def main(self) -> int:
-        """Guard the run to its end; returns the exit code."""
+        """Guard the run to its end, and tell its hosts all the while; returns the exit code."""
         self.say(GuardStage.WATCHING, "")
+        threading.Thread(target=self.beats, daemon=True).start()
+        try:
+            return self.watch()
+        finally:
+            self.end()
+
+    def beats(self) -> None:
+        """Beat until the guard ends."""
+        while not self.is_over.is_set():
+            self.beat()
+            self.is_over.wait(min(BEAT_S, self.request.notify_every_s or BEAT_S))
+
+    def beat(self) -> None:
+        """Let the hosts know that the guard lives, and the user if it is time; a guard that hangs is to be missed."""
+        now = time.monotonic()
+        if now > self.turned_at + STUCK_S:
+            return
+        self.tell()
+        if self.request.notify_every_s and now >= self.notified_at + self.request.notify_every_s:
+            self.notified_at = now
+            self.notify(Notice.HEARTBEAT, f"{self.record.state}{given('; {}', self.record.message)}")
+
+    def turn(self, _: Watch | None = None) -> bool:
+        """Note that the guard does not hang; always False: it is to follow the run to its end."""
+        self.turned_at = time.monotonic()
+        return False
+
+    def tell(self) -> None:
+        """Tell the hosts what the guard does now; one at a time, so that none hears the older news last."""
+        with self.telling:
+            tell_hosts(self.fleet, self.plan, self.record)
+
+    def end(self) -> None:
+        """Stop beating, and tell the hosts how it ended."""
+        self.is_over.set()
+        self.tell()
+
+    def watch(self) -> int:
+        """Guard the run to its end; returns the exit code."""
         while True:
-            ending = follow(self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits)
+            ending = follow(self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits, self.turn)
             if ending.failure is None:
                 stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
                 self.say(stage, ending.words)
@@ -210,6 +270,7 @@ class Watchman:
         """
         said, tries = "", 0
         while True:
+            self.turn()
             ends = stop_this(self.plan, self.fleet)
             if stopped_by := [end.stopped_by for end in replies(ends).values() if end.stopped_by]:
                 return stopped_by[0]
@@ -300,6 +361,7 @@ def main() -> int:
             return watchman.main()
         except Exception as error:
             watchman.say(GuardStage.GAVE_UP, f"the guard itself failed: {type(error).__name__}: {error}")
+            watchman.tell()
             watchman.notify(Notice.GAVE_UP, watchman.record.message)
             raise
 

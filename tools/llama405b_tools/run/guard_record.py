@@ -1,20 +1,29 @@
-"""The record that a guard keeps of its run on the operator's machine, and whether the guard is running."""
+"""What is known about a run's guard, and whether it is running: from its record here, and from what its hosts heard last."""
 
 import contextlib
 import dataclasses
 import enum
 import os
+import shlex
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import GUARDING, GuardState
+from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote import processes
+from llama405b_tools.remote.messages.status import HostRun
+from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.clean import clean
+
+BEAT_S = 20.0  # how often a guard tells the hosts of its run that it lives
+SILENT_AFTER_S = 120.0
+BEGINS_WITHIN_S = 30.0  # after it was asked for
 
 
 class Life(enum.StrEnum):
@@ -22,7 +31,8 @@ class Life(enum.StrEnum):
 
     LIVES = "lives"
     DIED = "died"
-    ELSEWHERE = "elsewhere"  # on another machine, so it is unknown
+    ELSEWHERE = "elsewhere"  # on another machine, which its hosts have heard lately, if they were asked
+    SILENT = "silent"  # on another machine, or not begun, and its hosts have heard nothing for too long
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,25 +41,56 @@ class Guard:
 
     state: GuardState
     life: Life
+    heard_at: float  # last, by this machine's clock
 
     @property
     def gone(self) -> bool:
         """Whether it died while the run still needed it."""
-        return self.state.state in GUARDING and self.life is Life.DIED
+        return self.state.state in GUARDING and self.life in (Life.DIED, Life.SILENT)
+
+    @property
+    def guards(self) -> bool:
+        """Whether it may bring the run back."""
+        return self.state.state in GUARDING and self.state.pid > 0 and not self.gone
+
+
+def asked_for(request: LaunchRequest) -> GuardState:
+    """Return the record of a guard that does not run yet, on this machine."""
+    return GuardState(
+        request.run, 0, 0, machine_id(), request.restart, command=request.again, directory=str(Path.cwd())
+    )
+
+
+def of_hosts(run: str, told: Iterable[HostRun], now: float) -> Guard | None:
+    """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since."""
+    heard = [(now - (host.now - host.guard.time), host.guard) for host in told if host.guard]
+    heard_at, state = max(heard, key=lambda entry: entry[0], default=(0.0, None))
+    here = of_run(run)
+    if state is None or (here and here.life is Life.LIVES):
+        return here
+    if here and here.life is Life.DIED and _same_guard(here.state, state):
+        return Guard(here.state, Life.DIED, max(heard_at, here.heard_at))
+    if now - heard_at < (SILENT_AFTER_S if state.pid else BEGINS_WITHIN_S):
+        return Guard(state, Life.ELSEWHERE, heard_at)
+    return Guard(state, Life.SILENT, heard_at)
+
+
+def _same_guard(one: GuardState, other: GuardState) -> bool:
+    return (one.machine, one.pid, one.pid_start) == (other.machine, other.pid, other.pid_start)
 
 
 def of_run(run: str) -> Guard | None:
-    """The guard of a run on this machine; None if there never was one."""
+    """The guard of a run, by its record on this machine; None if there never was one."""
     state = read_record(GuardState, RunDir.here(run).guard)
     if state is None:
         return None
     machine, here = state.machine.split(), machine_id().split()
     rebooted = machine != here and len(machine) == 3 and machine[:2] == here[:2]
     if machine != here and not rebooted:
-        return Guard(state, Life.ELSEWHERE)
+        return Guard(state, Life.ELSEWHERE, state.time)
     if rebooted or not processes.same_process(state.pid, state.pid_start):
-        return Guard(state, Life.DIED)
-    return Guard(state, Life.LIVES)
+        return Guard(state, Life.DIED, state.time)
+    return Guard(state, Life.LIVES, state.time)
 
 
 def is_guarded(run: str) -> bool:
@@ -78,16 +119,25 @@ def dismiss(run: str) -> None:
         time.sleep(0.05)
 
 
-def guard_line(run: str) -> str:
-    """Describe what the guard of a run is doing; '' if there is none on this machine."""
-    found = of_run(run)
-    if found is None:
-        return ""
-    state = found.state
+def guard_line(found: Guard) -> str:
+    """Describe what a run's guard is doing, or how to replace it."""
+    state, machine = found.state, found.state.machine.partition(" ")[0]
     if found.gone:
-        died = f"process {state.pid} on this machine died while {state.state}"
-        return f"guard: GONE ({died}); nobody restarts this run: repeat its launch command to guard it again"
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.heard_at))
+        died = (
+            f"process {state.pid} on {machine} died while {state.state}"
+            if state.pid
+            else f"it never began on {machine}"
+        )
+        place = given(" in {}", shlex.quote(state.directory)) if state.directory != str(Path.cwd()) else ""
+        again = (
+            given(f"`{front_door()} launch {{}}`{place}", state.command)
+            or "the same launch command, with --resume auto,"
+        )
+        return clean(f"guard: GONE since {since} ({died}); nobody restarts this run: {again} guards it again")
     times = counted(state.restarts, "restart")
-    where = f" on {state.machine.partition(' ')[0]}" if found.life is Life.ELSEWHERE else ""
+    where = f" on {machine}" if found.life is Life.ELSEWHERE else ""
+    if not state.pid:
+        return f"guard{where}: starting"
     done = f"{times}, {state.in_vain} of {state.limit} allowed without progress"
     return clean(f"guard{where}: {state.state}, {done}{given('; {}', state.message)}")

@@ -148,7 +148,7 @@ def with_blame(failures: Sequence[Failure], blame: Blame | None) -> list[Failure
         return list(failures)
     same = [failure for failure in failures if (failure.host, failure.cause) == (blame.host, blame.cause)]
     found = [*same, Failure(blame.host, blame.cause)][0]
-    return [*failures, dataclasses.replace(found, decided=True)]
+    return [*[other for other in failures if other is not found], dataclasses.replace(found, decided=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

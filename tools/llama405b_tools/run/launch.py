@@ -10,6 +10,7 @@ from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import hosts_argument
+from llama405b_tools.run.guard_record import asked_for
 from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
@@ -47,7 +48,8 @@ def launch(
             raise RunError(str(error)) from None
         raise
     check_training(request, plan)
-    start_run(plan, request.secrets, fleet, again=again, hosts=hosts_argument(request.hosts_file))
+    guard = asked_for(request) if request.restart and not again else None
+    start_run(plan, request.secrets, fleet, again=again, guard=guard, hosts=hosts_argument(request.hosts_file))
     took = f"up in {time.monotonic() - began:.1f} s"
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ class LaunchRequest:
     restart: int  # how often without progress; 0: never
     hang_after_s: float
     notify: str
+    notify_every_s: float  # 0: only if something happens
     rehearse: bool
     allow_sockets: bool
     slurm: str | None  # sbatch's options; None: by SSH
@@ -53,6 +55,13 @@ class LaunchRequest:
     config: Config | None  # None: a program of the user's own
     flags: tuple[str, ...]  # the training settings, as flags
     program: tuple[str, ...]
+    typed: tuple[str, ...]  # the command line, without --run, --resume and the program
+
+    @property
+    def again(self) -> str:
+        """What to type after ``llama405b launch`` to continue this run, or to guard it if it is running."""
+        program = ["--", *self.program] if self.program else []
+        return shlex.join([*self.typed, "--run", self.run, "--resume", "auto", *program])
 
     def terms(self) -> Terms:
         """What the plan is built from, wherever it runs."""
@@ -121,6 +130,8 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
     add("--restart", type=int, default=0, metavar="N", help=again)
     add("--hang-after", default="5m", metavar="TIME", help="a rank silent this long counts as hung [5m]")
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery and end")
+    often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
+    add("--notify-every", default="0", metavar="TIME", help=often)
 
 
 def _add_environment(group: argparse._ArgumentGroup) -> None:
@@ -178,6 +189,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         restart=known.restart,
         hang_after_s=seconds(known.hang_after, "--hang-after"),
         notify=known.notify,
+        notify_every_s=seconds(known.notify_every, "--notify-every"),
         rehearse=known.rehearse,
         allow_sockets=known.allow_sockets,
         slurm=known.slurm,
@@ -185,7 +197,19 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         config=resolved,
         flags=flags,
         program=program,
+        typed=_without(argv[:end], "--run", "--resume"),
     )
+
+
+def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
+    """Return the arguments without these flags and their values."""
+    kept: list[str] = []
+    skips = False
+    for argument in argv:
+        if not skips and argument.partition("=")[0] not in flags:
+            kept.append(argument)
+        skips = not skips and argument in flags
+    return tuple(kept)
 
 
 def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
@@ -217,6 +241,7 @@ def _check_flags(known: argparse.Namespace) -> None:
     refusals = (
         (not 0 <= known.restart <= 1000, f"--restart: {known.restart} times; use 0 to 1000"),
         (known.notify and not known.restart, "--notify needs --restart N, which guards the run; add it"),
+        (known.notify_every != "0" and not known.notify, "--notify-every needs --notify CMD; add it"),
         (known.slurm is not None and apart, "--slurm: --restart, --rehearse and --port are for SSH hosts; remove them"),
         (
             any(places.values()) and known.slurm is None,

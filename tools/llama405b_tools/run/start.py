@@ -13,7 +13,7 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
-from llama405b.contract.records import Blame
+from llama405b.contract.records import Blame, GuardState
 from llama405b.contract.words import words
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
@@ -47,18 +47,26 @@ class StartError(RunError):
         self.plan = plan
 
 
-def start_run(plan: Plan, secrets: Mapping[str, str], fleet: Fleet, *, again: bool = False, hosts: str = "") -> None:
+def start_run(
+    plan: Plan,
+    secrets: Mapping[str, str],
+    fleet: Fleet,
+    *,
+    again: bool = False,
+    guard: GuardState | None = None,
+    hosts: str = "",
+) -> None:
     """Start the node runner on every host; if one does not start, stop them all.
 
-    ``again``: a restart, refused if somebody has stopped the run meanwhile. ``hosts``: the argument with which the printed
-    commands find the hosts again.
+    ``again``: a restart, refused if somebody has stopped the run meanwhile. ``guard``: the one that was asked for, to be
+    recorded on the hosts. ``hosts``: the argument with which the printed commands find the hosts again.
 
     Raises:
         RunError: Names the hosts that did not start, and any on which something may be left.
     """
     requests = {
         node.name: StartRequest(
-            node.name, plan, dict(secrets), tuple(range(node.first_rank, node.first_rank + node.slots)), again
+            node.name, plan, dict(secrets), tuple(range(node.first_rank, node.first_rank + node.slots)), again, guard
         )
         for node in plan.nodes
     }

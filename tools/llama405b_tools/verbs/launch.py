@@ -56,12 +56,13 @@ def main(argv: Sequence[str]) -> int:
 
 def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
     """Launch the run, and return what there is to print; with ``--restart``, adopt a live run that has lost its guard."""
-    if request.restart and (plan := guard.unguarded(request, fleet)):
-        return plan, [f"{plan.run}: already running, without a guard; guarding it from now on"]
     lines: list[str] = []
-    plan = launch(request, hosts, fleet, say=lines.append)
-    dismiss(plan.run)  # the guard of an earlier launch of this name; its record goes next
-    RunDir.here(plan.run).guard.unlink(missing_ok=True)
+    if request.restart and (plan := guard.unguarded(request, fleet)):
+        lines.append(f"{plan.run}: already running, without a guard; guarding it from now on")
+    else:
+        plan = launch(request, hosts, fleet, say=lines.append)
+        dismiss(plan.run)  # the guard of an earlier launch of this name
+    RunDir.here(plan.run).guard.unlink(missing_ok=True)  # an earlier guard's
     return plan, lines
 
 

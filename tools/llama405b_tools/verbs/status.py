@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 
 from llama405b.contract.errors import code_for
@@ -13,7 +14,7 @@ from llama405b_tools.remote.messages.status import HostRun
 from llama405b_tools.run import judge
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
-from llama405b_tools.run.guard_record import guard_line
+from llama405b_tools.run.guard_record import Guard, guard_line, of_hosts
 from llama405b_tools.run.judge import Failure, State
 from llama405b_tools.run.query import Seen, ask_hosts, failures_of, progress, states_of
 from llama405b_tools.text.fold import fold_numbers
@@ -32,24 +33,34 @@ def main(argv: Sequence[str]) -> int:
         return code_for(waiting.is_over)
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_hosts(fleet, backend.run)
-    failures = failures_of(seen)
+    failures, told = failures_of(seen), [found for found in replies(seen).values() if found]
+    guard = guard_of(run, told, is_needed=bool(failures))
+    faults = bool(failures) or (guard is not None and guard.gone)
     if args.json:
-        print(json.dumps(_record(run, seen, failures)))
-        return code_for(failures)
+        print(json.dumps(_record(run, seen, failures, guard)))
+        return code_for(faults)
     print(f"run {run}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
     states = states_of(seen)
     print(table(headings, [_row(name, found, states.get(name)) for name, found in seen.items()]), flush=True)
-    if line := guard_line(run):
-        print(line)
-    print_progress([found for found in replies(seen).values() if found])
+    if guard:
+        print(guard_line(guard))
+    print_progress(told)
     if failures:
         worst = judge.first_failure(failures)
         print(f"{worst.host}: {failure_words(worst)}")
-    return code_for(failures)
+    return code_for(faults)
 
 
-def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, Json]:
+def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> Guard | None:
+    """Return the run's guard; None if there is none, or it is gone and was not needed any more."""
+    guard = of_hosts(run, told, time.time())
+    if guard and guard.gone and not (is_needed or any(found.alive for found in told)):
+        return None
+    return guard
+
+
+def _record(run: str, seen: Seen, failures: Sequence[Failure], guard: Guard | None) -> dict[str, Json]:
     """The status as JSON, for scripts."""
     hosts: dict[str, Json] = {}
     for name, found in seen.items():
@@ -58,7 +69,11 @@ def _record(run: str, seen: Seen, failures: Sequence[Failure]) -> dict[str, Json
         else:
             hosts[name] = dataclasses.asdict(found) if found else None
     said = [f"{failure.host}: {failure_words(failure)}" for failure in failures]
-    return {"run": run, "ok": not failures, "failures": said, "hosts": hosts}
+    guarded: Json = None
+    if guard:
+        guarded = {"state": guard.state.state, "gone": guard.gone, "words": guard_line(guard)}
+    is_good = not failures and not (guard and guard.gone)
+    return {"run": run, "ok": is_good, "failures": said, "guard": guarded, "hosts": hosts}
 
 
 def print_progress(found: Sequence[HostRun]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.plan import Plan
+from llama405b.contract.records import GuardState
 
 KEEP = "keep\n"  # sent to a starting host once all hosts are up
 START_WITHIN_S = 120.0  # for the node runner to start torchrun, however busy the machine is
@@ -21,6 +22,7 @@ class StartRequest:
     secrets: Mapping[str, str]
     ranks: tuple[int, ...]
     again: bool = False  # a restart, refused if somebody has stopped the run meanwhile
+    guard: GuardState | None = None  # that was asked for; in a restart the guard itself says what it does
 
 
 class StartFault(enum.StrEnum):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llama405b.contract.records import Blame, Heartbeat, Metrics, NodeStatus
+from llama405b.contract.records import Blame, GuardState, Heartbeat, Metrics, NodeStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class HostRun:
     checkpoint: str | None  # the newest complete one
     now: float
     hosts: tuple[str, ...] = ()  # every host of the run
+    guard: GuardState | None = None  # as last heard from it here; None: none was asked for
     blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
 
 

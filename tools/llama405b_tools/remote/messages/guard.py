@@ -1,0 +1,20 @@
+"""What a guard tells the hosts of its run. Pure."""
+
+import dataclasses
+
+from llama405b.contract.records import GuardState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GuardNote:
+    """What the guard of a run does now; until the next note, it is known to have lived when this one came."""
+
+    run: str
+    host: str
+    only: str  # the rendezvous id of the launch that it guards; a later one's guard, if any, is another
+    state: GuardState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Noted:
+    """The host has taken the note."""
