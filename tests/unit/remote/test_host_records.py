@@ -1,0 +1,55 @@
+"""What an agent keeps on its host: why an attempt failed, once, and what the run's guard last said."""
+
+import pytest
+
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.files import read_records, write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Node, Plan
+from llama405b.contract.records import Blame, GuardState
+from llama405b_tools.remote.describe import status
+from llama405b_tools.remote.ending import end, record_blame
+from llama405b_tools.remote.guarding import take_note
+from llama405b_tools.remote.messages.end import EndRequest
+from llama405b_tools.remote.messages.guard import GuardNote
+from llama405b_tools.remote.messages.status import StatusRequest
+
+PLAN = Plan("r", 2, 5.0, "r-2-x", "a:1", ("-m", "mine"), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
+HUNG = Cause(CauseKind.HUNG, "b", 1, phase="train", step=7, age_s=301.5)
+GUARD = GuardState("r", 7, 8, "laptop x y", 5, command="--restart 5 --run r --resume auto")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_json(RunDir.here("r").plan, PLAN)
+    return RunDir.here("r")
+
+
+def told():
+    return status(StatusRequest("a", "r")).runs[0]
+
+
+def test_the_first_who_decides_why_an_attempt_failed_is_kept(run):
+    for blame in (Blame(1, "b", HUNG), Blame(2, "a", HUNG), Blame(2, "c", Cause(CauseKind.LOST_PEER, "c", 2))):
+        record_blame(run, "a", blame)
+    assert read_records(Blame, run.blames("a"), 9) == [Blame(1, "b", HUNG), Blame(2, "a", HUNG)]
+    assert told().blames == (Blame(1, "b", HUNG), Blame(2, "a", HUNG))
+
+
+def test_ending_a_launch_records_why_and_ending_another_does_not(run):
+    for only, known in (("r-1-x", 0), ("r-2-x", 1)):
+        end(EndRequest("r", "a", only=only, blame=Blame(2, "b", HUNG)))
+        assert len(told().blames) == known
+
+
+def test_a_guard_is_heard_by_the_launch_that_it_guards_until_somebody_stops_it(run):
+    take_note(GuardNote("r", "a", "r-1-x", GUARD))
+    assert told().guard is None
+    take_note(GuardNote("r", "a", "r-2-x", GUARD))
+    heard = told()
+    assert (heard.guard.pid, heard.guard.command) == (GUARD.pid, GUARD.command)
+    assert 0 <= heard.now - heard.guard.time < 60  # by the host's own clock
+    end(EndRequest("r", "a", by="me@here"))
+    take_note(GuardNote("r", "a", "r-2-x", GUARD))  # it has not heard of the stop yet
+    assert told().guard is None
