@@ -3,60 +3,21 @@
 import json
 import os
 import re
-import shlex
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
 
 import hosts_rig
 from conftest import ROOT
 from llama405b_tools.remote import processes
-from ops_rig import wait_for
+from ops_rig import Terminal, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 4
 INTERVAL_S = 1.0
 DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--training.micro_batch_size", "2", "--data.seq_len", "64",
         "--data.max_bytes", "400000", "--training.max_steps", "100000", "--checkpoint.every", "0"]  # fmt: skip
-
-
-class Terminal:
-    """A tmux pane in which a program runs."""
-
-    def __init__(self, argv, cwd, env, size=(160, 45)):
-        self.tmux = ("tmux", "-L", f"l4top-{os.getpid()}", "-f", "/dev/null")
-        line = f"{shlex.join(map(str, argv))}; echo rc=$?; exec sleep 600"
-        settings = [part for key, value in env.items() for part in ("-e", f"{key}={value}")]
-        size = ("-x", str(size[0]), "-y", str(size[1]))
-        self.run("new-session", "-d", "-s", "t", *size, "-c", str(cwd), *settings, "--", "sh", "-c", line)
-
-    def run(self, *args):
-        return subprocess.run([*self.tmux, *args], capture_output=True, text=True, timeout=20, check=True).stdout
-
-    def screen(self):
-        return self.run("capture-pane", "-p", "-t", "t")
-
-    def keys(self, *names):
-        self.run("send-keys", "-t", "t", *names)
-
-    def shows(self, pattern, seconds):
-        """Wait until the screen matches."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, screen := self.screen(), re.MULTILINE):
-            assert time.monotonic() < deadline, f"{pattern} is not on the screen:\n{screen}"
-            time.sleep(0.1)
-        return screen
-
-    def pid(self):
-        """Of the program."""
-        shell = self.run("display", "-p", "-t", "t", "#{pane_pid}").strip()
-        return int(subprocess.run(["pgrep", "-P", shell], capture_output=True, text=True, check=True).stdout.split()[0])
-
-    def close(self):
-        subprocess.run([*self.tmux, "kill-server"], capture_output=True, check=False)
 
 
 def samplers(hosts):

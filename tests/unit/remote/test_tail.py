@@ -42,3 +42,18 @@ def test_from_the_end_and_from_a_mark(tmp_path):
     other.begin_at(path, (path.stat().st_ino + 1, 4))  # of a file that is gone
     assert drain(other) == [("a.log", 0, b"old\nolder\n")]
     assert drain(Tail(path)) == [("a.log", 0, b"old\nolder\n")]
+
+
+def test_of_a_flood_only_the_end_is_read_and_the_rest_counted(tmp_path):
+    path = tmp_path / "a.log"
+    path.write_text("".join(f"line {i}\n" for i in range(10)))
+    tail = Tail(tmp_path, most_bytes=100)
+    assert len(drain(tail)) == 1
+    with path.open("a") as file:
+        file.write("".join(f"line {i}\n" for i in range(10, 100_000)))
+    ((_, _, data),) = drain(tail)
+    assert len(data) <= 100
+    *_, last = data.splitlines()
+    assert last == b"line 99999"
+    assert tail.n_skipped + len(data.splitlines()) == 100_000 - 10
+    assert drain(tail) == []

@@ -19,12 +19,11 @@ import paramiko
 
 from llama405b.contract.phrases import reason_of
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, Result, Stream, Tunnel
+from llama405b_tools.hosts.transport import MAX_LINE, HostError, Result, Stream, Tunnel
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # our own messages say what went wrong
 logging.getLogger("paramiko").propagate = False
 CONNECT_TIMEOUT_S = 10.0
-MAX_LINE = 1 << 24  # in case a host never ends its line
 MAX_JUMPS = 8
 DEAD_AFTER_S = 30  # without an acknowledgment of sent data, keepalives included
 WAKE_S = 2.0  # how often a connection's thread wakes up for its own work: paramiko's 0.1 s is costly for 256 hosts

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from llama405b.contract.errors import RunError
 
+MAX_LINE = 1 << 24  # of a stream, in case a host never ends its line
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
 ENV = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
 
@@ -149,7 +150,8 @@ class _LocalStream:
             raise HostError("the command ended before it read its input") from None
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.stdout
+        while line := self.stdout.readline(MAX_LINE):
+            yield line
         self.child.wait()
 
     def send(self, text: str) -> None:

@@ -50,7 +50,7 @@ class Reader:
         """Show everything, until every host is done (or the guard, if one may restart the run)."""
         try:
             heard_at = time.monotonic()
-            while self.going and (not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S):
+            while self._goes_on(heard_at):
                 for arrival in _arrived(self.streams):
                     self._take(arrival, show)
                     heard_at = time.monotonic()
@@ -63,6 +63,11 @@ class Reader:
             show.entries(self.merge.pop(float("inf")))
         finally:
             self.streams.close()
+
+    def _goes_on(self, heard_at: float) -> bool:
+        if not self.going or self.streams.closing.is_set():
+            return False
+        return not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S
 
     def _take(self, arrival: Arrival, show: Sink) -> None:
         host, news = arrival.host, arrival.news
@@ -78,6 +83,8 @@ class Reader:
         self.owed[host] += 1
         if news.now is not None:  # network delay only makes the host's clock seem behind
             self.skew[host] = max(self.skew.get(host, float("-inf")), news.now - arrival.at)
+        if news.skipped:
+            self.merge.drop(host, news.skipped)
         if news.entries:
             skew, first_rank = self.skew.get(host, 0.0), self.first_ranks[host]
             self.merge.push(host, [entry_of(host, t, file, text, skew, first_rank) for t, file, text in news.entries])

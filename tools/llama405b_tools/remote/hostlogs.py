@@ -5,6 +5,7 @@ runner records when each part of each file arrived.
 """
 
 import bisect
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ ATTEMPT_DIR = re.compile(r".+-(\d+)-[0-9a-f]{8}_\w+")
 ATTEMPT_LINE = b"\nattempt "
 BATCH = 500  # entries in one message
 AGENT_LOG = "torchrun.log"
+LONG_POLL_S, SHORT_POLL_S = 1.0, 0.05  # at most, under a flood of lines: the host's state is news, too
 
 
 class HostLogs:
@@ -33,7 +35,8 @@ class HostLogs:
         newest = read_plan(run).attempt
         self.attempt = request.attempt or min([newest, *marked])  # a reader that returns continues where it was
         self.follow_attempts = request.attempt == 0
-        self.tail = Tail(self.root, wants=self._wants)
+        self.tail = Tail(self.root, wants=self._wants, most_bytes=request.most_bytes)
+        self.poll_s = SHORT_POLL_S if request.most_bytes else LONG_POLL_S
         self.times = Times(run.times(host))
         self.blocks: dict[str, Blocks] = {}
         self.idle: set[str] = set()
@@ -45,15 +48,19 @@ class HostLogs:
             self.tail.begin_at(self.root / file, (inode, offset))
 
     def poll(self, *, final: bool) -> Iterator[News]:
-        """Yield messages until nothing is left: entries, and the marks after them."""
+        """Yield messages until nothing is left, or for a while: entries, and the marks after them."""
         batch: list[Entry] = []
+        until = math.inf if final else time.monotonic() + self.poll_s
         while self._read(final=final):
             for entry in self.merge.pop():
                 batch.append(entry)
                 if len(batch) == BATCH:
                     yield self._message(batch)
                     batch = []
-        batch += self.merge.pop(float("inf"))
+            if time.monotonic() > until:
+                break
+        else:
+            batch += self.merge.pop(math.inf)
         if batch:
             yield self._message(batch)
 
@@ -62,7 +69,8 @@ class HostLogs:
             self.marks[entry.file] = (self.tail.marks[self.root / entry.file][0], entry.end)
         marks = {entry.file: self.marks[entry.file] for entry in batch}
         entries = tuple((entry.time, entry.file, entry.text) for entry in batch)
-        return News(entries=entries, marks=marks, now=time.time())
+        skipped, self.tail.n_skipped = self.tail.n_skipped, 0
+        return News(entries=entries, marks=marks, now=time.time(), skipped=skipped)
 
     def _read(self, *, final: bool) -> bool:
         """Read a piece of every file that has nothing waiting; returns whether there was anything."""

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 MAX_READ_BYTES = 1 << 20  # of one file at a time, so that a flood in one does not silence the others
 MAX_LINE_BYTES = 1 << 16  # a longer line is returned in pieces
@@ -22,9 +23,15 @@ class Piece:
 class Tail:
     """Follows a file, or every ``*.log`` file below a directory, including later ones."""
 
-    def __init__(self, root: Path, *, wants: Callable[[Path], bool] = lambda _: True, from_end: bool = False) -> None:
-        """Begin at the files' present ends, or at their beginnings; ``wants`` selects files."""
-        self.root, self.wants = root, wants
+    def __init__(
+        self, root: Path, *, wants: Callable[[Path], bool] = lambda _: True, from_end: bool = False, most_bytes: int = 0
+    ) -> None:
+        """Begin at the files' present ends, or at their beginnings.
+
+        ``wants`` selects files; ``most_bytes``: of what was added to a file only the end is read (0: all of it).
+        """
+        self.root, self.wants, self.most_bytes = root, wants, most_bytes
+        self.n_skipped = 0  # lines
         self.marks: dict[Path, Mark] = {}
         if from_end:
             self.marks = {path: (path.stat().st_ino, path.stat().st_size) for path in self.files()}
@@ -51,6 +58,8 @@ class Tail:
                 now = os.fstat(file.fileno())
                 if now.st_ino != inode or now.st_size < offset:  # rewritten
                     offset = 0
+                if self.most_bytes and now.st_size - offset > self.most_bytes:
+                    offset = self._skip(file, offset, now.st_size - self.most_bytes)
                 file.seek(offset)
                 block = file.read(MAX_READ_BYTES) if now.st_size > offset else b""
         except OSError:
@@ -62,6 +71,14 @@ class Tail:
         self.marks[path] = (now.st_ino, offset + end)
         if end:
             yield Piece(path, offset, block[:end])
+
+    def _skip(self, file: BinaryIO, begin: int, end: int) -> int:
+        """Count the lines up to about ``end``, and return where the next one begins."""
+        file.seek(begin)
+        while block := file.read(min(MAX_READ_BYTES, end - file.tell())):
+            self.n_skipped += block.count(b"\n")
+        self.n_skipped += file.readline(MAX_LINE_BYTES).endswith(b"\n")
+        return file.tell()
 
     def all(self, *, final: bool = False) -> Iterator[Piece]:
         """Yield until nothing is left."""

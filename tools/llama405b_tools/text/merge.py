@@ -51,11 +51,15 @@ class Merge:
         self.begin(source)
         over = self.size(source) + len(entries) - self.most
         if self.most and over > 0:
-            self.dropped[source] = self.dropped.get(source, 0) + over
+            self.drop(source, over)
         for entry in entries:
             last = max(entry.time, self.last.get(source, entry.time))
             self.last[source] = last
             self.waiting[source].append(entry if entry.time == last else entry.at(last))
+
+    def drop(self, source: str, count: int) -> None:
+        """Count entries of a source that are missing."""
+        self.dropped[source] = self.dropped.get(source, 0) + count
 
     def size(self, source: str) -> int:
         """Return how many entries of a source are waiting."""

@@ -1,10 +1,12 @@
 """cluster-top in a terminal: a Textual app that draws ``panels.screen`` and turns keys into choices."""
 
 import asyncio
+import contextlib
+import functools
 import os
-import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import ClassVar
 
 from rich.console import Group
@@ -17,12 +19,12 @@ from textual.widgets import Static
 from llama405b_tools.logs import first_error
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.leaving import leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import HostRow, Picture, Verdict
 
 TICK_S, DRAW_EVERY_S = 0.25, 1.0
 FAR = 1 << 20  # lines: to the very end
-LEAVE_WITHIN_S = 3.0  # after a signal; then the process exits without cleanup
 HELP, FIRST_ERROR = "HELP", "FIRST ERROR"
 VIEWS = {  # key -> the view it opens: mode, and title of a text
     "enter": ("host", ""),
@@ -40,13 +42,11 @@ def show(session: Session) -> int:
     """Show the screen until the user quits; return the exit code of the last picture, or 128 + the signal."""
     for name in ("COLUMNS", "LINES"):  # the terminal itself reports its size, and any change of it
         os.environ.pop(name, None)
-    app = TopApp(session)
-    try:
-        code = app.run()
-    finally:
-        session.close()
+    app = TopApp(session, terminal_keeper())
+    code = app.run(mouse=False)
     if code is None:
-        return app.pic.exit_code
+        code = app.pic.exit_code
+    leave_soon(code)  # even if a thread still waits for a host
     return code
 
 
@@ -57,8 +57,9 @@ class TopApp(App[int]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [("ctrl+c", "leave", "quit"), ("ctrl+z", "suspend_process", "suspend")]
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, restore: Callable[[], None]) -> None:
         super().__init__()
+        self.restore = restore
         self.session, self.ui = session, session.ui
         self.pic = NOT_DRAWN
         self.drawn_at = 0.0
@@ -69,19 +70,14 @@ class TopApp(App[int]):
 
     def on_mount(self) -> None:
         """Start sampling and drawing."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.end_by, number)
+        on_signals(functools.partial(self.end, asyncio.get_running_loop()), self.restore)
         self.set_interval(TICK_S, self.tick)
         self.tick()
 
-    def end_by(self, number: int) -> None:
-        """Handle a signal: restore the screen and leave nothing behind, even if the terminal is gone."""
-        last_resort = threading.Timer(LEAVE_WITHIN_S, os._exit, (128 + number,))
-        last_resort.daemon = True
-        last_resort.start()
-        self.session.close()
-        self.exit(128 + number)
+    def end(self, loop: asyncio.AbstractEventLoop, code: int) -> None:
+        """End after a signal, even if the terminal is gone."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self.exit, code)
 
     def tick(self) -> None:
         """Take what arrived, and draw if it is time."""
@@ -94,7 +90,7 @@ class TopApp(App[int]):
         self.drawn_at = time.monotonic()
         self.pic = self.session.picture(logs=True)
         size = size or self.size
-        lines = panels.screen(self.pic, self.ui, list(self.session.logs.lines), size.width, size.height)
+        lines = panels.screen(self.pic, self.ui, self.session.logs.shown(), size.width, size.height)
         self.query_one("#all", Static).update(Group(*lines))
 
     def on_resize(self, event: Resize) -> None:
@@ -183,7 +179,7 @@ class TopApp(App[int]):
 
     def _scroll(self, down: int) -> None:
         """Scroll by lines: a text counts from its beginning, logs and events from the newest."""
-        most, up = len(self.session.logs.lines), -down
+        most, up = len(self.session.logs.shown()), -down
         if self.ui.mode != "logs":
             most = len(panels.whole_text(self.pic, self.ui, self.size.width))
         if self.ui.mode == "text":
@@ -210,6 +206,7 @@ class TopApp(App[int]):
                 lines = first_error.find(fleet, *ask_hosts(fleet, run or None))[1]
             except Exception as error:  # noqa: BLE001 - shown on screen, which continues
                 lines = [str(error)]
-            self.call_from_thread(self._text, FIRST_ERROR, lines)
+            with contextlib.suppress(RuntimeError):  # the screen was left meanwhile
+                self.call_from_thread(self._text, FIRST_ERROR, lines)
 
         threading.Thread(target=look, daemon=True).start()

@@ -1,6 +1,7 @@
 """The logs in cluster-top: the newest lines, folded, by the same engine as ``llama405b logs``."""
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +10,16 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.logs.reader import Reader, entry_of
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
-from llama405b_tools.text.fold import Fold, is_error, text_of, where_of
+from llama405b_tools.text.fold import Fold, fold_names, is_error, text_of, where_of
 from llama405b_tools.text.merge import Entry
 from llama405b_tools.top.draw.lines import LogLine
-from llama405b_tools.top.sources import Live, SourceEvent
+from llama405b_tools.top.sources import Live
 
-KEPT = 3000
+KEPT, KEPT_OF_HOST = 3000, 50  # newest lines in all, and at least of each host
 TAIL = 100  # lines of each file at first
+MOST_BYTES = 1 << 16  # of each file at a time
+MOST_CHARS = 1 << 16  # of a block
+LINE_CHARS = 1000  # wider than a screen
 
 
 class LogPane:
@@ -23,7 +27,9 @@ class LogPane:
 
     def __init__(self) -> None:
         self.fold = Fold()
-        self.lines: collections.deque[LogLine] = collections.deque(maxlen=KEPT)
+        self.lines: list[LogLine] = []
+        self.dropped: dict[str, int] = {}  # by host, lines that are missing from what came last
+        self.dropped_at = 0.0
 
     def take(self, host: str, entries: Sequence[tuple[float, str, str]], first_rank: int) -> None:
         """Take blocks of one host: [operator's clock, file, text]."""
@@ -31,20 +37,50 @@ class LogPane:
             for group in self.fold.push(entry_of(host, moment, file, text, 0.0, first_rank)):
                 self._add(group)
 
+    def drop(self, host: str, count: int, now: float) -> None:
+        """Count lines of a host that came too fast."""
+        self.dropped[host] = self.dropped.get(host, 0) + count
+        self.dropped_at = now
+
     def settle(self, now: float) -> None:
         """Add the groups that are older than the fold's window: they are complete."""
         for group in self.fold.older_than(now - self.fold.window_s):
             self._add(group)
+        if now > self.dropped_at + self.fold.window_s:
+            self.lines.extend(self._missing())
+            self.dropped.clear()
+        if len(self.lines) > KEPT:
+            self._forget()
+
+    def shown(self) -> list[LogLine]:
+        """Return the lines; while lines are missing, the last one says how many."""
+        return [*self.lines, *self._missing()]
+
+    def _missing(self) -> Iterator[LogLine]:
+        if self.dropped:
+            hosts, lines = sorted(self.dropped), sum(self.dropped.values())
+            words = f"{lines:,} lines came too fast to be shown; `llama405b logs` has them"
+            yield LogLine(self.dropped_at, fold_names(hosts), words, hosts=frozenset(hosts))
+
+    def _forget(self) -> None:
+        """Forget the oldest lines, but not all those of a quiet host because another one talks."""
+        kept: list[LogLine] = []
+        counts: collections.Counter[str] = collections.Counter()
+        for line in reversed(self.lines):
+            counts.update(line.hosts)
+            if len(kept) < KEPT or min(counts[host] for host in line.hosts) <= KEPT_OF_HOST:
+                kept.append(line)
+        self.lines = kept[::-1]
 
     def _add(self, group: Sequence[Entry]) -> None:
         text = clean(text_of(group) if len(group) > 1 else group[0].text)
         for line in text.split("\n"):
             hosts = frozenset(entry.host for entry in group)
-            self.lines.append(LogLine(group[0].time, where_of(group), line, is_error(group[0]), hosts))
+            self.lines.append(LogLine(group[0].time, where_of(group), line[:LINE_CHARS], is_error(group[0]), hosts))
 
     def first_error(self) -> int | None:
         """Return how many lines up from the newest the first error is."""
-        ups = (up for up, line in enumerate(reversed(self.lines)) if line.is_error)
+        ups = (up for up, line in enumerate(reversed(self.shown())) if line.is_error)
         return max(ups, default=None)
 
 
@@ -52,25 +88,28 @@ class LogStream:
     """Reads the logs of a run in a thread, and adds them to the source's events."""
 
     def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
-        request = StreamRequest(run, "", follow=True, tail=TAIL)
-        self.source = source
+        request = StreamRequest(run, "", follow=True, tail=TAIL, most_bytes=MOST_BYTES)
+        self.intake = source.intake
         self.reader = Reader(fleet, run, first_ranks, request)
+        self.counted: dict[str, int] = {}  # by host, lines that are known to be missing
         threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
 
     def entries(self, entries: Iterator[Entry]) -> None:
         """See ``logs.Sink``."""
         for entry in entries:
-            block = (entry.time, entry.file, redact(entry.text))
-            self.source.arrived.put(SourceEvent(time.time(), entry.host, entries=(block,)))
+            self.intake.put_block(dataclasses.replace(entry, text=redact(entry.text[:MOST_CHARS])))
 
     def dropped(self, counts: Mapping[str, int]) -> None:
-        """See ``logs.Sink``; this pane drops the oldest anyway."""
+        """See ``logs.Sink``."""
+        for host, count in counts.items():
+            if more := count - self.counted.get(host, 0):
+                self.intake.drop(host, more)
+                self.counted[host] = count
 
     def note(self, text: str) -> None:
         """See ``logs.Sink``. Omits the reason, so that a network failure folds into one line for all hosts."""
-        host = text.partition(": ")[0]
-        block = (time.time(), "", "(cluster-top cannot read logs from this host; `llama405b logs` says why)")
-        self.source.arrived.put(SourceEvent(time.time(), host, entries=(block,)))
+        words = "(cluster-top cannot read logs from this host; `llama405b logs` says why)"
+        self.intake.put_block(Entry(time.time(), text.partition(": ")[0], "", words))
 
     def close(self) -> None:
         """End the agents on the hosts."""

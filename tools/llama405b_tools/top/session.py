@@ -6,8 +6,9 @@ import time
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.logpane import LogPane, LogStream
-from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay, SourceEvent
+from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, Picture
 
@@ -57,6 +58,8 @@ class Session:
             self.cluster.note(event.note, event.t)
         elif event.entries:
             self.logs.take(event.host, event.entries, self.cluster.first_rank(event.host))
+        elif event.dropped:
+            self.logs.drop(event.host, event.dropped, event.t)
 
     def look(self, event: SourceEvent) -> None:
         """Judge the moment of an event, so that what begins and ends between two pictures is noticed too."""

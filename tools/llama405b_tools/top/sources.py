@@ -9,7 +9,6 @@ import gzip
 import itertools
 import json
 import math
-import queue
 import threading
 import time
 import zlib
@@ -21,31 +20,21 @@ from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
-from llama405b_tools.hosts.transport import HostError, Stream
+from llama405b_tools.hosts.transport import MAX_LINE, HostError, Stream
 from llama405b_tools.remote import carried
 from llama405b_tools.text.clean import CONTROLS, clean
+from llama405b_tools.top.intake import Intake, SourceEvent
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import HostState
 
 RETRY_S = 5.0
 PING_S = 10.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
-MAX_LINE = 1 << 24
+MAX_FRAME = 4 << 20  # characters; those of a host with many processes have a tenth of it
+MOST_OTHER_LINES = 1000  # of a shell's start-up files, for example
 END_OF_TIME = 1e11  # seconds since the epoch; the most that calendars can write
 GZIP = b"\x1f\x8b"  # how a gzip file begins (RFC 1952)
 LAST_LINE = '{"end": true}'  # of a complete recording
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SourceEvent:
-    """Something that arrived, or happened on this machine."""
-
-    t: float  # operator's clock, seconds since the epoch
-    host: str
-    frame: Json = None  # JSON from the sampler; the cluster parses it
-    link: tuple[str, str] | None = None  # state and why
-    entries: tuple[tuple[float, str, str], ...] = ()  # log blocks: operator's clock, file, text
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +66,7 @@ class Live:
         self.fleet, self.interval_s, self.badge = fleet, interval_s, ""
         self.request = {"run": run, "stay": "", "interval_s": interval_s, "elsewhere": elsewhere}
         self.hosts: Sequence[str] = list(fleet.hosts)
-        self.arrived: queue.SimpleQueue[SourceEvent] = queue.SimpleQueue()
+        self.intake = Intake()
         self.open: dict[str, Stream] = {}
         self.closing, self.news = threading.Event(), threading.Event()
         self.connecting = threading.BoundedSemaphore(MAX_AT_ONCE)
@@ -95,10 +84,7 @@ class Live:
 
     def events(self, until: float) -> Iterator[SourceEvent]:
         """Yield what happened up to a moment of this source's clock; wait for the first event until then."""
-        with contextlib.suppress(queue.Empty):
-            yield self.arrived.get(timeout=max(0.0, until - time.time()))
-            while True:
-                yield self.arrived.get_nowait()
+        yield from self.intake.take(until - time.time())
 
     def stay(self, run: str) -> None:
         """Have every host that knows the run report it, whatever else is live there; '': the newest live run."""
@@ -110,6 +96,7 @@ class Live:
         """Close everything: a sampler ends with its standard input, and nothing stays on the hosts."""
         self.closing.set()
         self.news.set()
+        self.intake.close()
         for stream in list(self.open.values()):
             stream.close()
 
@@ -126,7 +113,7 @@ class Live:
                 kind, why = HostState.DOWN, str(error) or type(error).__name__
             if self.closing.is_set():
                 return
-            self.arrived.put(SourceEvent(time.time(), name, link=(kind, why)))
+            self.intake.put(SourceEvent(time.time(), name, link=(kind, why)))
             self.closing.wait(RETRY_S)
 
     def _listen(self, name: str) -> str:
@@ -136,17 +123,20 @@ class Live:
         with self.connecting:  # not all at the same time: a handshake that waits too long for its turn fails
             connection = self.fleet.connection(name)
             stream = self.open[name] = connection.stream(carried.command("sampler"), stdin)
-        last = ""
+        last, n_others = "", 0
         if self.closing.is_set():  # since the check above
             stream.close()
-        self.arrived.put(SourceEvent(time.time(), name, link=(HostState.OK, "")))
+        self.intake.put(SourceEvent(time.time(), name, link=(HostState.OK, "")))
         for line in stream:
             try:
-                frame = json.loads(line)
+                frame = _frame(line)
             except ValueError:
-                last = clean(line)[:200]
+                last, n_others = clean(line[:200]), n_others + 1
+                if n_others > MOST_OTHER_LINES:
+                    stream.close()
+                    raise HostError(f"it prints something else all the time, such as {last!r}") from None
                 continue
-            self.arrived.put(SourceEvent(time.time(), name, frame=frame))
+            self.intake.put(SourceEvent(time.time(), name, frame=frame))
         return last
 
     def _ping(self) -> None:
@@ -158,6 +148,19 @@ class Live:
             for stream in list(self.open.values()):
                 with contextlib.suppress(HostError):
                     stream.send(f"{line}\n")
+
+
+def _frame(line: str) -> Json:
+    """Parse a frame.
+
+    Raises:
+        ValueError: The line is something else.
+        HostError: It is too long.
+    """
+    if len(line) > MAX_FRAME:
+        raise HostError(f"its sampler sends more than {MAX_FRAME >> 20} MiB at once")
+    found: Json = json.loads(line)
+    return found
 
 
 class Replay:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import STOPPED_FOLLOWING, UserError
+from llama405b.contract.errors import UserError
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
@@ -29,6 +29,7 @@ from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.leaving import on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.state.picture import HostState, Picture
@@ -115,13 +116,15 @@ def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
 def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, hang_after_s: float) -> int:
     with contextlib.ExitStack() as leaving:
         leaving.callback(source.close)
-        recorder = None
-        if args.record:
-            recorder = leaving.enter_context(contextlib.closing(Recorder(args.record, source)))
+        recorder = Recorder(args.record, source) if args.record else None
         session = leaving.enter_context(contextlib.closing(Session(source, fleet, hang_after_s, recorder)))
+        if recorder:
+            leaving.callback(recorder.close)  # first of all: closing the rest may take a while
+        on_signals(sys.exit)
         session.cluster.wanted = args.run or ""
         session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
-        at_terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+        streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
+        at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
         if args.json or args.once or args.plain or args.watch or not at_terminal:
             return _print(args, session)
         from llama405b_tools.top.app import show
@@ -131,17 +134,12 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
 
 def _print(args: argparse.Namespace, session: Session) -> int:
     """Print once, or every ``--watch`` seconds as long as somebody may read it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        _await_all(session, watches=bool(args.watch))
-        while True:
-            pic = session.picture(logs=False)
-            if not _put(args, session, pic) or not args.watch or session.source.done():
-                return pic.exit_code
-            _pass(session, args.watch)
-    except KeyboardInterrupt:
-        return STOPPED_FOLLOWING
+    _await_all(session, watches=bool(args.watch))
+    while True:
+        pic = session.picture(logs=False)
+        if not _put(args, session, pic) or not args.watch or session.source.done():
+            return pic.exit_code
+        _pass(session, args.watch)
 
 
 def _pass(session: Session, seconds: float) -> None:

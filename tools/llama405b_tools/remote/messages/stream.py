@@ -25,6 +25,7 @@ class StreamRequest:
     tail: int | None = None  # only the last N lines of each file
     agent: bool = False  # torchrun's own log too
     stderr: bool = False  # only standard error
+    most_bytes: int = 0  # of one file at a time; lines before them are skipped, and counted (0: none are)
     marks: Marks = dataclasses.field(default_factory=dict)  # where an earlier reader stopped
 
 
@@ -48,4 +49,5 @@ class News:
     node: NodeNews | None = None
     beats: tuple[Beat, ...] | None = None
     now: float | None = None
+    skipped: int = 0  # lines that were written too fast for ``most_bytes``
     end: bool = False  # nothing more will come
