@@ -1,6 +1,8 @@
 """The ``llama405b`` command. A verb's module is imported only when that verb is called."""
 
+import codecs
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b.contract.phrases import did_you_mean
 from llama405b_tools.run import screen
+from llama405b_tools.text.symbols import substitute
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
@@ -85,7 +88,11 @@ def _call(args: list[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open those that are closed (``>&-``): a child would write into the next file that gets the number."""
+    """Open those that are closed (``>&-``): a child would write into the next file that gets the number.
+
+    What a stream cannot encode is replaced by plain characters.
+    """
+    codecs.register_error("plain", substitute)
     for number in range(3):
         try:
             os.fstat(number)
@@ -94,6 +101,9 @@ def _open_standard_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or screen.nowhere(1)
     sys.stderr = sys.stderr or screen.nowhere(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="plain")
 
 
 def cluster_top() -> int:
