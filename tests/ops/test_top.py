@@ -73,10 +73,13 @@ def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
             ("lost", r"GPU 31/32(.|\n)*node-2 +OK.*1 of 8 GPUs are lost"),
             ("old", r"node-2.*gpu 5: slowed by hardware slowdown"),
             ("failed", r"node-2 +NO-DRIVER.*couldn't communicate with the NVIDIA driver"),
+            ("endless", r"node-2 +NO-DRIVER.*nvidia-smi: it prints more than 256 KiB"),
             ("hang", r"node-2 +SMI-HUNG.*nvidia-smi has not answered for 1\d s"),
+            ("ok", r"GPU 32/32(.|\n)*node-2 +OK( +96){8}"),
+            ("failed", r"▲ DEGRADED +node-2: NO-DRIVER"),
         ):
             hosts.exec(2, "sh", "-c", f"echo {mode} >/tmp/smi-mode")
-            shown = top.shows(pattern, 3 * INTERVAL_S + (14 if mode == "hang" else 3))
+            shown = top.shows(pattern, 3 * INTERVAL_S + {"hang": 14, "ok": 35}.get(mode, 3))
             assert re.search(r"node-1 +OK( +96){8}", shown)
         top.keys("j", "Enter")
         top.shows(r"── PROCESSES", 5)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from llama405b_tools.remote import carried
+from llama405b_tools.remote import carried, sampler
 
 
 @pytest.fixture
@@ -94,3 +94,22 @@ def test_why_the_last_attempt_failed_is_told(runs, told, tmp_path):
     first, last = ({"attempt": attempt, "host": "b", "cause": {"kind": "hung"}} for attempt in (1, 2))
     (tmp_path / "runs/r/status/a.blames.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
     assert hear(of=lambda run: run["blame"]) == last
+
+
+def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
+    run, path = sampler.Run({"host": "a"}), tmp_path / "metrics.jsonl"
+    run.path = str(tmp_path)
+    path.write_text('{"step": 1}\n')
+    assert run._metrics() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write("x" * (sampler.FIRST_METRICS_BYTES + 5))
+    assert run._metrics() == []
+    with path.open("a") as file:
+        file.write('{"step": 2}\n{"step": 3}\n')
+    assert run._metrics() == [{"step": 3}]
+    with path.open("a") as file:
+        file.write('{"step": 4}')
+    assert run._metrics() == []  # it may not be complete
+    with path.open("a") as file:
+        file.write("\n")
+    assert run._metrics() == [{"step": 4}]

@@ -12,6 +12,7 @@ UNKNOWN = re.compile(
 )
 BROKEN = re.compile(r"ERR!|Unknown Error|requires reset")
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
+MOST_TEXT, MOST_GPUS = 256 << 10, 64  # characters of an answer, and GPUs in it, that are believed
 PENDING = ("retired_pages.pending", "remapped_rows.pending")
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # in newer and in older drivers
 SLOWED = {  # bits of clocks_event_reasons.active (nvml.h) that mean something is wrong
@@ -103,14 +104,18 @@ def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
         return [], ""
     if text == "TIMEOUT":
         return [], "nvidia-smi does not answer: a GPU or the driver hangs"
-    found, other = [], []
+    if len(text) > MOST_TEXT:
+        return [], f"nvidia-smi printed {len(text) >> 10} KiB; only {MOST_TEXT >> 10} KiB are read"
+    found, other = {}, []
     for line in text.splitlines():
         gpu = _gpu(line, fields)
         if gpu:
-            found.append(gpu)
+            found[gpu.uuid or gpu.index] = gpu
         elif line.strip():
             other.append(line.strip())
-    return found, "; ".join(other[:2])
+    if len(found) > MOST_GPUS:
+        return [], f"nvidia-smi lists {len(found)} GPUs; a machine has at most {MOST_GPUS}"
+    return list(found.values()), "; ".join(other[:2])
 
 
 def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:

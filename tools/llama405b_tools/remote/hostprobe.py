@@ -16,6 +16,7 @@ import os
 import platform
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +47,7 @@ REAL_FILESYSTEMS = (
 PROBE_BYTES = 64 << 20
 HASHERS = 16  # files at a time
 CONNECT_S = 3.0
+MOST_BYTES = 4 << 20  # of a command's output
 PACKAGES = r"""
 import json, os, sys, re
 try:
@@ -72,18 +74,30 @@ print(json.dumps(packages))
 
 
 def run(args, timeout=15, **more):
-    """Return a command's output; None if there is no such program, "TIMEOUT" if it hangs."""
+    """Return a command's output, up to a bound; None if there is no such program, "TIMEOUT" if it hangs."""
     if not shutil.which(args[0]):
         return None
     try:
-        done = subprocess.run(
-            args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=timeout, **more
+        child = subprocess.Popen(
+            args,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **more,
         )
-    except subprocess.TimeoutExpired:
-        return "TIMEOUT"
     except OSError as error:
         return "FAILED %s" % error
-    return done.stdout.decode("utf-8", "replace")
+    late = threading.Event()
+    timer = threading.Timer(timeout, lambda: (late.set(), os.killpg(child.pid, signal.SIGKILL)))
+    timer.daemon = True
+    timer.start()
+    with child:
+        text = child.stdout.read(MOST_BYTES)
+        if len(text) == MOST_BYTES:
+            os.killpg(child.pid, signal.SIGKILL)
+    timer.cancel()
+    return "TIMEOUT" if late.is_set() else text.decode("utf-8", "replace")
 
 
 def read(path, default=""):

@@ -7,6 +7,7 @@ Counters and nvidia-smi's text are sent as they are: what they mean is decided a
 in a thread of its own, so that a driver that hangs delays no frame.
 """
 
+import errno
 import fcntl
 import glob
 import json
@@ -28,6 +29,11 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total,driver_version"
 )
 SMI_WAIT_S = 1.0  # how long a frame waits for nvidia-smi
+SMI_RETRY_S = 30.0  # then it hangs: without persistence mode an answer may take half of it
+MOST_STUCK = 3  # processes that hang in the driver and cannot be killed
+MOST_SMI_BYTES = 256 << 10  # of one answer; eight GPUs take 1 KiB
+MOST_FILE_BYTES = 16 << 20
+MOST_PROCESSES = 1000
 SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 DEAF_S = 60.0
 FIRST_METRICS_BYTES = 256 << 10
@@ -45,7 +51,7 @@ def read(path, default=""):
     """Return a small file's text."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
+            return file.read(MOST_FILE_BYTES)
     except (OSError, ValueError):
         return default
 
@@ -64,26 +70,26 @@ def parse_object(text):
     return found if isinstance(found, dict) else None
 
 
-class Smi:
-    """nvidia-smi, queried repeatedly in a thread of its own."""
+class Query:
+    """One query of nvidia-smi, in a thread of its own."""
 
-    def __init__(self):
-        self.reasons = list(REASONS)
-        self.answer, self.apps, self.child = None, None, None
-        self.began = self.answered = 0.0
-        self.took = 0.0
-        self.ended = False
-        self.idle = threading.Event()
-        self.idle.set()
+    def __init__(self, reasons, with_apps):
+        self.reasons, self.with_apps = reasons, with_apps
+        self.answer = self.apps = self.child = None
+        self.killed, self.took_s = False, 0.0
+        self.began, self.done = time.monotonic(), threading.Event()
+        threading.Thread(target=self._ask, daemon=True).start()
 
-    def ask(self, with_apps):
-        """Start a query, unless the last one has no answer yet."""
-        if self.idle.is_set() and shutil.which("nvidia-smi"):
-            self.idle.clear()
-            self.began = time.monotonic()
-            threading.Thread(target=self._ask, args=(with_apps,), daemon=True).start()
+    def kill(self):
+        """End it, with whatever it started, if the driver lets go of it."""
+        self.killed = True
+        if self.child is not None and not self.done.is_set():
+            try:
+                os.killpg(self.child.pid, signal.SIGKILL)
+            except OSError:
+                pass
 
-    def _ask(self, with_apps):
+    def _ask(self):
         try:
             while True:
                 fields = ",".join(filter(None, [FIELDS, self.reasons[0]]))
@@ -91,41 +97,75 @@ class Smi:
                 if "not a valid field" not in text or len(self.reasons) == 1:
                     break
                 self.reasons.pop(0)
-            self.answer = {"text": text, "fields": fields.split(",")}
-            if with_apps:
+            if self.with_apps:
                 self.apps = self._run(
                     ["--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
                 )
-            self.answered, self.took = time.monotonic(), time.monotonic() - self.began
+            self.answer = {"text": text, "fields": fields.split(",")}
         except OSError as error:
             self.answer = {"text": "nvidia-smi: %s" % error.strerror, "fields": []}
-            self.answered = time.monotonic()
         finally:
-            self.idle.set()
+            self.took_s = time.monotonic() - self.began
+            self.done.set()
 
     def _run(self, args):
-        if self.ended:
-            raise OSError
-        self.child = subprocess.Popen(
-            ["nvidia-smi"] + args, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        return self.child.communicate()[0].decode("utf-8", "replace")
+        with subprocess.Popen(
+            ["nvidia-smi"] + args,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as self.child:
+            if self.killed:  # meanwhile
+                self.kill()
+            text = self.child.stdout.read(MOST_SMI_BYTES + 1)
+            if len(text) > MOST_SMI_BYTES:
+                self.kill()
+                raise OSError(errno.EFBIG, "it prints more than %d KiB" % (MOST_SMI_BYTES >> 10))
+        return text.decode("utf-8", "replace")
+
+
+class Smi:
+    """nvidia-smi, queried repeatedly."""
+
+    def __init__(self):
+        self.reasons = list(REASONS)
+        self.query, self.stuck = None, []  # under way; killed, but not gone
+        self.answer, self.apps = None, None
+        self.answered = self.took_s = 0.0
+        self.silent_since = None  # when the first query without an answer began
+
+    def ask(self, with_apps):
+        """Start a query, unless one is under way. One that hangs is replaced, unless too many are stuck in the driver."""
+        self.stuck = [query for query in self.stuck if not query.done.is_set()]
+        if self.query and time.monotonic() > self.query.began + SMI_RETRY_S:
+            self.query.kill()
+            self.stuck.append(self.query)
+            self.query = None
+        if self.query is None and len(self.stuck) < MOST_STUCK:
+            if shutil.which("nvidia-smi"):
+                self.query = Query(self.reasons, with_apps)
+                self.silent_since = self.silent_since or self.query.began
+            else:
+                self.silent_since = None
 
     def state(self):
-        """The newest answer, its age, and how long the last query has had no answer."""
-        self.idle.wait(SMI_WAIT_S)
+        """The newest answer, its age, and how long there has been none."""
+        if self.query and self.query.done.wait(SMI_WAIT_S):
+            self.answer, self.apps = self.query.answer, self.query.apps or self.apps
+            self.answered, self.took_s = time.monotonic(), self.query.took_s
+            self.query = self.silent_since = None
         now = time.monotonic()
-        hung_s = 0.0 if self.idle.is_set() else now - self.began
+        hung_s = round(now - (self.silent_since or now), 1)
         if self.answer is None:
-            return {"text": None, "hung_s": round(hung_s, 1)}
-        age_s, took_s = round(now - self.answered, 1), round(self.took, 3)
-        return dict(self.answer, apps=self.apps, age_s=age_s, took_s=took_s, hung_s=round(hung_s, 1))
+            return {"text": None, "hung_s": hung_s}
+        age_s, took_s = round(now - self.answered, 1), round(self.took_s, 3)
+        return dict(self.answer, apps=self.apps, age_s=age_s, took_s=took_s, hung_s=hung_s)
 
     def end(self):
         """Leave no child process behind, if the driver lets go of it."""
-        self.ended = True
-        if self.child is not None and self.child.poll() is None:
-            self.child.kill()
+        if self.query:
+            self.query.kill()
 
 
 class Kernel:
@@ -326,6 +366,8 @@ class Run:
         except OSError:
             return []
         end = data.rfind(b"\n") + 1
+        if not end and len(data) == FIRST_METRICS_BYTES:  # no record is that long
+            end = len(data)
         self.metrics_at = (info.st_ino, offset + end)
         found = []
         for line in data[:end].splitlines():
@@ -343,6 +385,12 @@ class Run:
         except OSError:
             return None
         return next((int(name[5:]) for name in names if os.path.exists("%s/%s/manifest.json" % (root, name))), None)
+
+
+def pci_gpus():
+    """How many NVIDIA GPUs the kernel sees."""
+    nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
+    return sum(read(path + "/class").startswith("0x03") for path in nvidia)
 
 
 def cpu():
@@ -419,6 +467,8 @@ def processes(marker):
     """The run's processes on this host: pid, state, ticks of CPU, resident bytes, local rank, command."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
+        if len(found) == MOST_PROCESSES:
+            break
         try:
             with open("/proc/%s/environ" % pid, "rb") as file:
                 environ = file.read().split(b"\0")
@@ -444,12 +494,13 @@ class Machine:
     def __init__(self, smi):
         self.smi, self.kernel = smi, Kernel()
         self.name = read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
-        nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
-        self.pci_gpus = sum(read(path + "/class").startswith("0x03") for path in nvidia)
+        self.pci_gpus = 0
 
     def begin(self, slow):
         """Start what takes a while."""
         self.smi.ask(slow)
+        if slow:
+            self.pci_gpus = pci_gpus()
 
     def frame(self):
         """Its part of a frame."""

@@ -50,7 +50,7 @@ class HostView:
     gpus_before: list[Gpu] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
     apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
-    expected_gpus: int = 0  # the most it has had
+    expected: frozenset[str] = frozenset()  # UUIDs of the GPUs that it has had since it was started
     xids: list[str] = dataclasses.field(default_factory=list)
     procs: Processes = ()
     procs_at: float = 0.0  # host's clock
@@ -67,7 +67,7 @@ class HostView:
         self._take_smi(frame.smi)
         if (run := frame.run) and run.nodes is not None:
             self.plans[run.name] = run
-        self.expected_gpus = max(self.expected_gpus, len(self.gpus), frame.pci_gpus or 0)
+        self._expect()
         new = [f"Xid {number} at {bus}: {words}" for bus, number, words in gpus.xids(frame.kernel or ())]
         self.xids = [*self.xids, *new][-3:]
         if frame.procs is not None:
@@ -93,6 +93,19 @@ class HostView:
             self.gpus, fault = gpus.read_smi(smi.text, smi.fields)
             self.apps = list(_apps(smi.apps or ""))
             self.smi_fault = clean(fault)[:200]
+
+    def _expect(self) -> None:
+        """Expect the GPUs that two answers in a row agree on, and miss those lost since the machine was started."""
+        before, found = _uuids(self.gpus_before), _uuids(self.gpus)
+        if self.frame.machine != self.before.machine:
+            self.expected = frozenset()
+        elif found == before and not found <= self.expected and len(found) <= (self.frame.pci_gpus or math.inf):
+            self.expected = found
+
+    @property
+    def expected_gpus(self) -> int:
+        """How many GPUs it should have: as many as it had, or as the kernel sees."""
+        return max(len(self.expected), len(self.gpus), self.frame.pci_gpus or 0)
 
     def _take_processes(self, procs: Processes, host_now: float) -> None:
         before = {pid: ticks for pid, _, ticks, *_ in self.procs}
@@ -245,9 +258,13 @@ def _unknown(gpu: Gpu) -> Gpu:
     return dataclasses.replace(gpu, utilization=None, power_w=None, temperature_c=None, clock_mhz=None, used_mib=None)
 
 
+def _uuids(found: Sequence[Gpu]) -> frozenset[str]:
+    return frozenset(gpu.uuid or str(gpu.index) for gpu in found)
+
+
 def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
     """Parse nvidia-smi's list of processes on GPUs."""
-    for line in answer.splitlines():
+    for line in answer[: gpus.MOST_TEXT].splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) == 3 and (pid := _whole(words[0])) is not None:
             yield pid, words[1], _whole(words[2])
