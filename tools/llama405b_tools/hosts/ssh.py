@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -25,6 +26,8 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())  # our own messa
 logging.getLogger("paramiko").propagate = False
 CONNECT_TIMEOUT_S = 10.0
 MAX_JUMPS = 8
+LOGINS = threading.BoundedSemaphore(64)  # at the same time: one that waits too long for its turn on the CPU fails
+MOST_BEGINNING = 10  # at one address; sshd drops others at random (sshd_config, MaxStartups)
 DEAD_AFTER_S = 30  # without an acknowledgment of sent data, keepalives included
 WAKE_S = 2.0  # how often a connection's thread wakes up for its own work: paramiko's 0.1 s is costly for 256 hosts
 BROKEN = (paramiko.SSHException, OSError, EOFError)
@@ -124,19 +127,48 @@ class Ssh:
             for hop, hop_user, hop_port in _hops(options.get("proxyjump", "none")):
                 via = self._connect(hop, hop_user, hop_port, via, jumps - 1)
         user, port = user or options.get("user") or getpass.getuser(), port or int(options.get("port", 22))
-        sock = _socket(options["hostname"], port, via)
-        if jumps == MAX_JUMPS and _leads_here(sock, user):
-            sock.close()
-            raise SameMachine("is this machine")
-        client = paramiko.SSHClient()
-        self.clients.append(client)
-        _login(client, name, port, user, options, sock)
+        with _gate(options["hostname"], port):
+            sock = _socket(options["hostname"], port, via)
+            if jumps == MAX_JUMPS and _leads_here(sock, user):
+                sock.close()
+                raise SameMachine("is this machine")
+            _await_greeting(sock, name)
+            client = paramiko.SSHClient()
+            self.clients.append(client)
+            with LOGINS:
+                _login(client, name, port, user, options, sock)
         return client
 
 
 def _lost(error: Exception) -> HostError:
     """A connection that broke; paramiko's errors may have no words."""
     return HostError(f"the connection was lost ({str(error) or type(error).__name__})")
+
+
+@functools.cache
+def _gate(_hostname: str, _port: int) -> threading.Semaphore:
+    """Limit the connections that begin at one address, such as a jump host's, at the same time."""
+    return threading.Semaphore(MOST_BEGINNING)
+
+
+def _await_greeting(sock: Socket, name: str) -> None:
+    """Wait until the server speaks, so that silent ones take no turn from the others.
+
+    Raises:
+        HostError: It does not.
+    """
+    if isinstance(sock, socket.socket):
+        with contextlib.suppress(OSError):  # the login says what is wrong
+            try:
+                sock.recv(1, socket.MSG_PEEK)
+            except TimeoutError:
+                sock.close()
+                raise _silent(name) from None
+
+
+def _silent(name: str) -> HostError:
+    words = f"its sshd accepts the connection, but sends nothing within {CONNECT_TIMEOUT_S:.0f} s"
+    return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
 
 
 def _hops(text: str) -> Iterator[tuple[str, str, int]]:
@@ -254,8 +286,7 @@ def _refusal(error: Exception, name: str, hostname: str, user: str) -> HostError
     if "known_hosts" in str(error):
         return HostError(f"its host key is not in known_hosts; run `ssh {name}` once and verify it", kind="AUTH")
     if "banner" in str(error) or "No existing session" in str(error):  # it connects, then stays silent
-        words = f"its sshd accepts the connection, but sends nothing within {CONNECT_TIMEOUT_S:.0f} s"
-        return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
+        return _silent(name)
     kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
     return HostError(f"SSH failed ({str(error) or type(error).__name__}); try `ssh -v {name}`", kind)
 

@@ -19,7 +19,7 @@ from typing import IO, Literal
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
-from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import MAX_LINE, HostError, Stream
 from llama405b_tools.remote import carried
 from llama405b_tools.text.clean import CONTROLS, clean
@@ -69,7 +69,6 @@ class Live:
         self.intake = Intake()
         self.open: dict[str, Stream] = {}
         self.closing, self.news = threading.Event(), threading.Event()
-        self.connecting = threading.BoundedSemaphore(MAX_AT_ONCE)
         for name in self.hosts:
             threading.Thread(target=self._pump, args=(name,), daemon=True).start()
         threading.Thread(target=self._ping, daemon=True).start()
@@ -120,9 +119,8 @@ class Live:
         """Take frames until they end; return the last line that is not a frame, which says why."""
         request = {"workdir": self.fleet.workdir(name), "host": name} | self.request
         stdin = carried.standard_input("sampler", request)
-        with self.connecting:  # not all at the same time: a handshake that waits too long for its turn fails
-            connection = self.fleet.connection(name)
-            stream = self.open[name] = connection.stream(carried.command("sampler"), stdin)
+        connection = self.fleet.connection(name)
+        stream = self.open[name] = connection.stream(carried.command("sampler"), stdin)
         last, n_others = "", 0
         if self.closing.is_set():  # since the check above
             stream.close()
