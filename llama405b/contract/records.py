@@ -75,6 +75,15 @@ class Heartbeat:
     data_s: float | None = None  # this rank's wait for its batch in the last step
     optimizer_s: float | None = None  # clipping and the update, in the last step
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: The rank or the step is negative.
+        """
+        if self.rank < 0 or self.step < 0:
+            raise ValueError("its rank or step is negative")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metrics:
@@ -95,6 +104,15 @@ class Metrics:
     step_tokens: int = 0  # target tokens of this step, over all ranks; 0: written by version 0.1
     flops_per_token: int = 0  # of the model, forward and backward; 0: unknown
     attempt: int = 0  # launch of this run that took the step; 0: written by version 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: The step is negative.
+        """
+        if self.step < 0:
+            raise ValueError("its step is negative")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

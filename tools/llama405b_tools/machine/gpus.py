@@ -13,6 +13,8 @@ UNKNOWN = re.compile(
 BROKEN = re.compile(r"ERR!|Unknown Error|requires reset")
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
 MOST_TEXT, MOST_GPUS = 256 << 10, 64  # characters of an answer, and GPUs in it, that are believed
+MOST_MIB, MOST_W, MOST_C, MOST_MHZ = 1 << 24, 10_000, 200, 10_000  # of one GPU: more cannot be true
+PEAK = 2.0  # times its limit that a GPU may draw for a moment
 PENDING = ("retired_pages.pending", "remapped_rows.pending")
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # in newer and in older drivers
 SLOWED = {  # bits of clocks_event_reasons.active (nvml.h) that mean something is wrong
@@ -128,25 +130,26 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
     broken: list[str] = []
     if BROKEN.search(line):
         broken = [name for name, value in values.items() if BROKEN.search(value)]
+    memory_mib, limit_w = _int(values.get("memory.total"), MOST_MIB), _float(values.get("power.limit"), MOST_W)
     return Gpu(
         index=int(values["index"]),
         name=values.get("name", ""),
-        memory_mib=_int(values.get("memory.total")),
-        used_mib=_int(values.get("memory.used")),
+        memory_mib=memory_mib,
+        used_mib=_int(values.get("memory.used"), memory_mib or MOST_MIB),
         driver=values.get("driver_version", ""),
         ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total")),
         pages_pending=_pages_pending(values),
-        power_limit_w=_float(values.get("power.limit")),
-        power_max_w=_float(values.get("power.max_limit")),
+        power_limit_w=limit_w,
+        power_max_w=_float(values.get("power.max_limit"), MOST_W),
         pcie_width=_int(values.get("pcie.link.width.current")),
         pcie_width_max=_int(values.get("pcie.link.width.max")),
-        temperature_c=_int(values.get("temperature.gpu")),
+        temperature_c=_int(values.get("temperature.gpu"), MOST_C),
         slowed=_slowed(values),
         uuid=_known(values.get("uuid", "")),
         bus=_known(values.get("pci.bus_id", "")),
-        utilization=_int(values.get("utilization.gpu")),
-        power_w=_float(values.get("power.draw")),
-        clock_mhz=_int(values.get("clocks.sm")),
+        utilization=_int(values.get("utilization.gpu"), 100),
+        power_w=_float(values.get("power.draw"), PEAK * (limit_w or MOST_W)),
+        clock_mhz=_int(values.get("clocks.sm"), MOST_MHZ),
         fault=given("{} cannot be read", ", ".join(broken)),
     )
 
@@ -196,16 +199,17 @@ def _known(text: str) -> str:
     return "" if UNKNOWN.fullmatch(text) else text
 
 
-def _int(text: str | None) -> int | None:
-    number = _float(text)
+def _int(text: str | None, most: float = math.inf) -> int | None:
+    number = _float(text, most)
     return None if number is None else int(number)
 
 
-def _float(text: str | None) -> float | None:
+def _float(text: str | None, most: float = math.inf) -> float | None:
+    """Return a number from 0 to ``most``; None if it cannot be true."""
     if text is None:
         return None
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    return number if math.isfinite(number) and 0 <= number <= most else None

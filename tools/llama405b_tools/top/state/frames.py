@@ -36,7 +36,9 @@ class Ram:
     @property
     def used(self) -> int | None:
         """Bytes in use."""
-        return None if self.total is None or self.available is None else self.total - self.available
+        if self.total is None or self.available is None or not 0 <= self.available <= self.total:
+            return None
+        return self.total - self.available
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +80,16 @@ class StepMetrics:
     optimizer_s: float | None = None
     tokens_per_s: float | None = None
     flops_per_token: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: It has a negative number.
+        """
+        times = (self.step_s, self.data_s, self.forward_s, self.backward_s, self.optimizer_s)
+        if min(filter(None, (self.step, *times, self.tokens_per_s, self.flops_per_token)), default=0) < 0:
+            raise ValueError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ HISTORY = 120
 COUNTERS_S = 600.0  # errors are counted over this time
 _clean_command = functools.lru_cache(4096)(clean)  # commands repeat across hosts and frames
 WHOLE = re.compile(r"\d{1,9}", re.ASCII)
+SLACK = 1.1  # times all cores: the kernel's counters are not exact
 TICKS = 100  # per second, as Linux reports CPU time to user space
 Odd = Mapping[tuple[str, int], Note]  # by host and GPU index, why it stands out
 NOT_ODD = Note("", "")
@@ -109,10 +110,9 @@ class HostView:
 
     def _take_processes(self, procs: Processes, host_now: float) -> None:
         before = {pid: ticks for pid, _, ticks, *_ in self.procs}
-        seconds = max(0.1, host_now - self.procs_at)
-        self.cpu_of = {
-            pid: 100 / TICKS * (ticks - before[pid]) / seconds for pid, _, ticks, *_ in procs if pid in before
-        }
+        seconds, cores = max(0.1, host_now - self.procs_at), self.frame.cpu.cores or math.inf
+        cores_of = {pid: (ticks - before[pid]) / TICKS / seconds for pid, _, ticks, *_ in procs if pid in before}
+        self.cpu_of = {pid: 100 * used for pid, used in cores_of.items() if 0 <= used <= SLACK * cores}
         self.procs, self.procs_at = procs, host_now
 
     def run(self, name: str) -> RunFrame | None:
@@ -242,7 +242,8 @@ class HostView:
         ticks = new.total - old.total
         if self.before is NO_FRAME or ticks <= 0:
             return None
-        return 100 * (1 - (new.idle - old.idle) / ticks)
+        busy = 1 - (new.idle - old.idle) / ticks
+        return 100 * min(1.0, max(0.0, busy)) if 1 - SLACK <= busy <= SLACK else None
 
     def _rate(self, bytes_of: Callable[[Frame], dict[str, int]]) -> float | None:
         """Return bytes per second between the last two frames, of the busiest entry."""

@@ -166,7 +166,7 @@ class Moment:
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:
         """Bytes of weights (before, of text and tokens) that all ranks have now, and will have in the end."""
-        beats = [beat for run in self.heard.values() for beat in run.beats]
+        beats = [beat for run in self.heard.values() for beat in run.beats if 0 <= beat.done_bytes <= beat.total_bytes]
         return sum(beat.done_bytes for beat in beats), sum(beat.total_bytes for beat in beats)
 
     def median(self, key: str) -> float | None:
@@ -222,7 +222,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
         phase_s=phase_s,
         world=sum(ranks for _, _, ranks in found.nodes),
         attempt=max(run.attempt for run in runs),
-        steps=next((run.max_steps for run in runs if run.max_steps is not None or run.metrics), None) or None,
+        steps=_steps(found),
         checkpoint_step=next(iter(known(run.checkpoint_step for run in runs)), None),
         network=_network(found),
         guard=guard,
@@ -234,6 +234,13 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
     if phase is not RunPhase.LOADING or not total:
         return shown
     return dataclasses.replace(shown, done_bytes=done, total_bytes=total, eta_s=load.eta_s(found.now, done, total))
+
+
+def _steps(found: Moment) -> int | None:
+    """Return the number of steps in total; None if it is unknown, or smaller than the steps so far."""
+    told = (run.max_steps for run in found.told.values() if run.max_steps is not None or run.metrics)
+    so_far = max((metrics.step for metrics in found.metrics), default=1)
+    return next((steps for steps in told if steps and steps >= so_far), None)
 
 
 def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
@@ -273,7 +280,8 @@ def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float |
     peak = peaks.pop() if len(peaks) == 1 else None
     if not (tokens_per_s and flops_per_token and peak and world):
         return None
-    return 100 * tokens_per_s * flops_per_token / (peak * world)
+    share = tokens_per_s * flops_per_token / (peak * world)
+    return 100 * share if share <= 1 else None
 
 
 def _network(found: Moment) -> str:
