@@ -1,7 +1,8 @@
 """Find where a run's failure began: host, rank, signal, and the rank's traceback."""
 
+import collections
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.fleet import Fleet
@@ -16,6 +17,7 @@ from llama405b_tools.text.clean import clean
 
 ATTEMPT = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
 LAST = 20  # blocks shown if there is no traceback
+MESSAGES = 40  # read ahead
 
 
 def find(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, list[str]]:
@@ -43,8 +45,7 @@ def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: i
     rank = worst.cause.rank
     local_rank = rank - known.first_rank if rank is not None else -1
     texts = _stderr(fleet, run, worst.host, local_rank, attempt)
-    tracebacks = [text for text in texts if "Traceback" in text]
-    return [line for text in tracebacks[-1:] or texts[-LAST:] for line in clean(text).split("\n")]
+    return [line for text in texts for line in clean(text).split("\n")]
 
 
 def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
@@ -71,18 +72,24 @@ def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
     return [failure for failure in found if failure]
 
 
-def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> list[str]:
-    """What a rank wrote to standard error in an attempt; torchrun's own log if no rank is known."""
+def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> Sequence[str]:
+    """The last traceback that a rank wrote in an attempt, else its last blocks; torchrun's own log if no rank is known.
+
+    Keeps no more than that: the log may be large.
+    """
     request = StreamRequest(run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0)
-    streams = Streams(fleet, [host], request)
-    texts: list[str] = []
+    streams = Streams(fleet, [host], request, most=MESSAGES)
+    last = collections.deque[str](maxlen=LAST)
+    traceback: tuple[str, ...] = ()
     try:
         while True:
             news = streams.arrivals.get().news
             if isinstance(news, Unreachable) or news.end:
-                return texts
+                return traceback or last
+            streams.done(host)
             for _, file, text in news.entries:
                 if (local_rank < 0 or f"/{local_rank}/" in file) and not ATTEMPT.match(text):
-                    texts.append(text)
+                    last.append(text)
+                    traceback = (text,) if "Traceback" in text else traceback
     finally:
         streams.close()
