@@ -8,7 +8,7 @@ from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Metrics, NodeState, NodeStatus, Phase
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.remote.messages.stream import News, NodeNews
-from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch
+from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, Ending, EndKind, Limits, Silence, Watch
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.streams import Arrival, Unreachable
 
@@ -83,3 +83,19 @@ def test_a_refusal_is_known_by_its_kind(kind, refused):
 def test_exit_codes():
     codes = {EndKind.WELL: 0, EndKind.FAILED: 1, EndKind.STOPPED: 1, EndKind.LEFT: 130}
     assert {kind: Ending(kind).code for kind in EndKind} == codes
+
+
+def test_a_silence_before_the_first_step_is_explained(watch):
+    silence = Silence(watch, 100.0)
+    assert silence.words(100.0 + QUIET_S - 1) == ""
+    assert silence.words(110.0) == "10 s: starting Python and PyTorch (ranks 0-1)"
+    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.DATA, 0.0),), now=0.0)
+    silence.broken(111.0)
+    assert silence.words(121.0) == "21 s: starting Python and PyTorch (rank 0), reading the data (rank 1)"
+    take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
+    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
+    assert silence.words(131.0) == "31 s: loading the weights (ranks 0-1)"
+    assert silence.words(131.0 + SAME_QUIET_S - 1) == ""  # the same is not repeated so often
+    assert silence.words(131.0 + SAME_QUIET_S) == "91 s: loading the weights (ranks 0-1)"
+    take(watch, "a", metrics=(metrics(1, 5.0, 2),))
+    assert silence.words(900.0) == ""

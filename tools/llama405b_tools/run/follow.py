@@ -7,14 +7,14 @@ import enum
 import queue
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b.contract.events import EventKind
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
-from llama405b.contract.records import Blame, Metrics
+from llama405b.contract.records import Blame, Metrics, Phase
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
@@ -27,11 +27,23 @@ from llama405b_tools.run.screen import NobodyReadsError, show
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.clean import clean
+from llama405b_tools.text.fold import fold_numbers
 
 MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
 SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
+QUIET_S, SAME_QUIET_S = (
+    10.0,
+    60.0,
+)  # before the first step: after which silence it is said what is going on, and said again
+DOING = {
+    Phase.START: "connecting to each other",
+    Phase.DATA: "reading the data",
+    Phase.LOAD: "loading the weights",
+    Phase.RESUME: "restoring the checkpoint",
+    Phase.TRAIN: "taking the first step",
+}
 PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by themselves
 
 
@@ -130,6 +142,17 @@ class Watch:
             self._end(host, news.node)
         return [*lines, *self._lines(host, news)]
 
+    def before_first_step(self) -> str:
+        """What the ranks do until there is a first step; '' from then on, or if the program is not our trainer."""
+        if not self.plan.trains or self.failures or any(each.attempt == self.plan.attempt for each in self.metrics):
+            return ""
+        doing: dict[str, set[int]] = {"starting Python and PyTorch": set(range(self.plan.world))}
+        for beat in [beat for heard in self.heard.values() for beat in heard.beats]:
+            for ranks in doing.values():
+                ranks.discard(beat.rank)
+            doing.setdefault(DOING.get(beat.phase, beat.phase), set()).add(beat.rank)
+        return ", ".join(f"{what} ({_ranks(sorted(ranks))})" for what, ranks in doing.items() if ranks)
+
     def _take_records(self, news: News) -> None:
         for metrics in news.metrics:  # a resumed run goes back: forget the steps it repeats
             while self.metrics and self.metrics[-1].step >= metrics.step:
@@ -176,6 +199,29 @@ class Watch:
         return found
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fold_numbers(ranks)}"
+
+
+class Silence:
+    """How long nothing was printed, and what to print then."""
+
+    def __init__(self, watch: Watch, now_s: float) -> None:
+        self.watch, self.began_s, self.since_s, self.said = watch, now_s, now_s, ""
+
+    def broken(self, now_s: float) -> None:
+        """Note that something was printed."""
+        self.since_s = now_s
+
+    def words(self, now_s: float) -> str:
+        """What to print; '' for nothing."""
+        words, quiet_s = self.watch.before_first_step(), now_s - self.since_s
+        if not words or quiet_s < QUIET_S or (words == self.said and quiet_s < SAME_QUIET_S):
+            return ""
+        self.said, self.since_s = words, now_s
+        return f"{now_s - self.began_s:.0f} s: {words}"
+
+
 def watch_run(
     fleet: Fleet, plan: Plan, limits: Limits | None = None, until: Callable[[Watch], bool] = lambda _: False
 ) -> Watch:
@@ -188,7 +234,8 @@ def watch_run(
     """
     watch = Watch(plan)
     names = [node.name for node in plan.nodes]
-    request = StreamRequest(plan.run, "", follow=True, beats=limits is not None)
+    request = StreamRequest(plan.run, "", follow=True, beats=plan.trains)
+    silence = Silence(watch, time.monotonic())
     streams = Streams(fleet, names, request, records_of=names[0])
     give_up_at = float("inf")
     try:
@@ -199,10 +246,15 @@ def watch_run(
                 give_up_at = time.monotonic() + (0 if watch.hangs else PEER_GRACE_S)
             if time.monotonic() > give_up_at:  # the rest may still run or hang, but cannot continue without that host
                 break
+            lines: list[str] = []
             with contextlib.suppress(queue.Empty):
-                lines = [clean(line) for line in watch.take(streams.arrivals.get(timeout=POLL_S))]
-                if lines and not show("\n".join(lines)) and limits is None:
-                    raise NobodyReadsError
+                lines = watch.take(streams.arrivals.get(timeout=POLL_S))
+            if lines:
+                silence.broken(time.monotonic())
+            elif words := silence.words(time.monotonic()):
+                lines = [words]
+            if lines and not show("\n".join(map(clean, lines))) and limits is None:
+                raise NobodyReadsError
     finally:
         streams.close()
     if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself
