@@ -6,6 +6,12 @@ apt_lock=/var/lib/apt/lists/lock # `apt-get update` does not wait for it
 cpu_index=https://download.pytorch.org/whl/cpu
 gpu_device=/dev/nvidiactl
 
+need_linux() {  # the hosts of a hosts file may be elsewhere, but this script prepares this machine to train
+    [ "$(uname)" = Linux ] && return 0
+    echo "this machine runs $(uname), and training needs Linux; for hosts elsewhere: uv tool install . (see README.md)" >&2
+    return 2
+}
+
 need_programs() {  # need_programs program:package …  install missing programs with apt, or print the command that does
     local missing=() entry sudo="" as=" as root"
     for entry in "$@"; do

@@ -55,6 +55,14 @@ def test_the_printed_command_updates_the_lists_and_uses_sudo_only_where_there_is
     assert machine.type(needs) == (2, "missing: tmux; run: sudo apt-get update && sudo apt-get install -y tmux\n")
 
 
+def test_a_mac_is_told_how_to_operate_hosts_elsewhere(machine):
+    machine.has("uname", "echo Darwin")
+    code, said = machine.type("need_linux")
+    assert (code, "runs Darwin, and training needs Linux; for hosts elsewhere: uv tool install ." in said) == (2, True)
+    machine.has("uname", "echo Linux")
+    assert machine.type("need_linux") == (0, "")
+
+
 def test_a_system_without_apt_is_told_what_is_missing(machine):
     said = "missing: tmux; install them with this system's package manager\n"
     assert machine.type("need_programs no-such-program:tmux") == (2, said)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -31,23 +32,25 @@ BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs 
 
 
 def project_root() -> Path:
-    """Return the checkout that this program runs from.
+    """Return the checkout that goes to the hosts: the one that this program runs from, else this directory.
 
     Raises:
-        UserError: The program is installed without its sources.
+        UserError: There is none.
     """
-    root = Path(llama405b.__file__).resolve().parent.parent
-    if not (root / "pyproject.toml").is_file() or not (root / "constraints.txt").is_file():
-        raise UserError(f"setup: {root} is not a checkout of the project; clone it, and run setup from there")
-    return root
+    for root in (Path(llama405b.__file__).resolve().parent.parent, Path.cwd()):
+        if all((root / name).is_file() for name in ("pyproject.toml", "constraints.txt", "llama405b/__init__.py")):
+            return root
+    raise UserError("setup: this directory is not a checkout of the project, which goes to the hosts; run setup in one")
 
 
 def make_wheelhouse(root: Path) -> Path:
     """Fetch every wheel of the environment, for hosts with this machine's Python and architecture.
 
     Raises:
-        UserError: pip failed.
+        UserError: There is no pip here, or it failed.
     """
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(f"--offline: {sys.executable} has no pip to fetch the wheels; install this program with pip")
     folder = Path(WHEELHOUSE)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-d", str(folder)]
     what = ["-c", str(root / "constraints.txt"), f"{root}[train]", *BUILD_TOOLS]
