@@ -8,7 +8,7 @@ import pytest
 from hosts_rig import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
-DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.seq_len", "64"]
+DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.seq_len", "64", "--checkpoint.every", "0"]
 
 
 @pytest.fixture
