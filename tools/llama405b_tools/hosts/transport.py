@@ -15,7 +15,9 @@ from typing import Protocol
 from llama405b.contract.errors import RunError
 
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
-ENV = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH")
+ENV = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH", "HF_HOME",
+)  # fmt: skip
 
 
 class HostError(RunError):

@@ -103,6 +103,7 @@ class Watch:
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.said: collections.deque[str] = collections.deque(maxlen=300)  # rank 0's last lines
         self.saved = ""
+        self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
         self.stopped: dict[str, Ended | HostError] = {}  # how ending the rest went, if that was needed
         self.hangs = False
@@ -113,6 +114,11 @@ class Watch:
     def is_over(self) -> bool:
         """Whether every host's part has ended."""
         return len(self.ended) == len(self.plan.nodes)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether this attempt has saved a checkpoint, or began from one."""
+        return bool(self.saved) or self.resumed
 
     def loss_of(self, step: int) -> float | None:
         """The loss of a step of this attempt; None if it was not taken."""
@@ -159,7 +165,10 @@ class Watch:
                 self.metrics.pop()
             self.metrics.append(metrics)
         for event in news.events:
-            if event.kind is EventKind.SAVED and event.attempt == self.plan.attempt:
+            if event.attempt != self.plan.attempt:
+                continue
+            self.resumed = self.resumed or event.kind is EventKind.RESUMED
+            if event.kind is EventKind.SAVED:
                 self.saved = event.path
 
     def look_for_hang(self, limits: Limits) -> None:
@@ -187,7 +196,7 @@ class Watch:
             self.failures.append(failure)
 
     def _lines(self, host: str, news: News) -> list[str]:
-        """The lines to print from a host's logs: rank 0's standard output, and why the other ranks ended."""
+        """The lines to print from a host's logs: rank 0's output, and why ranks end; of another program, all errors."""
         found: list[str] = []
         for _, file, text in news.entries:
             lines = text.split("\n")
@@ -195,7 +204,8 @@ class Watch:
                 self.said.extend(lines)
                 found += lines
             elif file.endswith("stderr.log"):
-                found += [f"{host} │ {line}" for line in lines if line.startswith("llama405b train:")]
+                told = [line for line in lines if not self.plan.trains or line.startswith("llama405b train:")]
+                found += [f"{host} │ {line}" for line in told]
         return found
 
 
@@ -290,17 +300,18 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
     if watch.saved:
         show(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
-    again = f"to continue, repeat the launch with --run {plan.run} --resume auto"
+    again = [f"to continue, repeat the launch with --run {plan.run} --resume auto"] if watch.can_resume else []
     if worst := watch.worst():
         for host, why in not_ended(watch.stopped).items():
             show(f"{host}: {why}; run `{front_door()} stop{hosts} --run {plan.run}` again", error=True)
         show(f"FAILED  {worst.host}: {failure_words(worst)}", error=True)
-        show("next: " + "; ".join([logs] if guarded else [logs, again]), error=True)
+        show("next: " + "; ".join([logs] if guarded else [logs, *again]), error=True)
         return Ending(EndKind.FAILED, worst)
     if watch.stopped_by:
-        show(f"stopped by {watch.stopped_by}; {again}")
+        show("; ".join([f"stopped by {watch.stopped_by}", *again]))
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
-    show(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains your own model")
+    own = [f"`{front_door()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
+    show("next: " + "; ".join([logs, *own]))
     return Ending(EndKind.WELL)
 
 

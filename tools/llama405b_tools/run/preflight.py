@@ -282,13 +282,9 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) ->
     is_known = not request.setup and "PYTHONPATH" not in request.env  # which may bring the program
     program = request.program if is_known else ()
     places = host.places
-    if _saves(request) and request.settings.checkpoint.dir:
+    if request.saves and request.settings.checkpoint.dir:
         places |= {"--checkpoint.dir": request.settings.checkpoint.dir}
     return ProbeRequest(request.run, host.name, port, token, packages, places, program=program)
-
-
-def _saves(request: LaunchRequest) -> bool:
-    return request.config is not None and request.settings.checkpoint.every > 0
 
 
 def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
@@ -298,7 +294,7 @@ def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
         head, first = next(iter(answers.items()))
         shared, remedy = f"{found.workdir}/runs", "give each a workdir= of its own"
         if found.runs != first.runs:
-            if not _saves(request):
+            if not request.saves:
                 continue
             shared = request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
             remedy = "save nothing with --checkpoint.every 0"
