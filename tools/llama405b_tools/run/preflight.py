@@ -202,7 +202,9 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             why = "in use" if found.port_in_use else f"not available ({found.port_fault})"
             raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
         if not found.tmux:
-            raise UserError(f"{name}: tmux is not installed; install it (apt-get install tmux). Nothing was started")
+            raise UserError(
+                f"{name}: tmux is not installed; install it (apt-get update && apt-get install tmux). Nothing was started"
+            )
         if found.input_fault:
             raise UserError(f"{name}: {found.input_fault}")
 
