@@ -7,6 +7,7 @@ called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
 # shellcheck source=tools/setup.sh
 source tools/setup.sh
+need_linux || exit 2
 need_programs tmux:tmux ip:iproute2 || exit 2
 need_venv train || exit 2
 llama405b=$PWD/.venv/bin/llama405b

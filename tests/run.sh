@@ -7,6 +7,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh
 source tools/setup.sh
+need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
 [ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge)
 need_programs "${needed[@]}" || exit 2

@@ -2,25 +2,48 @@
 # Sourced by launch.sh and tests/run.sh in the repository root: creates .venv and installs missing programs.
 # Takes milliseconds if there is nothing to do.
 
+apt_lock=/var/lib/apt/lists/lock # `apt-get update` does not wait for it
+cpu_index=https://download.pytorch.org/whl/cpu
+gpu_device=/dev/nvidiactl
+
+need_linux() {  # the hosts of a hosts file may be elsewhere, but this script prepares this machine to train
+    [ "$(uname)" = Linux ] && return 0
+    echo "this machine runs $(uname), and training needs Linux; for hosts elsewhere: uv tool install . (see README.md)" >&2
+    return 2
+}
+
 need_programs() {  # need_programs program:package …  install missing programs with apt, or print the command that does
-    local missing=() entry
+    local missing=() entry sudo="" as=" as root"
     for entry in "$@"; do
         command -v "${entry%%:*}" >/dev/null || [ -x "/usr/sbin/${entry%%:*}" ] || missing+=("${entry##*:}")
     done
     python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
     [ ${#missing[@]} -gt 0 ] || return 0
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    if ! command -v apt-get >/dev/null; then
+        echo "missing: ${missing[*]}; install them with this system's package manager" >&2
+    elif [ "$(id -u)" = 0 ]; then
         echo "installing ${missing[*]} with apt-get"
-        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}"; } >/dev/null 2>&1 && return 0
-        echo "apt-get could not install ${missing[*]}; run 'apt-get install ${missing[*]}' to see why" >&2
+        apt_install "${missing[@]}" && return 0
+        echo "apt-get could not install ${missing[*]}; see its output above" >&2
     else
-        echo "missing: ${missing[*]}; run: sudo apt-get install -y ${missing[*]}" >&2
+        command -v sudo >/dev/null && sudo="sudo " as=""
+        echo "missing: ${missing[*]}; run$as: ${sudo}apt-get update && ${sudo}apt-get install -y ${missing[*]}" >&2
     fi
     return 2
 }
 
+apt_install() {  # apt_install PACKAGE …  install them, after whatever else uses apt, such as unattended upgrades
+    local waited_s=0 inode
+    while inode=$(stat -c %i "$apt_lock" 2>/dev/null) && grep -qs ":$inode " /proc/locks && [ $waited_s -lt 600 ]; do
+        [ $waited_s -gt 0 ] || echo "waiting for another apt to finish"
+        waited_s=$((waited_s + 1))
+        sleep 1
+    done
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install -y -qq "$@"
+}
+
 need_venv() {  # need_venv EXTRAS  install the project and these extras into .venv, at the versions in constraints.txt
-    local stamp
+    local stamp index=() comes="PyTorch for CUDA and its packages, 2.7 GB to download"
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "python3 is $(python3 -V 2>&1), but Python >= 3.11 is needed; install it and put it first in PATH" >&2
         return 2
@@ -28,10 +51,20 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
     stamp="$1 $(cat pyproject.toml constraints.txt | sha256sum) $(pwd)"
     grep -qxF "$stamp" .venv/.set-up 2>/dev/null && return 0
     [ -x .venv/bin/python ] && [ -x .venv/bin/pip ] || python3 -m venv --clear .venv || return 2
-    echo "installing the project and its packages into .venv (once)"
-    .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$1]" || {
+    if [ ! -e "$gpu_device" ] && answers "$cpu_index/torch/"; then
+        index=(--extra-index-url "$cpu_index") comes="PyTorch for CPU (there is no GPU) and its packages, 0.3 GB to download"
+    elif [ ! -e "$gpu_device" ]; then
+        comes="PyTorch and its packages, 0.3 GB to download (2.7 GB if pip finds only PyTorch for CUDA)"
+        echo "$cpu_index does not answer; set PIP_EXTRA_INDEX_URL to another index with PyTorch for CPU, if you know one" >&2
+    fi
+    echo "installing into .venv, once: $comes; unpacking takes minutes"
+    .venv/bin/python -m pip install --disable-pip-version-check "${index[@]}" -c constraints.txt -e ".[$1]" || {
         echo "pip could not install the packages; see its output above" >&2
         return 2
     }
     echo "$stamp" >>.venv/.set-up
+}
+
+answers() {  # answers URL  whether it can be read from here
+    python3 -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$1" 2>/dev/null
 }

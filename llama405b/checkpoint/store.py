@@ -10,7 +10,9 @@ Knows the directory and its one writer (``lease``); not the loss or the data.
 
 import dataclasses
 import datetime
+import errno
 import importlib.metadata
+import os
 import re
 import shutil
 import time
@@ -42,6 +44,7 @@ from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, reason_of
+from llama405b.contract.trust import user_of
 from llama405b.ranks import Ranks
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
@@ -100,6 +103,8 @@ class Store:
         with ranks.refusing_together():
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
+                if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, f"it belongs to {user_of(self.root.stat().st_uid)}")
                 if self.me.leads:
                     (self.root / token).touch()
             except OSError as error:

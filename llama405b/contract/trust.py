@@ -22,7 +22,7 @@ def refuse_others_writing(path: Path) -> None:
     if not stat.S_ISREG(info.st_mode):
         return
     if info.st_uid not in (os.getuid(), 0):
-        raise UserError(f"{path}: belongs to another user ({_user(info.st_uid)}); copy it to a file of your own")
+        raise UserError(f"{path}: belongs to another user ({user_of(info.st_uid)}); copy it to a file of your own")
     if info.st_mode & stat.S_IWOTH:
         raise UserError(f"{path}: everyone can write it, and so run commands as you; run: chmod o-w {path}")
     if info.st_mode & stat.S_IWGRP and not _private_group(info.st_gid, info.st_uid):
@@ -37,7 +37,8 @@ def _private_group(gid: int, uid: int) -> bool:
     return group.gr_name == owner.pw_name and owner.pw_gid == gid and set(group.gr_mem) <= {owner.pw_name}
 
 
-def _user(uid: int) -> str:
+def user_of(uid: int) -> str:
+    """Return a user's name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

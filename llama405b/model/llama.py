@@ -28,7 +28,7 @@ def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-ma
     elif device.type != "cuda":
         lack = "flash-attn needs CUDA"
     if choice == "flash_attention_2" and lack:
-        raise UserError(f"--model.attention: {lack}; use auto or sdpa, or pip install 'llama405b[flash]'")
+        raise UserError(f"--model.attention: {lack}; use auto or sdpa, or in a checkout: pip install '.[flash]'")
     if choice != "auto":
         return choice, "as configured"
     if installed and numerics == "fp32":

@@ -86,7 +86,7 @@ def test_hosts_with_neither_project_nor_python(hosts, operator):
         )
     assert "node-2: its python cannot be run" in shown
     assert "node-3: cannot be reached" in shown
-    assert "there is no python3; run there: apt-get install python3" in shown
+    assert "there is no python3; run there: apt-get update && apt-get install python3" in shown
 
 
 def test_deep_measures_devices_and_links(hosts, operator):

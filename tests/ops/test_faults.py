@@ -8,7 +8,7 @@ import pytest
 from hosts_rig import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
-DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.seq_len", "64"]
+DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.seq_len", "64", "--checkpoint.every", "0"]
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def away(program):
 
 def test_11_no_tmux(refused, on):
     on(3, *away("tmux"))
-    refused(code=2, words=["node-3: tmux is not installed; install it (apt-get install tmux)"])
+    refused(code=2, words=["node-3: tmux is not installed; install it (apt-get update && apt-get install tmux)"])
 
 
 def test_12_no_iproute(refused, on):

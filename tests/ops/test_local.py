@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -419,3 +420,27 @@ def test_deep_looks_into_the_weights(work, cli, demo, tmp_path):
     file.write_bytes(data)
     (found,) = weights()
     assert (found["level"], found["what"]) == ("bad", f"{model}: {file.name} is not what was verified (SHA-256)")
+
+
+def test_a_program_of_the_users_own_is_shown_as_it_is(work, cli):
+    (work / "mine.py").write_text(
+        "import pathlib, sys, time\n"
+        "print('a warning', file=sys.stderr, flush=True)\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.1)\n"
+        "{}['x']\n"
+    )
+    started = cli(work, "launch", "--run", "mine", "--", "mine.py")
+    assert started.returncode == 0, started.stderr
+    assert "# end it on every host" in started.stdout
+    shown = cli(work, "top", "--run", "mine", "--once")
+    assert re.search(r"^mine RUNNING ", shown.stdout), shown.stdout
+    assert "checkpoint" not in cli(work, "status", "--run", "mine").stdout
+    cli(work, "stop", "--grace", "0", "--run", "mine")
+    (work / "go").touch()
+    failed = cli(work, "launch", "--run", "mine2", "--follow", "--", "mine.py")
+    assert failed.returncode == 1
+    for name in ("node-a", "node-b"):
+        assert f"{name} │ a warning\n" in failed.stdout
+    assert re.search(r"^node-[ab] │ Traceback \(most recent call last\):$", failed.stdout, re.MULTILINE)
+    assert re.search(r"^node-[ab] │ KeyError: 'x'$", failed.stdout, re.MULTILINE)
+    assert "--resume" not in failed.stdout + failed.stderr

@@ -116,7 +116,7 @@ def test_what_cannot_be_set_up_is_named_and_the_others_go_on(hosts, place, type_
         hosts.exec(3, "chown", "-R", "bob", "/home/bob")
     assert done.returncode == 1
     assert re.search(
-        r"node-2 +FAILED: tmux missing, and this user cannot install; run there: sudo apt-get install -y tmux",
+        r"node-2 +FAILED: tmux missing, and this user cannot install; run there as root: apt-get update && apt-get install -y tmux",
         done.stdout,
     )
     assert re.search(r"node-3 +FAILED: ~/llama405b cannot be created or written", done.stdout)

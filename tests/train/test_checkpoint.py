@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,36 @@ def _prove(me, root):
     except UserError as error:
         return str(error)
     return "shared"
+
+
+def _prove_as_another_user(me, root):
+    import torch.distributed as dist
+
+    from llama405b.contract.errors import UserError
+
+    os.umask(0o077)
+    store = _store(me, root / "shared")
+    if me.leads:
+        store.root.mkdir()
+    dist.barrier()
+    if not me.leads:
+        os.setresuid(65534, 65534, 0)
+    try:
+        store.prove_shared()
+    except UserError as error:
+        return str(error)
+    finally:
+        os.setresuid(0, 0, 0)
+    return "shared"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_a_rank_that_may_not_read_the_directory_refuses_it():
+    with tempfile.TemporaryDirectory() as place:  # pytest's own is closed to other users
+        Path(place).chmod(0o755)
+        words = run_ranks(2, _prove_as_another_user, Path(place))
+    assert words[1].startswith(f"{place}/shared: cannot be written (it belongs to root) on host-1")
+    assert words[0] == f"stopped with rank 1: {words[1]}"
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path):

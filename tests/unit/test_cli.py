@@ -44,7 +44,7 @@ def test_training_verbs_say_what_is_missing():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == "llama405b: demo needs torch, which is not installed; pip install 'llama405b[train]'\n"
+    assert done.stderr == "llama405b: demo needs torch, which is not installed; in a checkout: pip install '.[train]'\n"
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def _verb(verb: str, args: list[str]) -> int:
         if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
             raise
         raise UserError(
-            f"{verb} needs {missing.name}, which is not installed; pip install 'llama405b[train]'"
+            f"{verb} needs {missing.name}, which is not installed; in a checkout: pip install '.[train]'"
         ) from None
     return int(module.main(args))
 

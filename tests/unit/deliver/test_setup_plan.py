@@ -64,10 +64,36 @@ def test_torchs_build_follows_the_driver(driver, build):
 def test_programs_by_root_or_sudo_or_not_at_all():
     bare = {key: value for key, value in BARE.items() if key not in ("has_tmux", "has_ip")}
     root = plan.plan(bare | {"uid": "0"}, Wishes(), "")[0]
-    assert root.line == "apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tmux iproute2"
+    _, _, apt = root.line.partition("; done; ")
+    assert apt.startswith("apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=")
+    assert apt.endswith(" install -y -qq tmux iproute2")
     assert "sudo -n apt-get" in plan.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
-    with pytest.raises(UserError, match="run there: sudo apt-get install -y tmux iproute2"):
+    by_hand = "run there as root: apt-get update && apt-get install -y tmux iproute2"
+    with pytest.raises(UserError, match=by_hand):
         plan.plan(bare, Wishes(), "")
+    with pytest.raises(UserError, match="run there as root: dnf install -y tmux iproute"):
+        plan.plan(
+            {key: value for key, value in bare.items() if key != "has_apt-get"} | {"has_dnf": "yes"}, Wishes(), ""
+        )
+
+
+def test_apt_is_not_waited_for_where_it_is_not_in_use():
+    line = plan.APT_IS_FREE.replace("/var/lib/apt/lists/lock", "/no/such/lock")
+    assert subprocess.run(["sh", "-c", line], capture_output=True, timeout=60, check=True).stdout == b""
+
+
+def test_without_a_gpu_the_small_pytorch_is_taken_where_it_can_be_had():
+    def step(facts):
+        [found] = [s for s in plan.plan(BARE | facts, Wishes(stamp="s"), "") if s.name == "installing packages"]
+        return found
+
+    small = step({"cpu_index": "yes"})
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu " in small.line
+    assert small.comes == "PyTorch for CPU: 0.3 GB to download"
+    assert step({}).comes == "0.3 GB to download; 2.7 GB if pip finds only PyTorch for CUDA"
+    for gpu in ({"gpu": "yes"}, {"driver": "580.65.06"}):
+        assert "/whl/cpu " not in step({"cpu_index": "yes"} | gpu).line
+    assert step({"driver": "580.65.06"}).comes == "PyTorch for CUDA: 2.7 GB to download"
 
 
 def test_other_ways():
@@ -96,7 +122,7 @@ def test_a_package_is_compiled_once_and_its_wheel_installed():
     folder, make, install = plan.build_package("flash-attn>=2.7")
     assert make.line.startswith(f"ls {folder}/*.whl")  # a wheel that is there is not built again
     assert (
-        f"pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new 'flash-attn>=2.7'"
+        f"pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new 'flash-attn>=2.7'"
         in make.line
     )
     assert install.line.endswith(f"--no-deps --no-index {folder}/*.whl")

@@ -103,7 +103,7 @@ def put(*path):
 @pytest.mark.parametrize(
     ("change", "level", "what", "remedy"),
     [
-        (put("identity", "tools", "tmux", False), BAD, "there is no tmux", "apt-get install tmux"),
+        (put("identity", "tools", "tmux", False), BAD, "there is no tmux", "apt-get update && apt-get install tmux"),
         (put("identity", "tools", "ip", False), BAD, "there is no ip", "iproute2"),
         (put("environment", "workdir_exists", False), BAD, "there is no /w", "llama405b setup"),
         (put("environment", "writable", False), BAD, "/w cannot be written", "set workdir="),

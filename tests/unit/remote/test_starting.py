@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
+from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.remote import processes, starting
-from llama405b_tools.remote.messages.start import StartRequest
+from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, StartRequest
 from llama405b_tools.remote.tmux import tmux_socket
 
 
@@ -64,3 +67,18 @@ def test_one_that_nobody_keeps_is_ended(work, monkeypatch):
     runner = f"mkdir -p runs/r{os.getpid()}/status; echo '{status}' > runs/r{os.getpid()}/status/a.json; exec sleep 600"
     assert not start_with(runner, work, monkeypatch).get("fault")
     assert processes.start_time(int((work / "pid").read_text())) is None
+
+
+def test_a_node_runner_and_a_tmux_that_need_more_than_20_s_are_waited_for(work, monkeypatch):
+    run, slept = RunDir(work / "runs" / "r"), []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) * 25 == 100:
+            write_json(run.status("a"), NodeStatus("a", NodeState.RUNNING, 1, 1, 1))
+
+    monkeypatch.setattr(starting.time, "sleep", sleep)
+    monkeypatch.setattr(starting.time, "monotonic", lambda: len(slept) * 25.0)
+    assert starting._await_torchrun(run, "a", os.getpid()).fault is None
+    assert starting.TMUX_WITHIN_S > 20
+    assert ANSWER_WITHIN_S > starting.TMUX_WITHIN_S + starting.START_WITHIN_S

@@ -8,11 +8,12 @@ import pytest
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import Node, Plan, check_run_name
+from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import agent_command
 from llama405b_tools.machine.fabric import Rdma, RdmaPort
 from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.remote.tmux import tmux_session
-from llama405b_tools.remote.torchrun import torchrun_argv
+from llama405b_tools.remote.torchrun import node_env, torchrun_argv
 from llama405b_tools.run.plan import HostPart, Launching, Terms, build_plan, first_ranks
 
 NASTY = ("a b", "$HOME", "it's", '"q"', "semi;", "new\nline", "ü", "", "*", "-x", "`id`", "\\")
@@ -38,6 +39,13 @@ def test_only_the_head_hosts_the_store_and_the_program_is_unchanged():
     assert "--rdzv-conf=is_host=0,read_timeout=120" in other
     assert "--nproc-per-node=8" in head
     assert tuple(head[-len(NASTY) :]) == NASTY
+
+
+def test_the_users_own_cache_of_models_is_left_alone():
+    assert "HF_HOME" not in node_env(plan(), "a", "/w/runs/r")
+    places = dataclasses.replace(plan().nodes[0], env={"HF_HOME": "/nvme/hf"})  # cache= in the hosts file
+    assert node_env(dataclasses.replace(plan(), nodes=(places,)), "a", "/w/runs/r")["HF_HOME"] == "/nvme/hf"
+    assert "HF_HOME" in transport.ENV  # what reaches a host that is this machine
 
 
 def test_torchrun_takes_the_arguments():

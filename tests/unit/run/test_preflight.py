@@ -8,7 +8,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import launch_facts
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, Reach
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, Reach, RunPlace
 from llama405b_tools.run import preflight
 from llama405b_tools.run.preflight import Way
 from llama405b_tools.run.request import parse
@@ -136,3 +136,37 @@ def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, 
     faults = [launch_facts._input_fault(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
     assert faults[0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
     assert faults[1:] == ["", ""]
+
+
+def saving(*more):
+    return parse(["--preset", "demo", "--run", "r", *more], now=0.0)
+
+
+def of(uid, user, runs):
+    return dataclasses.replace(facts([]), uid=uid, user=user, runs=runs)
+
+
+def test_users_who_cannot_read_each_others_checkpoints_are_refused():
+    said = {"a": of(0, "root", "1"), "b": of(1001, "alice", "2"), "c": of(0, "root", "3")}
+    faults = preflight.user_faults(saving("--checkpoint.dir", "/shared/c"), said)
+    assert faults == {
+        "b": "the run would be alice's there (uid 1001), but root's on a (uid 0), and neither can read what the other "
+        "writes in /shared/c; log in as one user everywhere, or save nothing with --checkpoint.every 0"
+    }
+    assert preflight.user_faults(saving("--checkpoint.every", "0"), said) == {}
+
+
+def test_users_who_share_the_directory_of_runs_are_refused():
+    said = {"a": of(0, "root", "1"), "b": of(1001, "alice", "1")}
+    faults = preflight.user_faults(saving("--checkpoint.every", "0"), said)
+    assert "writes in /w/runs; log in as one user everywhere, or give each a workdir= of its own" in faults["b"]
+    same = {"a": of(1001, "alice", "1"), "b": of(1001, "bob", "1")}  # files know numbers, not names
+    assert preflight.user_faults(saving(), same) == {}
+
+
+def test_the_directory_of_checkpoints_is_tried_before_the_start():
+    asked = preflight._probe_request(saving("--checkpoint.dir", "/shared/c"), A, 20_000, "token")
+    assert asked.places == {"--checkpoint.dir": "/shared/c"}
+    said = dataclasses.replace(facts([]), places={"--checkpoint.dir": RunPlace("/shared/c", False)})
+    assert "--checkpoint.dir=/shared/c cannot be created or written" in preflight._host_fault(saving(), A, said)
+    assert preflight._probe_request(saving("--checkpoint.every", "0"), A, 20_000, "token").places == {}

@@ -60,6 +60,7 @@ def test_who_is_named_is_who_was_decided_on_by_whoever_ended_the_attempt():
         (84, None, Verdict.DEGRADED, 1, RunPhase.TRAIN),  # a hot GPU
         (simulate.HUNG + 40, None, Verdict.DEGRADED, 1, RunPhase.TRAIN),  # silent, and not for long enough
         (simulate.HUNG + 80, None, Verdict.HUNG, 3, RunPhase.HUNG),
+        (14, lambda _, frame: run_of(frame, trains=False, beats=[], metrics=[]), Verdict.HEALTHY, 0, RunPhase.RUNNING),
         (50, lambda _, frame: beats(frame, phase="checkpoint"), Verdict.HEALTHY, 0, RunPhase.CKPT),
         (50, lambda _, frame: beats(frame, phase="eval"), Verdict.HEALTHY, 0, RunPhase.EVAL),
         (50, at("gpu-2", lambda frame: beats(frame, phase="failed")), Verdict.FAILED, 3, RunPhase.FAILED),

@@ -16,7 +16,16 @@ TORCH_INDEX = "https://download.pytorch.org/whl"
 CUDA_BUILDS = ((580, "cu130"), (570, "cu128"), (560, "cu126"))
 STAMP = ".venv/.set-up"
 PYTHON = '"$(cat .llama405b-python)"'
-INSTALL = f"{PYTHON} -m pip install -q --disable-pip-version-check"
+INSTALL = f"{PYTHON} -m pip install --disable-pip-version-check"
+CPU_SIZE, CUDA_SIZE = "0.3 GB", "2.7 GB"  # of all packages, to download
+FETCH = f"import urllib.request as u; u.urlopen('{TORCH_INDEX}/cpu/torch/', timeout=10)"
+CPU_ANSWERS = f'curl -fsI -m 10 {TORCH_INDEX}/cpu/torch/ >/dev/null 2>&1 || timeout 15 python3 -c "{FETCH}" 2>/dev/null'
+# `apt-get update` does not wait for its lock
+APT_IS_FREE = (
+    "s=0; while inode=$(stat -c %i /var/lib/apt/lists/lock 2>/dev/null) && "
+    'grep -qs ":$inode " /proc/locks && [ $s -lt 600 ]; '
+    "do echo waiting for another apt to finish; s=$((s + 2)); sleep 2; done"
+)
 FACTS = r"""
 say() { printf '%s=%s\n' "$1" "$2"; }
 say arch "$(uname -m)"; say uid "$(id -u)"; say system "$(. /etc/os-release 2>/dev/null; echo "$ID $VERSION_ID")"
@@ -25,6 +34,7 @@ sudo -n true >/dev/null 2>&1 && say sudo yes
 PY=${1:-python3}
 command -v "$PY" >/dev/null 2>&1 && say python "$("$PY" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)"
 "$PY" -c 'import ensurepip, venv' >/dev/null 2>&1 && say venv yes
+{ [ -e /dev/nvidiactl ] || grep -qs 0x10de /sys/bus/pci/devices/*/vendor; } && say gpu yes
 say driver "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -1)"
 """
 
@@ -54,6 +64,7 @@ class Step:
     name: str  # in the progress: "installing packages"
     line: str  # shell, in the working directory
     remedy: str  # if it fails
+    comes: str = ""  # what it downloads
     always: bool = False  # even if everything is set up already
 
 
@@ -72,9 +83,9 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
     if wishes.container:
         return [*programs, _container(facts, wishes)]
     environment = _environment(facts, wishes)
-    where = _index(facts, wishes)
+    where, comes = _index(facts, wishes)
     if wishes.offline:
-        where = _wheels(facts, wishes, wheel_python)
+        where, comes = _wheels(facts, wishes, wheel_python), ""
     done = f"mkdir -p .venv && printf %s {shlex.quote(wishes.stamp)} >{STAMP}.new && mv {STAMP}.new {STAMP}"
     install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {done}"
     tried = 'import llama405b_tools.remote.agent, importlib.metadata as m; print(m.version("torch"))'
@@ -82,7 +93,7 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
     return [
         *programs,
         environment,
-        Step("installing packages", install, "fix that; if the host has no network, use --offline"),
+        Step("installing packages", install, "fix that; if the host has no network, use --offline", comes),
         Step("checking", check, "delete .venv on it, and run setup again", always=True),
     ]
 
@@ -93,7 +104,7 @@ def build_package(requirement: str) -> tuple[str, Step, Step]:
     It is compiled against the environment's torch, and so without pip's build isolation.
     """
     folder = f".built-{hashlib.sha256(requirement.encode()).hexdigest()[:12]}"
-    wheel = f"{PYTHON} -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
+    wheel = f"{PYTHON} -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
     fresh = f"rm -rf {folder}.new && {wheel}{shlex.quote(requirement)} && mv {folder}.new {folder}"
     line = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
     make = Step(f"building {requirement}", line, "fix that; building needs a compiler and CUDA's nvcc")
@@ -116,13 +127,18 @@ def _programs(facts: Mapping[str, str]) -> list[Step]:
         return []
     names = " ".join(missing)
     is_root = facts.get("uid") == "0"
-    if not (is_root or "sudo" in facts) or not {"has_apt-get", "has_dnf"} & set(facts):
-        raise UserError(f"{names} missing, and this user cannot install; run there: sudo apt-get install -y {names}")
+    dnf = f"dnf install -y {names.replace('iproute2', 'iproute')}"
+    by_hand = {"has_apt-get": f"apt-get update && apt-get install -y {names}", "has_dnf": dnf}
+    commands = [command for program, command in by_hand.items() if program in facts]
+    if not commands:
+        raise UserError(f"{names} missing; install them on it with its package manager")
+    if not (is_root or "sudo" in facts):
+        raise UserError(f"{names} missing, and this user cannot install; run there as root: {commands[0]}")
     as_root = "" if is_root else "sudo -n "
-    line = f"{as_root}dnf install -y -q {names.replace('iproute2', 'iproute')}"
+    line = f"{as_root}{dnf}"
     if "has_apt-get" in facts:
-        install = f"{as_root}env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq {names}"
-        line = f"{as_root}apt-get update -qq && {install}"
+        options = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600"
+        line = f"{APT_IS_FREE}; {as_root}apt-get update -qq && {as_root}env {options} install -y -qq {names}"
     return [Step(f"installing {names}", line, f"install {names} on it by hand", always=True)]
 
 
@@ -157,18 +173,25 @@ def _wheels(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> str:
     return f"--no-index --find-links {shlex.quote(wishes.offline)} "
 
 
-def _index(facts: Mapping[str, str], wishes: Wishes) -> str:
-    """The option that tells pip where to find torch: the build that fits the driver."""
+def has_no_gpu(facts: Mapping[str, str]) -> bool:
+    """Whether there is neither a GPU nor a driver for one."""
+    return "gpu" not in facts and not facts.get("driver")
+
+
+def _index(facts: Mapping[str, str], wishes: Wishes) -> tuple[str, str]:
+    """The option that tells pip where to find torch, the build that fits the driver, and what that downloads."""
     if wishes.torch_index == "none":
-        return ""
+        return "", ""
     if wishes.torch_index != "auto":
-        return f"--extra-index-url {shlex.quote(wishes.torch_index)} "
+        return f"--extra-index-url {shlex.quote(wishes.torch_index)} ", ""
+    if has_no_gpu(facts) and "cpu_index" in facts:
+        return f"--extra-index-url {TORCH_INDEX}/cpu ", f"PyTorch for CPU: {CPU_SIZE} to download"
     driver = re.match(r"(\d+)", facts.get("driver", ""))
     if not driver:
-        return ""
+        return "", f"{CPU_SIZE} to download; {CUDA_SIZE} if pip finds only PyTorch for CUDA"
     for least, build in CUDA_BUILDS:
         if int(driver[1]) >= least:
-            return f"--extra-index-url {TORCH_INDEX}/{build} "
+            return f"--extra-index-url {TORCH_INDEX}/{build} ", f"PyTorch for CUDA: {CUDA_SIZE} to download"
     least, _ = CUDA_BUILDS[-1]
     raise UserError(f"driver {facts['driver']} is too old for any build of torch; install {least} or newer")
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import shlex
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,43 +16,47 @@ from llama405b.contract.phrases import counted, given, last_of
 from llama405b_tools.deliver import plan, push, sourcetree
 from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.plan import FACTS, Wishes
+from llama405b_tools.deliver.progress import StepProgress
 from llama405b_tools.hosts.files import Use
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import Connection, HostError, Local
+from llama405b_tools.text.clean import clean
 from llama405b_tools.text.shell import shell_path
 
-STEP_TIMEOUT_S, FACTS_TIMEOUT_S = 1800.0, 30.0
+FACTS_TIMEOUT_S = 30.0
+END = "llama405b-exit-code "  # after a step's output
+NOISE = ("WARNING: Location", "[notice]")  # what pip prints on any machine
 WHEELHOUSE = ".wheelhouse"
 BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs to install the project itself
 
 
 def project_root() -> Path:
-    """Return the checkout that this program runs from.
+    """Return the checkout that goes to the hosts: the one that this program runs from, else this directory.
 
     Raises:
-        UserError: The program is installed without its sources.
+        UserError: There is none.
     """
-    root = Path(llama405b.__file__).resolve().parent.parent
-    if not (root / "pyproject.toml").is_file() or not (root / "constraints.txt").is_file():
-        raise UserError(f"setup: {root} is not a checkout of the project; clone it, and run setup from there")
-    return root
+    for root in (Path(llama405b.__file__).resolve().parent.parent, Path.cwd()):
+        if all((root / name).is_file() for name in ("pyproject.toml", "constraints.txt", "llama405b/__init__.py")):
+            return root
+    raise UserError("setup: this directory is not a checkout of the project, which goes to the hosts; run setup in one")
 
 
 def make_wheelhouse(root: Path) -> Path:
     """Fetch every wheel of the environment, for hosts with this machine's Python and architecture.
 
     Raises:
-        UserError: pip failed.
+        UserError: There is no pip here, or it failed.
     """
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(f"--offline: {sys.executable} has no pip to fetch the wheels; install this program with pip")
     folder = Path(WHEELHOUSE)
-    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "-d", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-d", str(folder)]
     what = ["-c", str(root / "constraints.txt"), f"{root}[train]", *BUILD_TOOLS]
-    print(f"fetching wheels into {folder}", flush=True)
-    done = subprocess.run([*command, *what], capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = _last(done.stderr)
-        raise UserError(f"--offline: pip could not fetch the wheels ({why}); make pip work on this machine first")
+    print(f"fetching wheels into {folder}: {plan.CPU_SIZE}, or {plan.CUDA_SIZE} with PyTorch for CUDA", flush=True)
+    if subprocess.run([*command, *what], check=False).returncode:
+        raise UserError("--offline: pip could not fetch the wheels; see its output above, and make it work here first")
     for own in folder.glob("llama405b-*"):  # the project itself is pushed as code
         own.unlink()
     return folder
@@ -73,12 +76,7 @@ class Work:
     def __init__(self, fleet: Fleet, root: Path, lines: str, wishes: Wishes, here: str) -> None:
         self.fleet, self.root, self.lines, self.wishes, self.here = fleet, root, lines, wishes, here
         self.facts: dict[str, dict[str, str]] = {}
-        self.lock, self.began = threading.Lock(), time.monotonic()
-
-    def say(self, host: str, what: str) -> None:
-        """Print a line."""
-        with self.lock:
-            print(f"{time.monotonic() - self.began:5.0f} s  {host}: {what}", flush=True)
+        self.progress = StepProgress()
 
     def bring_code(self, name: str) -> bool:
         """Inspect the host, and make its directory equal to the checkout.
@@ -90,7 +88,7 @@ class Work:
         self.facts[name] = self._look(name, connection)
         workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else "~/llama405b")
         sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
-        self.say(name, f"code in {workdir}: {counted(sent, 'file')} sent, {gone} deleted")
+        self.progress.say(name, f"code in {workdir}: {counted(sent, 'file')} sent, {gone} deleted")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
         return True
@@ -126,6 +124,9 @@ class Work:
         text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
         wishes = dataclasses.replace(self.wishes, stamp=hashlib.sha256(text.encode()).hexdigest())
         fresh = connection.run(f"cd {directory} && {plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0
+        small = plan.has_no_gpu(facts) and not (fresh or wishes.offline)
+        if small and connection.run(plan.CPU_ANSWERS, "", FACTS_TIMEOUT_S).code == 0:
+            facts["cpu_index"] = "yes"
         try:
             steps = plan.plan(facts, wishes, self.here)
         except UserError as error:
@@ -134,11 +135,34 @@ class Work:
         if fresh:
             did, steps = "was set up already", [step for step in steps if step.always]
         for step in steps:
-            self.say(name, step.name)
-            version = _run(connection, directory, step, locked="has_flock" in facts)
+            version = self.take(name, step, locked="has_flock" in facts)
         python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
         said = f"{did}: torch {version or 'as in the image'}, {python}"
         return Installed(Use(python, workdir, self.wishes.module), said)
+
+    def take(self, name: str, step: plan.Step, *, locked: bool) -> str:
+        """Take a step on a host, however long it takes while the connection holds; returns its last line.
+
+        Raises:
+            HostError: It failed; says why, and what to do.
+        """
+        lock = "flock .llama405b-setup.lock " if locked else ""  # concurrent setups take turns
+        directory = shell_path(self.fleet.workdir(name))
+        line = f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}"
+        last, code = "", ""
+        with self.progress.of(name, step) as seen:
+            told = f"({line}) 2>&1 </dev/null; code=$?; echo; echo {END}$code"
+            for each in self.fleet.connection(name).stream(told, ""):
+                text = clean(each.rstrip())
+                if text.startswith(END):
+                    code = text.removeprefix(END)
+                elif text and not text.startswith(NOISE):
+                    last = text[-300:]
+                    seen(last)
+        if code != "0":
+            why = last if code else "the connection was lost"
+            raise HostError(f"{step.name} failed ({why}); {step.remedy}")
+        return last
 
     def everywhere(self, wheels: Path | None, package: str) -> tuple[dict[str, Installed], dict[str, str]]:
         """Bring the code, install, and build a package, if given; returns results and faults, by host."""
@@ -159,8 +183,7 @@ class Work:
         folder, make, install = plan.build_package(requirement)
 
         def on(name: str, step: plan.Step) -> bool:
-            self.say(name, step.name)
-            _run(self.fleet.connection(name), shell_path(self.fleet.workdir(name)), step, locked=False)
+            self.take(name, step, locked=False)
             return True
 
         if fault := unanswered(self.fleet.each(lambda name: on(name, make), [first])):
@@ -171,14 +194,5 @@ class Work:
         return unanswered(self.fleet.each(lambda name: on(name, install), names))
 
 
-def _run(connection: Connection, directory: str, step: plan.Step, *, locked: bool) -> str:
-    lock = "flock .llama405b-setup.lock " if locked else ""  # concurrent setups take turns
-    done = connection.run(f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}", "", STEP_TIMEOUT_S)
-    if done.code:
-        raise HostError(f"{step.name} failed ({_last(done.err or done.out)}); {step.remedy}")
-    return last_of(done.out.strip().splitlines())
-
-
 def _last(text: str) -> str:
-    lines = [line for line in text.strip().splitlines() if not line.startswith(("WARNING: Location", "[notice]"))]
-    return last_of(lines)[:300]
+    return last_of(text.strip().splitlines())[:300]

@@ -78,7 +78,7 @@ class _Questions:
         alive = connection.run("command -v python3 || echo none", "", FACTS_TIMEOUT_S)
         self.latency_ms[name] = round((time.monotonic() - began) * 1000, 1)
         if "none" in alive.out:
-            raise HostError("there is no python3; run there: apt-get install python3")
+            raise HostError("there is no python3; run there: apt-get update && apt-get install python3")
         timeout_s, spare_s = FACTS_TIMEOUT_S, 5
         if needs.hash_weights:
             timeout_s, spare_s = HASH_TIMEOUT_S, 10

@@ -37,7 +37,7 @@ class Host:
     address: str = ""  # on the training network; "": the address that ssh uses
     workdir: str = ""  # "": the operator's
     python: str = ""  # "": the operator's
-    cache: str = ""  # HF_HOME of the ranks; "": .cache/huggingface in the working directory
+    cache: str = ""  # HF_HOME of the ranks; "": the user's own
     scratch: str = ""  # TMPDIR of the ranks, on a fast disk; "": the host's own
     prefix: str = ""  # a shell line that runs before everything else; from setup --module
 

@@ -43,6 +43,8 @@ def main() -> int:
     """Entry point of ``python -m llama405b_tools.remote.agent ACTION``."""
     os.umask(UMASK)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if sys.platform != "linux":
+        raise SystemExit(f"hosts must run Linux, and this one runs {sys.platform}")
     if len(sys.argv) != 2 or sys.argv[1] not in ACTIONS:
         raise SystemExit(f"{sys.argv[1:]}: not an action of the agent")
     act, kind = action(sys.argv[1])

@@ -32,7 +32,9 @@ def status(request: StatusRequest) -> StatusReply:
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
     """Describe one run, from its files and processes here."""
     node, alive = plan.find(host), lives(run, plan, host)
-    saved = newest_complete(checkpoints_of(run, plan))
+    saved = None
+    with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
+        saved = newest_complete(checkpoints_of(run, plan))
     return HostRun(
         run=run.name,
         created=plan.created,

@@ -22,6 +22,7 @@ from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
+from llama405b.contract.trust import user_of
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
@@ -79,7 +80,17 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         input_fault=_input_fault(request.inputs),
         has_program=has_program(request.program),
         stopped_by=stopped_by(run, host),
+        uid=os.getuid(),
+        user=user_of(os.getuid()),
+        runs=_identity(Path("runs")),
     )
+
+
+def _identity(directory: Path) -> str:
+    """What is equal wherever one directory is seen: not its path, nor its device, which network filesystems choose."""
+    there = directory if directory.exists() else directory.parent
+    info, disk = there.stat(), os.statvfs(there)
+    return f"{info.st_ino} {info.st_uid} {info.st_mode} {disk.f_blocks * disk.f_frsize}"
 
 
 def rdma() -> Rdma:
@@ -102,7 +113,7 @@ def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Rea
 def place_of(path: str) -> RunPlace:
     """The full path of a directory that the run writes to, and whether it can be created and written."""
     full = Path(path).expanduser()
-    there = next(parent for parent in (full, *full.parents) if parent.exists())
+    there = next(parent for parent in (full, *full.parents) if os.path.lexists(parent))
     return RunPlace(str(full), there.is_dir() and os.access(there, os.W_OK | os.X_OK))
 
 

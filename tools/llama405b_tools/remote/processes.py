@@ -1,11 +1,17 @@
-"""Find and end the processes of a run on this machine, whoever their parents are now. Standard library, Linux."""
+"""Find and end the processes of a run on this machine, whoever their parents are now. Standard library, Linux.
+
+``start_time`` also knows macOS, where an operator's guard may run.
+"""
 
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+from llama405b_tools.machine import bsd_ps
 from llama405b_tools.remote.torchrun import MARKER
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -17,7 +23,11 @@ def become_subreaper() -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it is gone or a zombie."""
+    """When a process started, in clock ticks since boot (macOS: in seconds); None if it is gone or a zombie."""
+    if sys.platform == "darwin":
+        ps = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+        done = subprocess.run(ps, env={"LC_ALL": "C", "PATH": os.defpath}, capture_output=True, text=True, check=False)
+        return bsd_ps.began_at(done.stdout)
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
     except OSError:

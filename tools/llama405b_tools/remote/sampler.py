@@ -44,6 +44,7 @@ NETWORKS = (
     (b"NET/Socket : Using [", "SOCKET"),
 )  # NCCL's words
 MARKER = b"LLAMA405B_NODE="
+TRAINER = ["-m", "llama405b.train"]
 STEP_DIR = re.compile(r"step-\d{8}$")
 
 
@@ -241,6 +242,7 @@ class Run:
         if self.sent_mark != self.plan_mark:
             self.sent_mark = self.plan_mark
             found["nodes"] = [[node["name"], node["first_rank"], node["slots"]] for node in self.plan["nodes"]]
+            found["trains"] = self.plan.get("program", TRAINER)[:2] == TRAINER
             found["nccl"] = {k: v for k, v in self.node["env"].items() if k.startswith("NCCL_")}
         if self.node["first_rank"] == 0:
             found.update(self._of_head())

@@ -24,6 +24,7 @@ from llama405b_tools.remote.messages.start import (
     KEEP,
     NOT_OURS,
     START_WITHIN_S,
+    TMUX_WITHIN_S,
     Kept,
     Started,
     StartFault,
@@ -32,7 +33,6 @@ from llama405b_tools.remote.messages.start import (
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.remote.tmux import tmux_session, tmux_socket
 
-TMUX_WITHIN_S = 20.0
 KEEP_WITHIN_S = (
     2 * ANSWER_WITHIN_S
 )  # after this host is up, for all others to come up; a broken link is noticed immediately

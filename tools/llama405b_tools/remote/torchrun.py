@@ -52,7 +52,6 @@ def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": node.interface,
         "NCCL_SOCKET_IFNAME": node.interface,
         "PYTHONUNBUFFERED": "1",
-        "HF_HOME": f"{node.workdir}/.cache/huggingface",
         **({"HF_HUB_OFFLINE": "1"} if plan.trains else {}),  # the weights are files that were checked
         **node.env,
     }

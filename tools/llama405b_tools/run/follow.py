@@ -7,14 +7,14 @@ import enum
 import queue
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b.contract.events import EventKind
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
-from llama405b.contract.records import Blame, Metrics
+from llama405b.contract.records import Blame, Metrics, Phase
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
@@ -27,11 +27,23 @@ from llama405b_tools.run.screen import NobodyReadsError, show
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.clean import clean
+from llama405b_tools.text.fold import fold_numbers
 
 MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
 SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
+QUIET_S, SAME_QUIET_S = (
+    10.0,
+    60.0,
+)  # before the first step: after which silence it is said what is going on, and said again
+DOING = {
+    Phase.START: "connecting to each other",
+    Phase.DATA: "reading the data",
+    Phase.LOAD: "loading the weights",
+    Phase.RESUME: "restoring the checkpoint",
+    Phase.TRAIN: "taking the first step",
+}
 PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by themselves
 
 
@@ -91,6 +103,7 @@ class Watch:
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.said: collections.deque[str] = collections.deque(maxlen=300)  # rank 0's last lines
         self.saved = ""
+        self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
         self.stopped: dict[str, Ended | HostError] = {}  # how ending the rest went, if that was needed
         self.hangs = False
@@ -101,6 +114,11 @@ class Watch:
     def is_over(self) -> bool:
         """Whether every host's part has ended."""
         return len(self.ended) == len(self.plan.nodes)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether this attempt has saved a checkpoint, or began from one."""
+        return bool(self.saved) or self.resumed
 
     def loss_of(self, step: int) -> float | None:
         """The loss of a step of this attempt; None if it was not taken."""
@@ -130,13 +148,27 @@ class Watch:
             self._end(host, news.node)
         return [*lines, *self._lines(host, news)]
 
+    def before_first_step(self) -> str:
+        """What the ranks do until there is a first step; '' from then on, or if the program is not our trainer."""
+        if not self.plan.trains or self.failures or any(each.attempt == self.plan.attempt for each in self.metrics):
+            return ""
+        doing: dict[str, set[int]] = {"starting Python and PyTorch": set(range(self.plan.world))}
+        for beat in [beat for heard in self.heard.values() for beat in heard.beats]:
+            for ranks in doing.values():
+                ranks.discard(beat.rank)
+            doing.setdefault(DOING.get(beat.phase, beat.phase), set()).add(beat.rank)
+        return ", ".join(f"{what} ({_ranks(sorted(ranks))})" for what, ranks in doing.items() if ranks)
+
     def _take_records(self, news: News) -> None:
         for metrics in news.metrics:  # a resumed run goes back: forget the steps it repeats
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
             self.metrics.append(metrics)
         for event in news.events:
-            if event.kind is EventKind.SAVED and event.attempt == self.plan.attempt:
+            if event.attempt != self.plan.attempt:
+                continue
+            self.resumed = self.resumed or event.kind is EventKind.RESUMED
+            if event.kind is EventKind.SAVED:
                 self.saved = event.path
 
     def look_for_hang(self, limits: Limits) -> None:
@@ -164,7 +196,7 @@ class Watch:
             self.failures.append(failure)
 
     def _lines(self, host: str, news: News) -> list[str]:
-        """The lines to print from a host's logs: rank 0's standard output, and why the other ranks ended."""
+        """The lines to print from a host's logs: rank 0's output, and why ranks end; of another program, all errors."""
         found: list[str] = []
         for _, file, text in news.entries:
             lines = text.split("\n")
@@ -172,8 +204,32 @@ class Watch:
                 self.said.extend(lines)
                 found += lines
             elif file.endswith("stderr.log"):
-                found += [f"{host} │ {line}" for line in lines if line.startswith("llama405b train:")]
+                told = [line for line in lines if not self.plan.trains or line.startswith("llama405b train:")]
+                found += [f"{host} │ {line}" for line in told]
         return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fold_numbers(ranks)}"
+
+
+class Silence:
+    """How long nothing was printed, and what to print then."""
+
+    def __init__(self, watch: Watch, now_s: float) -> None:
+        self.watch, self.began_s, self.since_s, self.said = watch, now_s, now_s, ""
+
+    def broken(self, now_s: float) -> None:
+        """Note that something was printed."""
+        self.since_s = now_s
+
+    def words(self, now_s: float) -> str:
+        """What to print; '' for nothing."""
+        words, quiet_s = self.watch.before_first_step(), now_s - self.since_s
+        if not words or quiet_s < QUIET_S or (words == self.said and quiet_s < SAME_QUIET_S):
+            return ""
+        self.said, self.since_s = words, now_s
+        return f"{now_s - self.began_s:.0f} s: {words}"
 
 
 def watch_run(
@@ -188,7 +244,8 @@ def watch_run(
     """
     watch = Watch(plan)
     names = [node.name for node in plan.nodes]
-    request = StreamRequest(plan.run, "", follow=True, beats=limits is not None)
+    request = StreamRequest(plan.run, "", follow=True, beats=plan.trains)
+    silence = Silence(watch, time.monotonic())
     streams = Streams(fleet, names, request, records_of=names[0])
     give_up_at = float("inf")
     try:
@@ -199,10 +256,15 @@ def watch_run(
                 give_up_at = time.monotonic() + (0 if watch.hangs else PEER_GRACE_S)
             if time.monotonic() > give_up_at:  # the rest may still run or hang, but cannot continue without that host
                 break
+            lines: list[str] = []
             with contextlib.suppress(queue.Empty):
-                lines = [clean(line) for line in watch.take(streams.arrivals.get(timeout=POLL_S))]
-                if lines and not show("\n".join(lines)) and limits is None:
-                    raise NobodyReadsError
+                lines = watch.take(streams.arrivals.get(timeout=POLL_S))
+            if lines:
+                silence.broken(time.monotonic())
+            elif words := silence.words(time.monotonic()):
+                lines = [words]
+            if lines and not show("\n".join(map(clean, lines))) and limits is None:
+                raise NobodyReadsError
     finally:
         streams.close()
     if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself
@@ -238,17 +300,18 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
     if watch.saved:
         show(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
-    again = f"to continue, repeat the launch with --run {plan.run} --resume auto"
+    again = [f"to continue, repeat the launch with --run {plan.run} --resume auto"] if watch.can_resume else []
     if worst := watch.worst():
         for host, why in not_ended(watch.stopped).items():
             show(f"{host}: {why}; run `{front_door()} stop{hosts} --run {plan.run}` again", error=True)
         show(f"FAILED  {worst.host}: {failure_words(worst)}", error=True)
-        show("next: " + "; ".join([logs] if guarded else [logs, again]), error=True)
+        show("next: " + "; ".join([logs] if guarded else [logs, *again]), error=True)
         return Ending(EndKind.FAILED, worst)
     if watch.stopped_by:
-        show(f"stopped by {watch.stopped_by}; {again}")
+        show("; ".join([f"stopped by {watch.stopped_by}", *again]))
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
-    show(f"next: {logs}; `{front_door()} launch my-hosts --config my.toml` trains your own model")
+    own = [f"`{front_door()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
+    show("next: " + "; ".join([logs, *own]))
     return Ending(EndKind.WELL)
 
 

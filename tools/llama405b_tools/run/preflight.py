@@ -69,7 +69,7 @@ def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> 
     answers = replies(outcomes)
     refuse_input(request, answers, port)
     unfit = {host.name: _host_fault(request, host, answers[host.name]) for host in hosts if host.name in answers}
-    faults = unanswered(outcomes) | {name: why for name, why in unfit.items() if why}
+    faults = unanswered(outcomes) | user_faults(request, answers) | {name: why for name, why in unfit.items() if why}
     way = meet(head, candidates, answers, port)
     if not isinstance(way, Way):
         raise RunError(fault_list(way | faults, len(hosts)))
@@ -202,7 +202,9 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             why = "in use" if found.port_in_use else f"not available ({found.port_fault})"
             raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
         if not found.tmux:
-            raise UserError(f"{name}: tmux is not installed; install it (apt-get install tmux). Nothing was started")
+            raise UserError(
+                f"{name}: tmux is not installed; install it (apt-get update && apt-get install tmux). Nothing was started"
+            )
         if found.input_fault:
             raise UserError(f"{name}: {found.input_fault}")
 
@@ -236,7 +238,7 @@ def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
         python=host.python or sys.executable,
         address=way.address[host.name],
         interface=way.interface[host.name],
-        places={key: place.path for key, place in answer.places.items()},
+        places={key: answer.places[key].path for key in host.places},
     )
 
 
@@ -281,7 +283,29 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) ->
     packages = ("torch", "transformers") if request.config else ("torch",)
     is_known = not request.setup and "PYTHONPATH" not in request.env  # which may bring the program
     program = request.program if is_known else ()
-    return ProbeRequest(request.run, host.name, port, token, packages, host.places, program=program)
+    places = host.places
+    if request.saves and request.settings.checkpoint.dir:
+        places |= {"--checkpoint.dir": request.settings.checkpoint.dir}
+    return ProbeRequest(request.run, host.name, port, token, packages, places, program=program)
+
+
+def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
+    """Return hosts where another user would have to use what the head's user writes: a run's files are private."""
+    faults: dict[str, str] = {}
+    for name, found in answers.items():
+        head, first = next(iter(answers.items()))
+        shared, remedy = f"{found.workdir}/runs", "give each a workdir= of its own"
+        if found.runs != first.runs:
+            if not request.saves:
+                continue
+            shared = request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
+            remedy = "save nothing with --checkpoint.every 0"
+        if found.uid != first.uid:
+            faults[name] = (
+                f"the run would be {found.user}'s there (uid {found.uid}), but {first.user}'s on {head} (uid {first.uid}), "
+                f"and neither can read what the other writes in {shared}; log in as one user everywhere, or {remedy}"
+            )
+    return faults
 
 
 def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:

@@ -82,6 +82,11 @@ class LaunchRequest:
         return self.settings.parallel.device == "cpu"
 
     @property
+    def saves(self) -> bool:
+        """Whether it writes checkpoints."""
+        return self.config is not None and self.config.checkpoint.every > 0
+
+    @property
     def settings(self) -> Config:
         """The training settings; the defaults if another program runs."""
         return self.config or Config()

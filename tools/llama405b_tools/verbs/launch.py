@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         if request.rehearse:
             return rehearse(request, hosts, fleet)
         plan, lines = bring_up(request, hosts, fleet)
-        lines += next_lines(request.hosts_file, plan.run)
+        lines += next_lines(request.hosts_file, plan.run, saves=request.saves)
         if request.restart:  # before anything is printed: the screen may be gone
             guarding = guard.spawn(request, hosts, plan)
             lines.append(f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}")
@@ -74,7 +74,7 @@ def in_slurm(request: LaunchRequest, options: str) -> int:
         return GOOD
     for line in [
         f"{request.run}: job {jobs.submit(request, options)}",
-        *next_lines(Path("hosts"), request.run, attach=False),
+        *next_lines(Path("hosts"), request.run, saves=request.saves, attach=False),
     ]:
         show(line)
     if not request.follow:
@@ -136,14 +136,14 @@ def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
     )
 
 
-def next_lines(hosts_file: Path, run: str, *, attach: bool = True) -> list[str]:
+def next_lines(hosts_file: Path, run: str, *, saves: bool, attach: bool = True) -> list[str]:
     """Return the commands to use next, each with what it does."""
     hosts = hosts_argument(hosts_file)
     verbs = {
         "top": "the whole cluster on one screen",
         "logs": "every rank's log (-f follows)",
         "attach": "tmux on every host",
-        "stop": "save, then stop",
+        "stop": "save, then stop" if saves else "end it on every host",
     }
     if not attach:
         del verbs["attach"]

@@ -83,7 +83,8 @@ def print_progress(found: Sequence[HostRun]) -> None:
         print(
             f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s per step"
         )
-    print(f"newest checkpoint: {saved or 'none yet'}")
+    if saved or any(each.heartbeats for each in found):
+        print(f"newest checkpoint: {saved or 'none yet'}")
 
 
 def _row(name: str, found: HostRun | HostError | None, standing: State | None) -> tuple[str, ...]:

@@ -59,7 +59,11 @@ def _programs(facts: HostFacts) -> Remarks:
     who, place = facts.identity or NOBODY, facts.environment
     for program, package in (("tmux", "tmux"), ("ip", "iproute2")):
         if not who.tools.get(program, True):
-            yield BAD, f"there is no {program}", f"apt-get install {package} on it, or run llama405b setup as root"
+            yield (
+                BAD,
+                f"there is no {program}",
+                f"apt-get update && apt-get install {package} on it, or run llama405b setup as root",
+            )
     if place and not place.workdir_exists:
         yield BAD, f"there is no {place.workdir}", "llama405b setup puts the project there; or set workdir="
     elif place and not place.writable:

@@ -28,7 +28,7 @@ class ProbeRequest:
     port: int
     token: str
     packages: tuple[str, ...]
-    places: Mapping[str, str]  # cache and scratch from the hosts file
+    places: Mapping[str, str]  # cache and scratch from the hosts file, and the checkpoints' directory
     is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     inputs: InputCheck | None = None
@@ -80,3 +80,6 @@ class LaunchFacts:
     input_fault: str  # "": checkpoint and data can be used, or were not checked
     has_program: bool = True  # or was not asked for it
     stopped_by: str = ""  # who is stopping the run, or has
+    uid: int = 0  # of the user that the run gets here
+    user: str = ""  # its name
+    runs: str = ""  # equal on hosts that share the directory of runs

@@ -9,8 +9,9 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardState
 
 KEEP = "keep\n"  # sent to a starting host once all hosts are up
+TMUX_WITHIN_S = 60.0  # for tmux to start a session
 START_WITHIN_S = 120.0  # for the node runner to start torchrun, however busy the machine is
-ANSWER_WITHIN_S = START_WITHIN_S + 30.0  # for a host to report it
+ANSWER_WITHIN_S = TMUX_WITHIN_S + START_WITHIN_S + 30.0  # for a host to report it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

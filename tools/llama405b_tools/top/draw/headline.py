@@ -14,7 +14,12 @@ from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhas
 
 Part = tuple[int, Text]  # the highest number is omitted first
 VERDICTS = {Verdict.HEALTHY: ("●", "green"), Verdict.DEGRADED: ("▲", "yellow"), Verdict.CONNECTING: ("…", "yellow")}
-PHASE_STYLES = {RunPhase.HUNG: "bold red", RunPhase.FAILED: "bold red", RunPhase.TRAIN: "bold green"}
+PHASE_STYLES = {
+    RunPhase.HUNG: "bold red",
+    RunPhase.FAILED: "bold red",
+    RunPhase.TRAIN: "bold green",
+    RunPhase.RUNNING: "bold green",
+}
 
 
 def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:

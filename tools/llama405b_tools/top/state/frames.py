@@ -107,6 +107,7 @@ class RunFrame:
     blame: Annotated[Blame | None, SoundOnly] = None  # on the last attempt that failed
     others: tuple[str, ...] = ()  # other live runs on this host
     nodes: Nodes | None = None  # only if the plan is new
+    trains: bool = True  # with ``nodes``: whether it runs our trainer, which writes heartbeats
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
     max_steps: int | None = None

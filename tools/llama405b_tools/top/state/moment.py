@@ -157,6 +157,8 @@ class Moment:
             return RunPhase.UNKNOWN, None
         if not any(run.alive for run in self.heard.values()):
             return self._over(), None
+        if not all(plan.trains for host in self.hosts.values() if (plan := host.plans.get(self.run))):
+            return RunPhase.RUNNING, None
         since_s = min(
             (self.hosts[name].frame.now - beat.phase_since for name, run in self.heard.items() for beat in run.beats),
             default=None,

@@ -47,6 +47,7 @@ class RunPhase(enum.StrEnum):
 
     STARTING = "STARTING"
     LOADING = "LOADING"
+    RUNNING = "RUNNING"  # a program of the user's own, which does not say more
     TRAIN = "TRAIN"
     EVAL = "EVAL"
     CKPT = "CKPT"

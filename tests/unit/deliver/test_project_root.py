@@ -1,0 +1,37 @@
+"""Which checkout goes to the hosts, wherever the program itself is installed."""
+
+from pathlib import Path
+
+import pytest
+
+import llama405b
+from conftest import ROOT
+from llama405b.contract.errors import UserError
+from llama405b_tools.deliver import setup
+
+
+@pytest.fixture
+def installed_elsewhere(monkeypatch, tmp_path):
+    """As `uv tool install .` does it."""
+    monkeypatch.setattr(llama405b, "__file__", str(tmp_path / "site-packages/llama405b/__init__.py"))
+
+
+def test_a_program_that_runs_from_a_checkout_sends_that(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert setup.project_root() == ROOT
+
+
+def test_an_installed_program_sends_the_checkout_that_it_is_started_in(installed_elsewhere, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert setup.project_root() == Path.cwd()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"not a checkout of the project, .* run setup in one"):
+        setup.project_root()
+
+
+def test_wheels_cannot_be_fetched_without_pip(installed_elsewhere, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="has no pip to fetch the wheels; install this program with pip"):
+        setup.make_wheelhouse(ROOT)
+    assert not (tmp_path / setup.WHEELHOUSE).exists()

@@ -1,0 +1,133 @@
+"""What launch.sh prints and runs before Python does, on machines made of stand-ins for their programs."""
+
+import fcntl
+import subprocess
+
+import pytest
+
+from conftest import ROOT
+
+TOOLS = ("bash", "cat", "grep", "id", "sha256sum", "sleep", "stat", "mkdir", "chmod")
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A machine with these tools and a Python, and what `has` adds; everything that runs is noted in `ran`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in TOOLS:
+        (programs / name).symlink_to(f"/usr/bin/{name}")
+
+    class Machine:
+        ran = tmp_path / "ran"
+
+        def has(self, name, line=":"):
+            (programs / name).unlink(missing_ok=True)
+            (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{self.ran}\n{line}\n')
+            (programs / name).chmod(0o755)
+
+        def start(self, line):
+            """Run a line after sourcing setup.sh."""
+            script = f"source {ROOT}/tools/setup.sh; apt_lock={tmp_path}/lock gpu_device={tmp_path}/gpu; {line}"
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            return subprocess.Popen(["bash", "-uc", script], cwd=tmp_path, env={"PATH": str(programs)}, **pipes)
+
+        def type(self, line):
+            with self.start(line) as child:
+                said, _ = child.communicate(timeout=60)
+            return child.returncode, said
+
+    there = Machine()
+    there.has("python3")
+    there.ran.write_text("")
+    (tmp_path / "lock").touch()
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    return there
+
+
+def test_the_printed_command_updates_the_lists_and_uses_sudo_only_where_there_is_one(machine):
+    machine.has("id", "echo 1000")
+    machine.has("apt-get")
+    needs = "need_programs no-such-program:tmux"
+    assert machine.type(needs) == (2, "missing: tmux; run as root: apt-get update && apt-get install -y tmux\n")
+    machine.has("sudo")
+    assert machine.type(needs) == (2, "missing: tmux; run: sudo apt-get update && sudo apt-get install -y tmux\n")
+
+
+def test_a_mac_is_told_how_to_operate_hosts_elsewhere(machine):
+    machine.has("uname", "echo Darwin")
+    code, said = machine.type("need_linux")
+    assert (code, "runs Darwin, and training needs Linux; for hosts elsewhere: uv tool install ." in said) == (2, True)
+    machine.has("uname", "echo Linux")
+    assert machine.type("need_linux") == (0, "")
+
+
+def test_a_system_without_apt_is_told_what_is_missing(machine):
+    said = "missing: tmux; install them with this system's package manager\n"
+    assert machine.type("need_programs no-such-program:tmux") == (2, said)
+
+
+def test_apts_own_words_are_shown(machine):
+    machine.has("id", "echo 0")
+    machine.has("apt-get", "echo 'E: the mirror is down' >&2; exit 100")
+    code, said = machine.type("need_programs no-such-program:tmux")
+    assert code == 2
+    assert "E: the mirror is down\napt-get could not install tmux; see its output above\n" in said
+
+
+def test_another_apt_is_waited_for(machine, tmp_path):
+    machine.has("apt-get")
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        child = machine.start("apt_install tmux")
+        assert child.stdout.readline() == "waiting for another apt to finish\n"
+        assert machine.ran.read_text() == ""
+    assert child.communicate(timeout=60) == ("", None)
+    update, install = machine.ran.read_text().splitlines()
+    assert update == "apt-get update -qq"
+    assert "-o DPkg::Lock::Timeout=" in install  # dpkg's lock apt waits for by itself
+
+
+def test_where_no_apt_ever_ran_nothing_is_waited_for(machine, tmp_path):
+    machine.has("apt-get")
+    (tmp_path / "lock").unlink()
+    with (tmp_path / "other").open("w") as other:
+        fcntl.lockf(other, fcntl.LOCK_EX)  # of somebody else
+        assert machine.type("apt_install tmux") == (0, "")
+
+
+@pytest.fixture
+def venv(machine, tmp_path):
+    """A .venv whose pip only notes its arguments."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "pip"):
+        (tmp_path / ".venv/bin" / name).write_text(f'#!/bin/sh\necho "pip $*" >>{machine.ran}\n')
+        (tmp_path / ".venv/bin" / name).chmod(0o755)
+    return machine
+
+
+def test_without_a_gpu_the_small_pytorch_is_taken_and_its_size_said(venv):
+    code, said = venv.type("need_venv train")
+    assert code == 0
+    assert "PyTorch for CPU (there is no GPU) and its packages, 0.3 GB to download;" in said
+    pip = venv.ran.read_text().splitlines()[-1]
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu " in pip
+    assert " -q" not in pip  # its progress is shown
+    venv.ran.write_text("")
+    assert venv.type("need_venv train") == (0, "")
+
+
+def test_where_the_small_one_cannot_be_had_that_is_said_with_what_to_set(venv):
+    venv.has("python3", "case $2 in *urlopen*) exit 1;; esac")
+    _, said = venv.type("need_venv train")
+    assert "does not answer; set PIP_EXTRA_INDEX_URL" in said
+    assert "0.3 GB to download (2.7 GB if pip finds only PyTorch for CUDA);" in said
+    assert "--extra-index-url" not in venv.ran.read_text()
+
+
+def test_with_a_gpu_pytorch_for_cuda_is_taken(venv, tmp_path):
+    (tmp_path / "gpu").touch()
+    _, said = venv.type("need_venv train")
+    assert "PyTorch for CUDA and its packages, 2.7 GB to download;" in said
+    assert "--extra-index-url" not in venv.ran.read_text()
