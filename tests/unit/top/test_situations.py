@@ -43,6 +43,46 @@ def at(host, edit):
     return lambda name, frame: edit(frame) if name == host else None
 
 
+def metrics(first, **new):
+    """Metrics from a step on."""
+
+    def change(_, frame):
+        for each in frame["run"].get("metrics", ()):
+            each |= new if each["step"] >= first else {}
+
+    return change
+
+
+def quick(first):
+    """Steps that take 0.1 s, and 0.3 s from a step on."""
+
+    def change(host, frame):
+        metrics(0, step_s=0.1)(host, frame)
+        metrics(first, step_s=0.3)(host, frame)
+
+    return change
+
+
+def stands(**new):
+    """Heartbeats that stand since the step of 30 s, while the run goes on."""
+    return lambda frame: beats(frame, time=T0 + 30, step=1181, **new)
+
+
+def without_gpus(frame):
+    frame |= {"pci_gpus": 0, "smi": {"text": None, "hung_s": 0.0}}
+    frame["run"]["log_age_s"] = None
+
+
+def only(first, last):
+    """Metrics of some steps alone."""
+
+    def change(_, frame):
+        found = frame["run"].get("metrics", [])
+        run_of(frame, metrics=[each for each in found if first <= each["step"] <= last])
+
+    return change
+
+
 def test_who_is_named_is_who_was_decided_on_by_whoever_ended_the_attempt():
     ended = NODE | {"state": "killed", "exit_code": None, "signal": 15, "cause": {"kind": "signal", "signal": 15}}
     decided = {"host": "gpu-3", "cause": {"kind": "hung", "host": "gpu-3", "rank": 20, "phase": "train", "step": 5}}
@@ -76,6 +116,60 @@ def test_the_whole(seconds, change, verdict, code, phase):
     cluster, _ = play(seconds, change or (lambda *_: None))
     pic = cluster.picture()
     assert (pic.verdict, pic.exit_code, pic.training.phase) == (verdict, code, phase)
+
+
+LAST = 1184  # step after 50 s
+NAN = float("nan")
+USUAL_LOSS, USUAL_S = 2.2, 6.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "change", "verdict"),
+    [
+        (50, metrics(LAST - 9, step_s=2.1 * USUAL_S), Verdict.DEGRADED),
+        (50, metrics(LAST - 8, step_s=2.1 * USUAL_S), Verdict.HEALTHY),  # only nine steps
+        (50, metrics(LAST - 9, step_s=1.9 * USUAL_S), Verdict.HEALTHY),
+        (50, metrics(LAST - 60, step_s=3.0 * USUAL_S), Verdict.DEGRADED),  # half of all steps: they are not the usual
+        (50, quick(LAST - 60), Verdict.DEGRADED),
+        (50, quick(LAST - 30), Verdict.HEALTHY),  # they have not been slow for long
+        (50, metrics(LAST - 19, loss=3.3 * USUAL_LOSS), Verdict.DEGRADED),
+        (50, metrics(LAST - 18, loss=3.3 * USUAL_LOSS), Verdict.HEALTHY),
+        (50, metrics(LAST - 19, loss=2.5 * USUAL_LOSS), Verdict.HEALTHY),
+        (50, metrics(LAST - 40, loss=1e6), Verdict.DEGRADED),
+        (50, metrics(LAST, loss=NAN), Verdict.DEGRADED),  # at once: the weights may be lost
+        (50, metrics(LAST, loss="nan"), Verdict.DEGRADED),
+        (50, at("gpu-3", lambda frame: beats(frame, step="?")), Verdict.DEGRADED),  # malformed: as if there were none
+        (simulate.RELOADED + 20, at("gpu-3", lambda frame: run_of(frame, beats=[])), Verdict.HEALTHY),  # not for long
+        (simulate.RELOADED + 50, at("gpu-3", lambda frame: run_of(frame, beats=[])), Verdict.DEGRADED),
+        (60, at("gpu-3", lambda frame: run_of(frame, beats=frame["run"]["beats"][1:])), Verdict.DEGRADED),
+        (60, lambda _, frame: run_of(frame, beats=[]), Verdict.DEGRADED),
+        (140, at("gpu-2", stands()), Verdict.DEGRADED),
+        (140, lambda _, frame: [stands()(frame), without_gpus(frame)], Verdict.DEGRADED),  # and no hang: the metrics go on
+        (140, only(0, 1181), Verdict.DEGRADED),
+        (140, only(0, 0), Verdict.DEGRADED),
+        (50, only(0, 0), Verdict.HEALTHY),
+        (140, lambda _, frame: [metrics(0, time=None, attempt=0)(_, frame), run_of(frame, beats=[])], Verdict.HEALTHY),  # by another
+    ],
+)  # fmt: skip
+def test_steps_that_are_not_as_they_were_or_of_which_too_little_is_told(seconds, change, verdict):
+    if seconds == 140:  # past the hot GPU
+        assert play(seconds)[0].picture().verdict is Verdict.HEALTHY
+    assert play(seconds, change)[0].picture().verdict is verdict
+
+
+def test_what_is_wrong_with_the_run_is_an_event_and_so_is_its_end():
+    def slow(_, frame):
+        for each in frame["run"].get("metrics", ()):
+            each["step_s"] = 18.0 if 1165 <= each["step"] <= LAST else 6.0
+
+    cluster, _ = play(60, slow)
+    assert [(change.host, change.level) for change in cluster.events] == [("", Level.WARNING), ("", Level.NOTE)]
+    assert cluster.picture().verdict is Verdict.HEALTHY
+
+
+def test_a_loss_that_is_not_a_number_is_unknown():
+    training = play(50, metrics(LAST, loss=NAN))[0].picture().training
+    assert (training.step, training.loss, len(training.losses)) == (LAST, None, 124)
 
 
 def test_the_host_where_it_began_has_failed():

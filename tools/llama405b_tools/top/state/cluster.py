@@ -11,7 +11,7 @@ from llama405b.contract import reader
 from llama405b.contract.reader import Json
 from llama405b_tools.run import judge
 from llama405b_tools.text.clean import clean
-from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state import overall, thresholds
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
 from llama405b_tools.top.state.moment import NOT_LOADING, LoadBegan, Moment, nodes_of, training
@@ -28,7 +28,6 @@ from llama405b_tools.top.state.picture import (
 from llama405b_tools.top.state.verdicts import BeatId, Note
 
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
-STAY_S = 60.0  # with a run that died, for its guard to restart it
 RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # trouble of the run on a host, not of the host
 LEVELS = {
     **dict.fromkeys(RUN_TROUBLE, Level.BAD),
@@ -101,10 +100,8 @@ class Cluster:
         self._choose(now)
         found = self.found = self._look(now)
         self.hung = found.hang.beat if found.hang else None
-        if found.stall:
-            self._say("", "stall", Level.WARNING, "stall", found.stall, now, of_run=True)
-        elif not found.hang and not found.failures:
-            self._over("", "stall", now)
+        if not found.hang and not found.failures:
+            self._tell_of_run(found.run_notes, now)
         for name, (state, why) in found.states.items():
             self._tell(name, state, why, found.notes[name], now)
         if found.phase[0] is not RunPhase.LOADING:
@@ -120,7 +117,7 @@ class Cluster:
             for name, host in self.hosts.items()
         ]
         shown = training(found, self.guard, self.load)
-        verdict, why = verdicts.verdict(rows, shown, found.hang, found.failures, found.stall)
+        verdict, why = overall.verdict(found, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.HEALTHY, Verdict.DEGRADED):
             verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"
         return Picture(
@@ -181,13 +178,22 @@ class Cluster:
         if lives:
             self.alive_at = now
         failed = any(not judge.state_of(run.status, alive=False).is_good for run in ours)
-        waits = failed and 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
+        waits = failed and 2 * len(ours) > len(told) and now < self.alive_at + thresholds.STAY_S
         others = any(run.others or (run.alive and run.name != self.run) for run in told)
         if ours and (lives or waits or not others):
             self.stay = self.run
             return ours
         self.stay = ""
         return told
+
+    def _tell_of_run(self, notes: Sequence[Note], now: float) -> None:
+        """Note what is new about the run as a whole, and what is over."""
+        keys = {note.key for note in notes}
+        for host, kind in list(self.standing):
+            if not host and kind not in keys:
+                self._over("", kind, now)
+        for note in notes:
+            self._say("", note.key, Level.WARNING, note.key, note.words, now, of_run=True)
 
     def _tell(self, name: str, state: HostState, why: str, notes: Sequence[Note], now: float) -> None:
         """Note what is new about a host."""

@@ -70,8 +70,10 @@ class StepMetrics:
     """One training step, by any trainer; values it does not report are None."""
 
     step: int
-    loss: float
+    loss: Annotated[float | None, SoundOnly]  # None: not a finite number
     step_s: float
+    time: float | None = None  # the clock of the host that writes them
+    attempt: int = 0  # the launch of the run that took the step; 0: unknown
     data_s: float | None = None
     forward_s: float | None = None
     backward_s: float | None = None

@@ -17,15 +17,12 @@ from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import share
 from llama405b_tools.text.fold import fold_numbers
-from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state import thresholds, verdicts
 from llama405b_tools.top.state.frames import NO_FRAME, Frame, Processes, RunFrame, SmiFrame
 from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, ProcessRow, RankRow, known
 from llama405b_tools.top.state.verdicts import Note
 
-STALE_FRAMES = 3
-SMI_HUNG_S, FIRST_FRAME_S = 10.0, 15.0
 HISTORY = 120
-COUNTERS_S = 600.0  # errors are counted over this time
 _clean_command = functools.lru_cache(4096)(clean)  # commands repeat across hosts and frames
 WHOLE = re.compile(r"\d{1,9}", re.ASCII)
 TICKS = 100  # per second, as Linux reports CPU time to user space
@@ -78,16 +75,16 @@ class HostView:
 
     def _keep(self, frame: Frame, now: float) -> None:
         """Keep a frame, for what is counted over minutes."""
-        if not self.earlier or now - self.earlier[-1][0] > COUNTERS_S / 10:
+        if not self.earlier or now - self.earlier[-1][0] > thresholds.COUNTERS_S / 10:
             self.earlier.append((now, frame))
-        while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
+        while len(self.earlier) > 1 and now - self.earlier[0][0] > thresholds.COUNTERS_S:
             self.earlier.popleft()
         self.active_ports |= {port.name for port in frame.ib if "ACTIVE" in port.state}
 
     def _take_smi(self, smi: SmiFrame) -> None:
         """Take nvidia-smi's answer; while it is slow the last one holds, and when it hangs nothing is known."""
         self.gpus_before = self.gpus
-        if smi.hung_s > SMI_HUNG_S:
+        if smi.hung_s > thresholds.SMI_HUNG_S:
             self.gpus = [_unknown(gpu) for gpu in self.gpus]
         elif smi.text is not None or not smi.hung_s:
             self.gpus, fault = gpus.read_smi(smi.text, smi.fields)
@@ -114,7 +111,7 @@ class HostView:
 
     def is_fresh(self, now: float, interval_s: float) -> bool:
         """Whether frames arrive."""
-        return self.is_heard and now - self.heard_at <= STALE_FRAMES * interval_s
+        return self.is_heard and now - self.heard_at <= thresholds.STALE_FRAMES * interval_s
 
     def clock(self, now: float) -> float:
         """Convert a moment of the operator's clock to the host's clock."""
@@ -132,13 +129,13 @@ class HostView:
         if self.is_heard:
             return HostState.STALE, f"no frame for {now - self.heard_at:.0f} s"
         waits_s = now - self.linked_at
-        if waits_s > max(FIRST_FRAME_S, STALE_FRAMES * interval_s):
+        if waits_s > max(thresholds.FIRST_FRAME_S, thresholds.STALE_FRAMES * interval_s):
             return HostState.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
         return HostState.CONNECTING, "no frame yet"
 
     def _smi_trouble(self) -> tuple[HostState, str] | None:
         smi, n_devices = self.frame.smi, self.frame.pci_gpus
-        if smi.hung_s > SMI_HUNG_S:
+        if smi.hung_s > thresholds.SMI_HUNG_S:
             return HostState.SMI_HUNG, f"nvidia-smi has not answered for {smi.hung_s:.0f} s; a GPU or the driver hangs"
         if not self.gpus and (self.smi_fault or (n_devices and not smi.hung_s)):
             return HostState.NO_DRIVER, self.smi_fault or f"{n_devices} NVIDIA devices, but no nvidia-smi"

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.contract.records import NodeState, Phase
@@ -13,14 +13,13 @@ from llama405b_tools.machine import gpus
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state import steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Odd
 from llama405b_tools.top.state.picture import GuardShown, HostState, RunPhase, Training, known
+from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
-RECENT_STEPS = 20  # to take the median of
-LONG_SILENCE = 5  # times the silence of a hang: after that, log lines are no excuse
 MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
 
 
@@ -83,6 +82,32 @@ class Moment:
         found = {name: host.notes(self.odd) for name, host in self.hosts.items()}
         for name, note in verdicts.slow_ranks(beats, self.median("step_s")):
             found[name].append(note)
+        for name, note in self._beatless():
+            found[name].append(note)
+        return found
+
+    def _beatless(self) -> Iterator[tuple[str, Note]]:
+        """Yield the hosts whose ranks have no heartbeat, or one that stands, while the run trains."""
+        if not self.measured or self.measured.since_s < self.patience_s:
+            return
+        for name, first, n_ranks in self.nodes:
+            beats = [beat for beat, _ in self.beats.get(name, ())]
+            if name in self.beats:
+                ranks = range(first, first + n_ranks)
+                for note in steps.without_heartbeat(ranks, beats, self.late.get(name, ())):
+                    yield name, note
+
+    @functools.cached_property
+    def run_notes(self) -> Sequence[Note]:
+        """What stands out about the run as a whole, worst first; nothing once it hangs or has failed."""
+        if self.phase[0] not in MOVING:
+            return ()
+        found = list(self._stall())
+        if self.metrics:
+            found += steps.unusual(self.metrics)
+        knows_attempt = not self.metrics or self.metrics[-1].attempt
+        if self.head and knows_attempt:
+            found += steps.without_metrics(self.measured, self.beats.get(self.head.name, ()), self.patience_s)
         return found
 
     @functools.cached_property
@@ -112,14 +137,47 @@ class Moment:
         return {name: [(beat, now - beat.time) for beat in self.heard[name].beats] for name, now in clocks.items()}
 
     @functools.cached_property
+    def head(self) -> HostView | None:
+        """The host that writes the metrics, if it reports."""
+        return next((self.hosts[name] for name, first, _ in self.nodes if first == 0 and name in self.heard), None)
+
+    @functools.cached_property
+    def measured(self) -> Measured | None:
+        """What the metrics tell about this attempt; None if that is unknown."""
+        if self.head is None:
+            return None
+        return steps.measured(self.metrics, self.heard[self.head.name].attempt, self.head.clock(self.now))
+
+    @functools.cached_property
+    def patience_s(self) -> float:
+        """Seconds for which heartbeats and metrics may disagree."""
+        return max(thresholds.DISAGREE_S, thresholds.DISAGREE_STEPS * (self.median("step_s") or 0.0))
+
+    @functools.cached_property
+    def late(self) -> Mapping[str, Sequence[Beat]]:
+        """By host, the heartbeats that stand although the metrics go on: they tell nothing about their ranks."""
+        if not self.measured:
+            return {}
+        oldest_s = self.measured.age_s + self.patience_s
+        return {name: [beat for beat, age_s in beats if age_s > oldest_s] for name, beats in self.beats.items()}
+
+    @functools.cached_property
+    def telling(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:
+        """``beats`` without those that tell nothing."""
+        return {
+            name: [(beat, age_s) for beat, age_s in beats if beat not in self.late.get(name, ())]
+            for name, beats in self.beats.items()
+        }
+
+    @functools.cached_property
     def hang(self) -> Hang | None:
         """The rank that the others wait for, if that is a hang."""
-        limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self.median("step_s") or 0.0))
-        found = judge.silent_rank(self.beats, limit_s, math.inf)
+        limit_s = max(self.hang_after_s, thresholds.HANG_STEPS * (self.median("step_s") or 0.0))
+        found = judge.silent_rank(self.telling, limit_s, math.inf)
         if found is None:
             return None
         beat = (found.host, found.beat.rank, found.beat.time)
-        sure = beat == self.hung or found.age_s > LONG_SILENCE * limit_s
+        sure = beat == self.hung or found.age_s > thresholds.LONG_SILENCE * limit_s
         log_ages = [
             run.log_age_s + self.now - self.hosts[name].heard_at
             for name, run in self.heard.items()
@@ -134,17 +192,15 @@ class Moment:
             return Hang(first.name, found.age_s, f"{why}; {found.host} waits: {words}", beat)
         return Hang(found.host, found.age_s, words, beat)
 
-    @functools.cached_property
-    def stall(self) -> str:
-        """The words for a stall: no rank has moved for much longer than a step takes, which may become a hang."""
+    def _stall(self) -> Iterator[Note]:
+        """Yield that no rank has moved for much longer than a step takes, which may become a hang."""
         step_s = self.median("step_s")
-        beats = list(itertools.chain.from_iterable(self.beats.values()))
-        if self.hang or self.failures or not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
-            return ""
+        beats = list(itertools.chain.from_iterable(self.telling.values()))
+        if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
+            return
         age_s = min((age_s for _, age_s in beats), default=0.0)
-        if age_s < max(verdicts.STALL_S, verdicts.STALL_STEPS * step_s):
-            return ""
-        return f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s"
+        if age_s >= max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
+            yield Note("stall", f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s")
 
     @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:
@@ -171,7 +227,7 @@ class Moment:
 
     def median(self, key: str) -> float | None:
         """Return the median of a metric over the last steps."""
-        recent = itertools.islice(reversed(self.metrics), RECENT_STEPS)
+        recent = itertools.islice(reversed(self.metrics), thresholds.RECENT_STEPS)
         values = known(getattr(metrics, key) for metrics in recent)
         return statistics.median(values) if values else None
 
@@ -253,7 +309,7 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
         phase=phase,
         step=last.step,
         loss=last.loss,
-        losses=tuple(metrics.loss for metrics in found.metrics),
+        losses=tuple(known(metrics.loss for metrics in found.metrics)),
         step_s=step_s,
         data_s=found.median("data_s"),
         forward_s=found.median("forward_s"),
