@@ -172,6 +172,44 @@ def test_a_loss_that_is_not_a_number_is_unknown():
     assert (training.step, training.loss, len(training.losses)) == (LAST, None, 124)
 
 
+def test_only_hosts_of_the_run_can_bring_it_down():
+    def spare(host, frame):
+        if nodes := frame["run"].get("nodes"):
+            run_of(frame, nodes=[node for node in nodes if node[0] != "gpu-4"])
+        if host == "gpu-4":
+            frame["run"] = None
+
+    for host, verdict, code in (("gpu-4", Verdict.DEGRADED, 1), ("gpu-3", Verdict.DOWN, 3)):
+        cluster, now = play(50, spare)
+        cluster.link(host, HostState.TIMEOUT, "no answer", now)
+        cluster.advance(now)
+        pic = cluster.picture()
+        assert (pic.verdict, pic.exit_code) == (verdict, code)
+        assert host in pic.why
+
+
+def test_after_this_machine_slept_its_hosts_are_awaited_and_not_down():
+    cluster, slept = play(50)
+    events, now = len(cluster.events), slept + 92
+    cluster.woke(92, now)
+    for host in ("gpu-1", "gpu-2"):
+        cluster.link(host, HostState.DOWN, "the sampler ended", now)
+    cluster.advance(now + 1)
+    pic = cluster.picture()
+    assert (pic.verdict, pic.exit_code, pic.why) == (Verdict.CONNECTING, 1, "away 92 s; reconnecting")
+    assert {row.state for row in pic.hosts} == {HostState.CONNECTING}
+    assert [change.level for change in pic.events][events:] == [Level.NOTE]
+    frames = {event["host"]: event["frame"] for event in simulate.incident(4, seconds=50) if "frame" in event}
+    for host in ("gpu-2", "gpu-3", "gpu-4"):
+        cluster.take(host, frames[host] | {"now": now + 2}, now + 2)
+    cluster.advance(now + 3)
+    assert [row.state for row in cluster.picture().hosts] == [HostState.CONNECTING] + 3 * [HostState.OK]
+    cluster.link("gpu-1", HostState.TIMEOUT, "no answer", now + 31)
+    cluster.advance(now + 31)
+    assert (cluster.picture().hosts[0].state, cluster.picture().verdict) == (HostState.TIMEOUT, Verdict.DOWN)
+    assert [change.level for change in cluster.events if change.host == "gpu-1"] == [Level.BAD]
+
+
 def test_the_host_where_it_began_has_failed():
     cluster, _ = play(50, lambda host, frame: run_of(frame, alive=False, status=KILLED if host == "gpu-3" else LOST))
     found = cluster.found

@@ -8,6 +8,7 @@ from llama405b_tools.run import guard_record
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.logpane import LogPane, LogStream
 from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay, SourceEvent
+from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, Picture
 
@@ -35,8 +36,10 @@ class Session:
         self.moment = source.now()  # up to which events were taken
 
     def advance(self, until: float) -> None:
-        """Take the events up to a moment of the source's clock."""
-        self.moment = until
+        """Take the events up to a moment of the source's clock; it is called at least every second."""
+        away_s, self.moment = until - self.moment, until
+        if away_s > thresholds.SLEPT_S and isinstance(self.source, Live):
+            self.cluster.woke(away_s, until)
         for event in self.source.events(until):
             self.take(event)
         self.logs.settle(self.source.now())

@@ -14,7 +14,7 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import overall, thresholds
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import NOT_LOADING, LoadBegan, Moment, nodes_of, training
+from llama405b_tools.top.state.moment import NOT_AWAY, NOT_LOADING, Away, LoadBegan, Moment, nodes_of, training
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
     Change,
@@ -63,18 +63,24 @@ class Cluster:
         self.stay = ""  # the run that hosts keep reporting; "" to show the newest live run
         self.guard = GuardShown.NONE
         self.wanted = ""  # the run requested by --run
+        self.away = NOT_AWAY
         self.found = self._look(0.0)  # at the moment last advanced to
 
     def note(self, text: str, now: float) -> None:
         """Note something that happened on the operator's machine."""
         self._event(now, "", Level.WARNING, text)
 
+    def woke(self, away_s: float, now: float) -> None:
+        """Note that nothing was taken for a while, because this machine slept or cluster-top was suspended."""
+        self.away = Away(now, away_s)
+        self._event(now, "", Level.NOTE, str(self.away))
+
     def link(self, host: str, state: str, why: str, now: float) -> None:
         """Take the state of a connection: OK, or AUTH, REFUSED, TIMEOUT or DOWN, and why."""
         known, found = self.hosts[host], LINKS.get(state, HostState.DOWN)
         if found is HostState.OK:
             self._over(host, "link", now)
-        else:
+        elif not self.away.excuses(known, now):
             self._say(host, "link", Level.BAD, found, f"{found}: {why}", now)
         known.link, known.why, known.linked_at = found, clean(why), now
 
@@ -138,7 +144,14 @@ class Cluster:
 
     def _look(self, now: float) -> Moment:
         return Moment(
-            now, self.interval_s, self.hang_after_s, self.hosts, self.run, self.metrics_of[self.run], self.hung
+            now,
+            self.interval_s,
+            self.hang_after_s,
+            self.hosts,
+            self.run,
+            self.metrics_of[self.run],
+            self.hung,
+            self.away,
         )
 
     def first_rank(self, host: str) -> int:

@@ -109,6 +109,11 @@ class HostView:
         """Whether a frame ever came."""
         return self.frame is not NO_FRAME
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has sent two frames, which rates need, or cannot be reached."""
+        return self.before is not NO_FRAME or self.link in LINK_STATES
+
     def is_fresh(self, now: float, interval_s: float) -> bool:
         """Whether frames arrive."""
         return self.is_heard and now - self.heard_at <= thresholds.STALE_FRAMES * interval_s

@@ -23,6 +23,23 @@ from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
 
 
+class Away(NamedTuple):
+    """This machine slept, or cluster-top was suspended: for a while, silence says nothing about the hosts."""
+
+    until: float  # when it came back
+    seconds: float
+
+    def excuses(self, host: HostView, now: float) -> bool:
+        """Return whether a host may not have been connected again yet."""
+        return host.heard_at < self.until <= now < self.until + thresholds.RECONNECT_S
+
+    def __str__(self) -> str:
+        return f"away {self.seconds:.0f} s; reconnecting"
+
+
+NOT_AWAY = Away(-math.inf, 0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Moment:
     """The hosts at one moment; everything else is derived, once."""
@@ -34,6 +51,7 @@ class Moment:
     run: str  # the run that is shown
     metrics: Sequence[StepMetrics]  # of the run, oldest first
     hung: BeatId | None  # the heartbeat already judged to be a hang
+    away: Away
 
     @functools.cached_property
     def fresh(self) -> Sequence[HostView]:
@@ -116,7 +134,13 @@ class Moment:
         trouble = {failure.host: (HostState.FAILED, verdicts.trouble_words(failure)) for failure in self.failures}
         if self.hang:
             trouble[self.hang.host] = (HostState.HUNG, self.hang.words)
-        return {name: host.state(trouble.get(name), self.now, self.interval_s) for name, host in self.hosts.items()}
+        found = {name: host.state(trouble.get(name), self.now, self.interval_s) for name, host in self.hosts.items()}
+        return found | {host.name: (HostState.CONNECTING, str(self.away)) for host in self.awaited}
+
+    @functools.cached_property
+    def awaited(self) -> Sequence[HostView]:
+        """The hosts that may not have been connected again since this machine slept."""
+        return [host for host in self.hosts.values() if self.away.excuses(host, self.now) and host not in self.fresh]
 
     @functools.cached_property
     def failures(self) -> Sequence[Failure]:

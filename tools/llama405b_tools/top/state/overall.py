@@ -16,8 +16,11 @@ def verdict(found: Moment, rows: Sequence[HostRow], training: Training | None) -
     if found.failures:
         worst = first_failure(found.failures)
         return Verdict.FAILED, f"{worst.host}: {verdicts.trouble_words(worst)}"
-    if lost := [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity == 2]:
+    used = {name for name, _, _ in found.nodes} or {row.name for row in rows}
+    if lost := [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity == 2 and row.name in used]:
         return Verdict.DOWN, _first(lost)
+    if found.awaited:
+        return Verdict.CONNECTING, str(found.away)
     if reasons := _reasons(found, rows, training):
         return Verdict.DEGRADED, _first(reasons)
     if waiting := [row for row in rows if row.state is HostState.CONNECTING]:
@@ -37,5 +40,5 @@ def _reasons(found: Moment, rows: Sequence[HostRow], training: Training | None) 
     reasons += [note.words for note in found.run_notes]
     if training and training.is_unguarded:
         reasons.append("its guard is gone: nothing will restart this run")
-    reasons += [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity == 1]
+    reasons += [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity]
     return reasons + [f"{row.name}: {row.notes[0]}" for row in rows if row.notes]
