@@ -12,9 +12,11 @@ from rich.console import Console, Group
 
 from conftest import ROOT
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw.lines import event_line
 from llama405b_tools.top.logpane import LogPane
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.picture import Level
 
 SCREENS = ROOT / "tests/data/screens"
 UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))
@@ -124,6 +126,15 @@ def test_colour_is_never_the_only_sign():
     assert "▲ DEGRADED" in text
     assert "! slowed by" in text
     assert "!" in text.split("▶ gpu-3")[1].split("\n")[0]
+
+
+@pytest.mark.parametrize("mode", ["cluster", "host", "logs", "events"])
+def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(mode):
+    pic, logs = played(8, HUNG)
+    lines = panels.screen(pic, panels.Ui(mode=mode, selected="gpu-3"), logs, 120, 40)
+    assert [line.plain for line in lines if line.style and line.spans] == []
+    bad = next(event_line(event) for event in pic.events if event.level is Level.BAD)
+    assert {str(span.style): bad.plain[span.start : span.end] for span in bad.spans}["dim"] == bad.plain[:9]
 
 
 def test_the_screenshot_of_the_readme():
