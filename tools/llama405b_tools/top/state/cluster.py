@@ -118,10 +118,7 @@ class Cluster:
     def picture(self) -> Picture:
         """Return the picture at the moment last passed to ``advance``."""
         found = self.found
-        rows = [
-            host.row(self.run, *found.states[name], found.odd, found.notes[name], found.now)
-            for name, host in self.hosts.items()
-        ]
+        rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
         shown = training(found, self.guard, self.load)
         verdict, why = overall.verdict(found, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.HEALTHY, Verdict.DEGRADED):

@@ -15,7 +15,7 @@ from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.top.state import steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
-from llama405b_tools.top.state.hostview import HostView, Odd
+from llama405b_tools.top.state.hostview import HostView, Judged, Odd
 from llama405b_tools.top.state.picture import GuardShown, HostState, RunPhase, Training, known
 from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
@@ -96,13 +96,36 @@ class Moment:
     @functools.cached_property
     def notes(self) -> Mapping[str, Sequence[Note]]:
         """What stands out, by host."""
-        beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
         found = {name: host.notes(self.odd) for name, host in self.hosts.items()}
-        for name, note in verdicts.slow_ranks(beats, self.median("step_s")):
-            found[name].append(note)
+        for name, rank, note in self.slow_ranks:
+            found[name].append(Note(f"rank {rank} {note.key}", f"rank {rank}: {note.words}"))
         for name, note in self._beatless():
             found[name].append(note)
         return found
+
+    @functools.cached_property
+    def slow_ranks(self) -> Sequence[tuple[str, int, Note]]:
+        """The ranks that delay the others, by host and number, and why."""
+        beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
+        return list(verdicts.slow_ranks(beats, self.median("step_s")))
+
+    @functools.cached_property
+    def odd_ranks(self) -> Odd:
+        """The ranks that stand out: that delay the others, have failed or hang."""
+        failed = {
+            (name, beat.rank): Note("failed", "it has failed", ("phase",))
+            for name, run in self.heard.items()
+            for beat in run.beats
+            if beat.phase is Phase.FAILED
+        }
+        found = {(name, rank): note for name, rank, note in self.slow_ranks} | failed
+        if self.hang and self.hang.host == self.hang.beat[0]:
+            found[self.hang.beat[:2]] = Note("hangs", "the others wait for it", ("step", "age_s"))
+        return found
+
+    def judged(self, name: str) -> Judged:
+        """Return what is judged about a host."""
+        return Judged(*self.states[name], self.notes[name], self.odd, self.odd_ranks)
 
     def _beatless(self) -> Iterator[tuple[str, Note]]:
         """Yield the hosts whose ranks have no heartbeat, or one that stands, while the run trains."""
@@ -224,7 +247,7 @@ class Moment:
             return
         age_s = min((age_s for _, age_s in beats), default=0.0)
         if age_s >= max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
-            yield Note("stall", f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s")
+            yield Note("stall", f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s", ("step",))
 
     @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:
@@ -307,6 +330,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
         network=_network(found),
         guard=guard,
         others=tuple(sorted(others)),
+        odd_in=tuple(field for note in found.run_notes for field in note.fields),
     )
     if found.metrics:
         shown = _stepping(shown, found, found.metrics[-1])

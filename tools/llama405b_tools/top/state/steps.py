@@ -14,7 +14,7 @@ from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import StepMetrics
 from llama405b_tools.top.state.picture import known
-from llama405b_tools.top.state.verdicts import Note
+from llama405b_tools.top.state.verdicts import STEP_AND_AGE, Note
 
 
 class Measured(NamedTuple):
@@ -39,13 +39,13 @@ def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
     """Yield what stands out about the last steps: their loss, and how long they take."""
     last = metrics[-1]
     if last.loss is None:
-        yield Note("loss", f"the loss of step {last.step} is not a finite number")
+        yield Note("loss", f"the loss of step {last.step} is not a finite number", ("loss",))
     elif usual := _exceeded([each.loss for each in metrics], thresholds.HIGH_LOSS, thresholds.HIGH_LOSS_STEPS):
         above = f"for {thresholds.HIGH_LOSS_STEPS} steps above {thresholds.HIGH_LOSS:g} times its median of {usual:.4g}"
-        yield Note("loss", f"the loss is {last.loss:.4g}, {above}")
+        yield Note("loss", f"the loss is {last.loss:.4g}, {above}", ("loss",))
     seconds = [each.step_s for each in metrics]
     if usual := _exceeded(seconds, thresholds.SLOW_STEP, _n_last(seconds, thresholds.SLOW_STEPS, thresholds.SLOW_S)):
-        yield Note("step_s", f"a step takes {last.step_s:.2f} s where the median was {usual:.2f} s")
+        yield Note("step_s", f"a step takes {last.step_s:.2f} s where the median was {usual:.2f} s", ("step_s",))
 
 
 def _n_last(seconds: Sequence[float], n: int, least_s: float) -> int:
@@ -66,10 +66,14 @@ def _exceeded(values: Sequence[float | None], times: float, n: int) -> float | N
 def without_heartbeat(ranks: range, beats: Sequence[Beat], late: Sequence[Beat]) -> Iterator[Note]:
     """Yield which of a host's ranks have no heartbeat, or one that is ``late``, while the metrics go on."""
     if missing := sorted({*ranks} - {beat.rank for beat in beats}):
-        yield Note(f"no heartbeat {missing}", f"no heartbeat from {_named(missing)}, although the run trains")
+        yield Note(
+            f"no heartbeat {missing}", f"no heartbeat from {_named(missing)}, although the run trains", STEP_AND_AGE
+        )
     if late:
         names, step = _named([beat.rank for beat in late]), min(beat.step for beat in late)
-        yield Note(f"late {names}", f"no heartbeat from {names} since step {step}, although the metrics go on")
+        yield Note(
+            f"late {names}", f"no heartbeat from {names} since step {step}, although the metrics go on", STEP_AND_AGE
+        )
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -88,4 +92,6 @@ def without_metrics(found: Measured | None, beats: Sequence[tuple[Beat, float]],
     if found:
         step, silent_s = found.step, found.age_s - max((age_s for _, age_s in beats), default=0.0)
     if at_step > step + thresholds.DISAGREE_STEPS and silent_s > patience_s:
-        yield Note("metrics", f"no metrics{given(' since step {}', step)}, although its ranks are at step {at_step}")
+        yield Note(
+            "metrics", f"no metrics{given(' since step {}', step)}, although its ranks are at step {at_step}", ("step",)
+        )

@@ -40,6 +40,7 @@ IB_ERRORS = {
     "out_of_sequence": "packets out of order",
     "packet_seq_err": "sequence errors",
 }
+STEP_AND_AGE = ("step", "step_age_s")  # fields of a host's row
 BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
 
 
@@ -48,6 +49,7 @@ class Note(NamedTuple):
 
     key: str  # words without the numbers that change
     words: str
+    fields: tuple[str, ...] = ()  # of the row or cell that is drawn: those that show it
 
 
 class Hang(NamedTuple):
@@ -71,9 +73,13 @@ def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:
     for host, each in gpus.items():
         for gpu in each:
             if notes := list(_oddities(gpu, usual)):
-                joined = Note("+".join(note.key for note in notes), "; ".join(note.words for note in notes))
-                found[host, gpu.index] = joined
+                found[host, gpu.index] = _joined(notes)
     return found
+
+
+def _joined(notes: Sequence[Note]) -> Note:
+    fields = tuple(field for note in notes for field in note.fields)
+    return Note("+".join(note.key for note in notes), "; ".join(note.words for note in notes), fields)
 
 
 class Usual(NamedTuple):
@@ -96,23 +102,23 @@ def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
         yield from _below(gpu, usual)
     hot = gpu.temperature_c
     if hot is not None and hot >= thresholds.HOT_C and hot > usual.heat + thresholds.HOTTER_C:
-        yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}")
+        yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}", ("temperature_c",))
 
 
 def _below(gpu: Gpu, usual: Usual) -> Iterator[Note]:
     """Yield power and clock below those of the others, which are busy."""
     share = _share(gpu)
     if share is not None and share < thresholds.LOW_POWER * usual.power:
-        yield Note("power", f"power {100 * share:.0f}% where the median is {100 * usual.power:.0f}%")
+        yield Note("power", f"power {100 * share:.0f}% where the median is {100 * usual.power:.0f}%", ("power_w",))
     if gpu.clock_mhz is not None and gpu.clock_mhz < thresholds.LOW_CLOCK * usual.clock:
-        yield Note("clock", f"clock {gpu.clock_mhz} MHz where the median is {usual.clock:.0f}")
+        yield Note("clock", f"clock {gpu.clock_mhz} MHz where the median is {usual.clock:.0f}", ("clock_mhz",))
 
 
-def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, Note]]:
-    """Yield the hosts with ranks that delay the others: stopped, or slow in what each does alone (batch, update)."""
+def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, int, Note]]:
+    """Yield host and number of the ranks that delay the others: stopped, or slow in what each does alone (batch, update)."""
     for host, beat in everyone:
         if beat.state == "T":
-            yield host, Note(f"stopped {beat.rank}", f"rank {beat.rank}: {STUCK['T']}")
+            yield host, beat.rank, Note("stopped", STUCK["T"], ("state",))
     if step_s is None:
         return
     for key, what in ALONE.items():
@@ -124,8 +130,8 @@ def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> It
                 and took_s > thresholds.SLOW_RANK * median
                 and took_s - median > thresholds.SLOW_PART * step_s
             ):
-                words = f"rank {rank}: {what} took {took_s:.2f} s where the median is {median:.2f} s"
-                yield host, Note(f"slow {rank} {what}", words)
+                words = f"{what} took {took_s:.2f} s where the median is {median:.2f} s"
+                yield host, rank, Note(what, words, (key,))
 
 
 def _share(gpu: Gpu) -> float | None:
@@ -151,13 +157,14 @@ def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
         killed = memory.oom_kills - before.oom_kills
         yield Note("oom", f"out-of-memory kills: {killed}")
     if memory.total and memory.available is not None and memory.available < thresholds.LOW_RAM * memory.total:
-        yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left")
+        yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left", ("ram_used_bytes",))
 
 
 def _disk_notes(frame: Frame) -> Iterator[Note]:
     for path, free, total in frame.disks:
         if free < thresholds.LOW_DISK_BYTES or free < thresholds.LOW_DISK * total:
-            yield Note(f"disk {path}", f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}")
+            words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
+            yield Note(f"disk {path}", words, ("disk_free_bytes",))
 
 
 def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator[Note]:
@@ -167,9 +174,9 @@ def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator
         grown = {key: port.counters.get(key, 0) - counters[key] for key in IB_ERRORS if key in counters}
         said = [f"{count} {IB_ERRORS[key]}" for key, count in grown.items() if count > 0]
         if said:
-            yield Note(f"{port.name} errors", f"{port.name}: {', '.join(said)}")
+            yield Note(f"{port.name} errors", f"{port.name}: {', '.join(said)}", ("ib_bytes_per_s",))
         if port.name in active and "ACTIVE" not in port.state:
-            yield Note(f"{port.name} down", f"{port.name} is down")
+            yield Note(f"{port.name} down", f"{port.name} is down", ("ib_bytes_per_s",))
 
 
 def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[float], *, sure: bool) -> str | None:
