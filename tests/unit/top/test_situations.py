@@ -172,6 +172,18 @@ def test_a_loss_that_is_not_a_number_is_unknown():
     assert (training.step, training.loss, len(training.losses)) == (LAST, None, 124)
 
 
+def test_what_is_at_risk_is_the_time_that_the_steps_took():
+    def uneven(_, frame):
+        for each in frame["run"].get("metrics", ()):
+            each["step_s"] = 60.0 if each["step"] == 1182 or each["step"] < 1170 else 6.0
+
+    seconds = []
+    for moment in (36, 42, 48, 54):  # one step more each time, since the checkpoint of step 1180
+        training = play(moment, uneven)[0].picture().training
+        seconds.append(training.lost_rank_hours * 3600 / training.world)
+    assert seconds == pytest.approx([6, 66, 72, 78])
+
+
 def test_only_hosts_of_the_run_can_bring_it_down():
     def spare(host, frame):
         if nodes := frame["run"].get("nodes"):

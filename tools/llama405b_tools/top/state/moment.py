@@ -343,9 +343,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
 def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
     """Add what its steps tell."""
     phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
-    lost, lost_rank_hours = max(0, last.step - (shown.checkpoint_step or 0)), None
-    if step_s:
-        lost_rank_hours = lost * step_s * shown.world / 3600
+    saved = shown.checkpoint_step or 0
     if phase in MOVING:
         tokens_per_s = found.median("tokens_per_s")
         if shown.steps and step_s:
@@ -366,8 +364,8 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
         tokens_per_s=tokens_per_s,
         mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
         eta_s=eta_s,
-        lost_steps=lost,
-        lost_rank_hours=lost_rank_hours,
+        lost_steps=max(0, last.step - saved),
+        lost_rank_hours=steps.seconds_since(found.metrics, saved) * shown.world / 3600,
     )
 
 

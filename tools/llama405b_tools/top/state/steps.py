@@ -35,6 +35,13 @@ def measured(metrics: Sequence[StepMetrics], attempt: int, now: float) -> Measur
     return Measured(metrics[-1].step, now - metrics[-1].time, now - first.time)
 
 
+def seconds_since(metrics: Sequence[StepMetrics], step: int) -> float:
+    """Return how long the steps after this one took: what was measured, and their mean for those of which no metrics are kept."""
+    took = [each.step_s for each in metrics if each.step > step]
+    n_steps = metrics[-1].step - step
+    return statistics.mean(took) * n_steps if took else 0.0
+
+
 def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
     """Yield what stands out about the last steps: their loss, and how long they take."""
     last = metrics[-1]
