@@ -1,13 +1,19 @@
 """What cluster-top makes of time that passed without it."""
 
+import json
+import queue
+import types
+
 import pytest
 
+from llama405b_tools.top import sources
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.sources import Live
-from llama405b_tools.top.state import thresholds
+from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import HostState, Verdict
 from llama405b_tools.verbs import top
 
+FRAME = json.dumps(next(simulate.incident(1))["frame"])
 T0 = 1_800_000_000.0
 
 
@@ -53,3 +59,56 @@ def test_to_wait_for_hosts_is_not_to_be_away():
     assert session.source.now() > T0 + thresholds.SLEPT_S
     top._pass(session, 60.0)
     assert not session.cluster.events
+
+
+class Frozen:
+    """A connection whose stream brings one frame, then nothing, and never ends by itself."""
+
+    def __init__(self):
+        self.lines = queue.Queue()
+        self.lines.put(FRAME)
+
+    def stream(self, command, stdin):
+        return self
+
+    def __iter__(self):
+        yield from iter(self.lines.get, None)
+
+    def send(self, text):
+        pass
+
+    def close(self):
+        self.lines.put(None)
+
+
+def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
+    for module, name, value in (
+        (thresholds, "QUIET_S", 0.3), (thresholds, "QUIET_FRAMES", 0), (sources, "PING_S", 0.02), (sources, "RETRY_S", 0.01),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    fleet = types.SimpleNamespace(hosts={"a": None}, forgotten=[], workdir=lambda name: "/w")
+    fleet.connection = lambda name: Frozen()
+    fleet.forget = lambda name, unless_open=False: fleet.forgotten.append((name, unless_open))
+    live, links = Live(fleet, None, 2.0), []
+    try:
+        while len(links) < 5:
+            links += [event.link for event in live.events(live.now() + 10) if event.link]
+    finally:
+        live.close()
+    assert [state for state, _ in links[:5]] == ["OK", "TIMEOUT", "OK", "TIMEOUT", "OK"]
+    assert "sent nothing for" in links[1][1]
+    assert fleet.forgotten[0] == ("a", False)  # its connection too: it may be what is frozen
+
+
+def test_a_host_is_given_longer_each_time_until_it_is_heard():
+    quiet = sources._Quiet(2.0)
+    now, waits = T0, []
+    for _ in range(7):
+        quiet.opened(now)
+        while not quiet.gives_up(now):
+            now += 1.0
+        waits.append(quiet.gave_up_after_s)
+    assert waits == [31, 61, 121, 241, 481, 601, 601]
+    quiet.opened(now)
+    quiet.heard(now)
+    assert (quiet.gives_up(now + 30), quiet.gives_up(now + 31)) == (False, True)

@@ -3,7 +3,8 @@
 # a host's frames and connection
 STALE_FRAMES = 3  # intervals without a frame
 FIRST_FRAME_S = 15.0  # to wait for the first one
-QUIET_S = 30.0  # and 10 intervals without a frame: then the connection is made again
+QUIET_S, QUIET_FRAMES = 30.0, 10  # seconds and intervals without a frame: then the connection is made again
+QUIET_MOST_S = 600.0  # at most: it is twice as long each time, because a sampler that hangs may stay behind
 SLEPT_S = 30.0  # without looking at anything: this machine slept, or cluster-top was suspended
 RECONNECT_S = 30.0  # for connections to be made again after that
 
