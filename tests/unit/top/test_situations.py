@@ -184,6 +184,16 @@ def test_what_is_at_risk_is_the_time_that_the_steps_took():
     assert seconds == pytest.approx([6, 66, 72, 78])
 
 
+def test_the_checkpoint_is_known_without_the_host_that_writes_it():
+    cluster = Cluster(simulate.names(2), 2.0)
+    for event in simulate.incident(2, seconds=50):
+        if event["host"] == "gpu-2" and "frame" in event:
+            cluster.take("gpu-2", event["frame"], event["t"])
+    cluster.link("gpu-1", HostState.TIMEOUT, "no answer", T0 + 50)
+    cluster.advance(T0 + 50)
+    assert cluster.picture().training.checkpoint_step == 1180
+
+
 def test_only_hosts_of_the_run_can_bring_it_down():
     def spare(host, frame):
         if nodes := frame["run"].get("nodes"):

@@ -99,8 +99,8 @@ class RunFrame:
     nodes: Nodes | None = None  # only if the plan is new
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
-    max_steps: int | None = None
-    checkpoint_step: int | None = None
+    max_steps: int | None = None  # only from the head
+    checkpoint_step: int | None = None  # the newest in the directory that all hosts share; None: there is none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

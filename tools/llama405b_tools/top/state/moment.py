@@ -326,7 +326,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
         world=sum(ranks for _, _, ranks in found.nodes),
         attempt=max(run.attempt for run in runs),
         steps=next((run.max_steps for run in runs if run.max_steps is not None or run.metrics), None) or None,
-        checkpoint_step=next(iter(known(run.checkpoint_step for run in runs)), None),
+        checkpoint_step=max(known(run.checkpoint_step for run in found.heard.values() or runs), default=None),
         network=_network(found),
         guard=guard,
         others=tuple(sorted(others)),

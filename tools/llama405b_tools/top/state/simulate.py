@@ -180,6 +180,7 @@ class _Host:
             "beats": self._beats(t, stage),
             "log_age_s": self._log_age_s(t),
             "net": "IB",
+            "checkpoint_step": step // SAVE_EVERY * SAVE_EVERY,
         }
         if self.sent_plan != attempt:
             self.sent_plan = attempt
@@ -189,7 +190,6 @@ class _Host:
             new = range(self.sent_metrics + 1, step + 1)
             run["metrics"] = [self._metrics(each, attempt, BEGIN + t - STEP_S * (step - each)) for each in new]
             self.sent_metrics = max(self.sent_metrics, step)
-            run["checkpoint_step"] = step // SAVE_EVERY * SAVE_EVERY
             run["max_steps"] = STEPS
         return run
 
