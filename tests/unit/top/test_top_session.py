@@ -8,9 +8,9 @@ import pytest
 
 from llama405b_tools.top import sources
 from llama405b_tools.top.session import Session
-from llama405b_tools.top.sources import Live
+from llama405b_tools.top.sources import Live, SourceEvent
 from llama405b_tools.top.state import simulate, thresholds
-from llama405b_tools.top.state.picture import HostState, Verdict
+from llama405b_tools.top.state.picture import HostState, Level, Verdict
 from llama405b_tools.verbs import top
 
 FRAME = json.dumps(next(simulate.incident(1))["frame"])
@@ -22,13 +22,17 @@ class Quiet(Live):
 
     def __init__(self, interval_s=2.0):
         self.hosts, self.interval_s, self.badge, self.clock = ["a", "b"], interval_s, "", T0
+        self.waking = []  # events that come when it wakes
 
     def now(self):
         return self.clock
 
     def events(self, until):
         self.clock = until
-        yield from ()
+        if self.waking:
+            self.clock += 92
+        while self.waking:
+            yield self.waking.pop(0)
 
     def stay(self, run):
         pass
@@ -43,14 +47,17 @@ def test_time_without_a_look_is_time_away(session):
     for _ in range(200):
         session.advance(session.source.now() + 0.5)
     assert session.picture(logs=False).why == "hosts that have not answered: 2"
-    session.source.clock += 92
+    woken = session.source.now() + 92
+    frame = SourceEvent(woken, "a", frame=json.loads(FRAME))  # it waited in a socket
+    session.source.waking = [frame, SourceEvent(woken, "a", link=("DOWN", "the sampler ended"))]
     session.advance(session.source.now())
     pic = session.picture(logs=False)
     assert (pic.verdict, pic.exit_code, pic.why) == (Verdict.CONNECTING, 1, "away 92 s; reconnecting")
     assert {row.state for row in pic.hosts} == {HostState.CONNECTING}
+    assert [event.level for event in pic.events] == [Level.NOTE]
     for _ in range(int(2 * thresholds.RECONNECT_S)):
         session.advance(session.source.now() + 0.5)
-    assert session.picture(logs=False).why == "hosts that have not answered: 2"
+    assert session.picture(logs=False).hosts[0].state is HostState.DOWN
 
 
 def test_to_wait_for_hosts_is_not_to_be_away():

@@ -80,7 +80,7 @@ class Cluster:
         known, found = self.hosts[host], LINKS.get(state, HostState.DOWN)
         if found is HostState.OK:
             self._over(host, "link", now)
-        elif not self.away.excuses(known, now):
+        elif not self.away.lasts(now):
             self._say(host, "link", Level.BAD, found, f"{found}: {why}", now)
         known.link, known.why, known.linked_at = found, clean(why), now
 

@@ -16,7 +16,7 @@ from llama405b_tools.run.judge import Failure
 from llama405b_tools.top.state import steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
-from llama405b_tools.top.state.picture import GuardShown, HostState, RunPhase, Training, known
+from llama405b_tools.top.state.picture import LINK_STATES, GuardShown, HostState, RunPhase, Training, known
 from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
@@ -24,14 +24,14 @@ MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
 
 
 class Away(NamedTuple):
-    """This machine slept, or cluster-top was suspended: for a while, silence says nothing about the hosts."""
+    """This machine slept, or cluster-top was suspended: for a while, a lost connection says nothing about its host."""
 
     until: float  # when it came back
     seconds: float
 
-    def excuses(self, host: HostView, now: float) -> bool:
-        """Return whether a host may not have been connected again yet."""
-        return host.heard_at < self.until <= now < self.until + thresholds.RECONNECT_S
+    def lasts(self, now: float) -> bool:
+        """Return whether hosts may not have been connected again yet."""
+        return now < self.until + thresholds.RECONNECT_S
 
     def __str__(self) -> str:
         return f"away {self.seconds:.0f} s; reconnecting"
@@ -163,7 +163,8 @@ class Moment:
     @functools.cached_property
     def awaited(self) -> Sequence[HostView]:
         """The hosts that may not have been connected again since this machine slept."""
-        return [host for host in self.hosts.values() if self.away.excuses(host, self.now) and host not in self.fresh]
+        hosts = self.hosts.values() if self.away.lasts(self.now) else ()
+        return [host for host in hosts if host.link in LINK_STATES or not host.is_fresh(self.now, self.interval_s)]
 
     @functools.cached_property
     def failures(self) -> Sequence[Failure]:
