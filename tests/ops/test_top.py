@@ -189,6 +189,30 @@ def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
     wait_for(lambda: samplers(hosts) == [], 5)
 
 
+def test_it_connects_again_to_what_froze_and_after_it_was_suspended(hosts, operator, terminal):
+    top = terminal("--interval", INTERVAL_S)
+    top.shows(r"hosts 4/4", 25)
+    hosts.exec(2, "pkill", "-STOP", "-f", "sampler")
+    try:
+        top.shows(r"node-2 +STALE", 10)
+        top.shows(r"TIMEOUT: sent nothing for \d+ s; connecting again", 60)
+        top.shows(r"hosts 4/4(.|\n)*node-2 +OK", 30)
+    finally:
+        hosts.exec(2, "pkill", "-CONT", "-f", "sampler")
+    pid = top.pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: samplers(hosts) == [], 90)  # nobody tells them to stay
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    shown = top.shows(r"CONNECTING +away \d+ s; reconnecting", 5)
+    assert not re.search(r"node-\d +DOWN|✖", shown.split("EVENTS")[0])
+    shown = top.shows(r"^● HEALTHY", 30)
+    assert "the sampler ended" not in shown
+    top.keys("q")
+    top.shows(r"^rc=0$", 10)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -15,11 +15,11 @@ def runs(tmp_path):
     """Makes runs of this host; the locks of those that live are held by this process."""
     held = []
 
-    def make(name, created, *, alive):
+    def make(name, created, *, alive, first_rank=0, **more):
         path = tmp_path / "runs" / name
         (path / "status").mkdir(parents=True)
-        node = {"name": "a", "first_rank": 0, "slots": 1, "env": {}}
-        plan = {"created": created, "attempt": 1, "nodes": [node], "rdzv_id": f"{name}-1-x"}
+        node = {"name": "a", "first_rank": first_rank, "slots": 1, "env": {}}
+        plan = {"created": created, "attempt": 1, "nodes": [node], "rdzv_id": f"{name}-1-x"} | more
         (path / "plan.json").write_text(json.dumps(plan))
         if alive:
             lock = (path / "status/a.lock").open("w")
@@ -113,3 +113,14 @@ def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
     with path.open("a") as file:
         file.write("\n")
     assert run._metrics() == [{"step": 4}]
+
+
+@pytest.mark.parametrize("first_rank", [0, 1])
+def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path, first_rank):
+    shared = tmp_path / "shared"
+    for name in ("step-00000010", "step-00000020", "step-00000030"):
+        (shared / name).mkdir(parents=True)
+    for name in ("step-00000010", "step-00000020"):
+        (shared / name / "manifest.json").touch()
+    runs("r", 1.0, alive=True, first_rank=first_rank, checkpoint_dir=str(shared))
+    assert told()(of=lambda run: run["checkpoint_step"]) == 20

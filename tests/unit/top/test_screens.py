@@ -3,18 +3,22 @@
 ``LLAMA405B_UPDATE_SCREENS=1`` rewrites them: check the diff before you commit it.
 """
 
+import dataclasses
 import functools
 import io
 import os
+import re
 
 import pytest
 from rich.console import Console, Group
 
 from conftest import ROOT
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw.lines import event_line
 from llama405b_tools.top.logpane import LogPane
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.picture import HostState, Level
 
 SCREENS = ROOT / "tests/data/screens"
 UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))
@@ -124,6 +128,72 @@ def test_colour_is_never_the_only_sign():
     assert "▲ DEGRADED" in text
     assert "! slowed by" in text
     assert "!" in text.split("▶ gpu-3")[1].split("\n")[0]
+
+
+@pytest.mark.parametrize("mode", ["cluster", "host", "logs", "events"])
+def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(mode):
+    pic, logs = played(8, HUNG)
+    lines = panels.screen(pic, panels.Ui(mode=mode, selected="gpu-3"), logs, 120, 40)
+    assert [line.plain for line in lines if line.style and line.spans] == []
+    bad = next(event_line(event) for event in pic.events if event.level is Level.BAD)
+    assert {str(span.style): bad.plain[span.start : span.end] for span in bad.spans}["dim"] == bad.plain[:9]
+
+
+def pieces(pic, name, width=120, **more):
+    """The pieces of a host's line that have a style, and their style."""
+    lines = panels.screen(pic, panels.Ui(sort="name", **more), [], width, 40)
+    line = next(line for line in lines if re.match(rf"(▶ |  ){name} ", line.plain))
+    found = [(line.plain[span.start : span.end].strip(), str(span.style).strip()) for span in line.spans]
+    return [(text, style) for text, style in found if text not in ("", "▶")]
+
+
+def without_gpus(pic):
+    hosts = [dataclasses.replace(row, gpus=(), has_gpu=False) for row in pic.hosts]
+    return dataclasses.replace(pic, hosts=tuple(hosts))
+
+
+def test_the_culprit_is_marked_with_its_gpu_and_its_numbers():
+    pic, _ = played(8, HUNG)
+    state, numbers = ("HUNG", "bold red"), [("1200", "bold red"), ("78s", "bold red")]
+    assert pieces(pic, "gpu-3")[:-1] == [("gpu-3", "bold red"), state, ("18!", "bold red"), *numbers]
+    assert pieces(without_gpus(pic), "gpu-3")[:-1] == [("gpu-3", "bold red"), state, *numbers]
+    assert pieces(pic, "gpu-3", 80) == [
+        ("gpu-3", "bold red"),
+        ("▂", "bold red"),
+        ("H", "bold red"),
+        ("1200", "bold red"),
+    ]
+    assert pieces(pic, "gpu-4") == pieces(pic, "gpu-4", 80) == []
+    hot, _ = played(8, HOT)
+    assert pieces(hot, "gpu-3")[:3] == [("gpu-3", "bold yellow"), ("56!", "bold yellow"), ("86", "bold yellow")]
+    detail = panels.screen(hot, panels.Ui(mode="host", selected="gpu-3"), [], 120, 40)
+    gpu = next(line for line in detail if line.plain.startswith("  gpu 3"))
+    marked = {gpu.plain[span.start : span.end].strip() for span in gpu.spans if str(span.style) == "bold yellow"}
+    assert {text.split()[-1] for text in marked} >= {"W", "°C", "MHz"}
+
+
+@pytest.mark.parametrize("state", [HostState.STALE, HostState.TIMEOUT, HostState.CONNECTING])
+@pytest.mark.parametrize("edit", [lambda pic: pic, without_gpus])
+def test_what_is_no_longer_heard_is_dim(state, edit):
+    pic = edit(played(8, HOT)[0])
+    rows = [dataclasses.replace(row, state=state) if row.name == "gpu-3" else row for row in pic.hosts]
+    pic = dataclasses.replace(pic, hosts=tuple(rows))
+    for width in (120, 80):
+        bright = [text for text, style in pieces(pic, "gpu-3", width) if style != "dim"]
+        assert all(state in text or text in rows[2].notes[0] or text.endswith("…") for text in bright), bright
+        assert ("gpu-3", "dim") in pieces(pic, "gpu-3", width)
+    lines = panels.screen(pic, panels.Ui(mode="host", selected="gpu-3"), [], 120, 60)
+    values = [line for line in lines if re.match(r" +(gpu|rank|last frame|\d)", line.plain)]
+    assert len(values) >= 17 - len(rows[2].gpus)
+    assert {str(span.style) for line in values for span in line.spans} == {"dim"}
+
+
+def test_the_numbers_of_the_training_that_stand_out_are_marked():
+    pic, logs = played(8, HOT)
+    training = dataclasses.replace(pic.training, odd_in=("loss", "step_s"))
+    line = panels.screen(dataclasses.replace(pic, training=training), panels.Ui(), logs, 120, 40)[1]
+    marked = [line.plain[span.start : span.end] for span in line.spans if str(span.style) == "bold yellow"]
+    assert marked == [f"loss {training.loss:.4f}", "6.00 s/step"]
 
 
 def test_the_screenshot_of_the_readme():

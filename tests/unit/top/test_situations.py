@@ -43,6 +43,46 @@ def at(host, edit):
     return lambda name, frame: edit(frame) if name == host else None
 
 
+def metrics(first, **new):
+    """Metrics from a step on."""
+
+    def change(_, frame):
+        for each in frame["run"].get("metrics", ()):
+            each |= new if each["step"] >= first else {}
+
+    return change
+
+
+def quick(first):
+    """Steps that take 0.1 s, and 0.3 s from a step on."""
+
+    def change(host, frame):
+        metrics(0, step_s=0.1)(host, frame)
+        metrics(first, step_s=0.3)(host, frame)
+
+    return change
+
+
+def stands(**new):
+    """Heartbeats that stand since the step of 30 s, while the run goes on."""
+    return lambda frame: beats(frame, time=T0 + 30, step=1181, **new)
+
+
+def without_gpus(frame):
+    frame |= {"pci_gpus": 0, "smi": {"text": None, "hung_s": 0.0}}
+    frame["run"]["log_age_s"] = None
+
+
+def only(first, last):
+    """Metrics of some steps alone."""
+
+    def change(_, frame):
+        found = frame["run"].get("metrics", [])
+        run_of(frame, metrics=[each for each in found if first <= each["step"] <= last])
+
+    return change
+
+
 def test_who_is_named_is_who_was_decided_on_by_whoever_ended_the_attempt():
     ended = NODE | {"state": "killed", "exit_code": None, "signal": 15, "cause": {"kind": "signal", "signal": 15}}
     decided = {"host": "gpu-3", "cause": {"kind": "hung", "host": "gpu-3", "rank": 20, "phase": "train", "step": 5}}
@@ -77,6 +117,120 @@ def test_the_whole(seconds, change, verdict, code, phase):
     cluster, _ = play(seconds, change or (lambda *_: None))
     pic = cluster.picture()
     assert (pic.verdict, pic.exit_code, pic.training.phase) == (verdict, code, phase)
+
+
+LAST = 1184  # step after 50 s
+NAN = float("nan")
+USUAL_LOSS, USUAL_S = 2.2, 6.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "change", "verdict"),
+    [
+        (50, metrics(LAST - 9, step_s=2.1 * USUAL_S), Verdict.DEGRADED),
+        (50, metrics(LAST - 8, step_s=2.1 * USUAL_S), Verdict.HEALTHY),  # only nine steps
+        (50, metrics(LAST - 9, step_s=1.9 * USUAL_S), Verdict.HEALTHY),
+        (50, metrics(LAST - 60, step_s=3.0 * USUAL_S), Verdict.DEGRADED),  # half of all steps: they are not the usual
+        (50, quick(LAST - 60), Verdict.DEGRADED),
+        (50, quick(LAST - 30), Verdict.HEALTHY),  # they have not been slow for long
+        (50, metrics(LAST - 19, loss=3.3 * USUAL_LOSS), Verdict.DEGRADED),
+        (50, metrics(LAST - 18, loss=3.3 * USUAL_LOSS), Verdict.HEALTHY),
+        (50, metrics(LAST - 19, loss=2.5 * USUAL_LOSS), Verdict.HEALTHY),
+        (50, metrics(LAST - 40, loss=1e6), Verdict.DEGRADED),
+        (50, metrics(LAST, loss=NAN), Verdict.DEGRADED),  # at once: the weights may be lost
+        (50, metrics(LAST, loss="nan"), Verdict.DEGRADED),
+        (50, at("gpu-3", lambda frame: beats(frame, step="?")), Verdict.DEGRADED),  # malformed: as if there were none
+        (simulate.RELOADED + 20, at("gpu-3", lambda frame: run_of(frame, beats=[])), Verdict.HEALTHY),  # not for long
+        (simulate.RELOADED + 50, at("gpu-3", lambda frame: run_of(frame, beats=[])), Verdict.DEGRADED),
+        (60, at("gpu-3", lambda frame: run_of(frame, beats=frame["run"]["beats"][1:])), Verdict.DEGRADED),
+        (60, lambda _, frame: run_of(frame, beats=[]), Verdict.DEGRADED),
+        (140, at("gpu-2", stands()), Verdict.DEGRADED),
+        (140, lambda _, frame: [stands()(frame), without_gpus(frame)], Verdict.DEGRADED),  # and no hang: the metrics go on
+        (140, only(0, 1181), Verdict.DEGRADED),
+        (140, only(0, 0), Verdict.DEGRADED),
+        (50, only(0, 0), Verdict.HEALTHY),
+        (140, lambda _, frame: [metrics(0, time=None, attempt=0)(_, frame), run_of(frame, beats=[])], Verdict.HEALTHY),  # by another
+    ],
+)  # fmt: skip
+def test_steps_that_are_not_as_they_were_or_of_which_too_little_is_told(seconds, change, verdict):
+    if seconds == 140:  # past the hot GPU
+        assert play(seconds)[0].picture().verdict is Verdict.HEALTHY
+    assert play(seconds, change)[0].picture().verdict is verdict
+
+
+def test_what_is_wrong_with_the_run_is_an_event_and_so_is_its_end():
+    def slow(_, frame):
+        for each in frame["run"].get("metrics", ()):
+            each["step_s"] = 18.0 if 1165 <= each["step"] <= LAST else 6.0
+
+    cluster, _ = play(60, slow)
+    assert [(change.host, change.level) for change in cluster.events] == [("", Level.WARNING), ("", Level.NOTE)]
+    assert cluster.picture().verdict is Verdict.HEALTHY
+
+
+def test_a_loss_that_is_not_a_number_is_unknown():
+    training = play(50, metrics(LAST, loss=NAN))[0].picture().training
+    assert (training.step, training.loss, len(training.losses)) == (LAST, None, 124)
+
+
+def test_what_is_at_risk_is_the_time_that_the_steps_took():
+    def uneven(_, frame):
+        for each in frame["run"].get("metrics", ()):
+            each["step_s"] = 60.0 if each["step"] == 1182 or each["step"] < 1170 else 6.0
+
+    seconds = []
+    for moment in (36, 42, 48, 54):  # one step more each time, since the checkpoint of step 1180
+        training = play(moment, uneven)[0].picture().training
+        seconds.append(training.lost_rank_hours * 3600 / training.world)
+    assert seconds == pytest.approx([6, 66, 72, 78])
+
+
+def test_the_checkpoint_is_known_without_the_host_that_writes_it():
+    cluster = Cluster(simulate.names(2), 2.0)
+    for event in simulate.incident(2, seconds=50):
+        if event["host"] == "gpu-2" and "frame" in event:
+            cluster.take("gpu-2", event["frame"], event["t"])
+    cluster.link("gpu-1", HostState.TIMEOUT, "no answer", T0 + 50)
+    cluster.advance(T0 + 50)
+    assert cluster.picture().training.checkpoint_step == 1180
+
+
+def test_only_hosts_of_the_run_can_bring_it_down():
+    def spare(host, frame):
+        if nodes := frame["run"].get("nodes"):
+            run_of(frame, nodes=[node for node in nodes if node[0] != "gpu-4"])
+        if host == "gpu-4":
+            frame["run"] = None
+
+    for host, verdict, code in (("gpu-4", Verdict.DEGRADED, 1), ("gpu-3", Verdict.DOWN, 3)):
+        cluster, now = play(50, spare)
+        cluster.link(host, HostState.TIMEOUT, "no answer", now)
+        cluster.advance(now)
+        pic = cluster.picture()
+        assert (pic.verdict, pic.exit_code) == (verdict, code)
+        assert host in pic.why
+
+
+def test_after_this_machine_slept_its_hosts_are_awaited_and_not_down():
+    cluster, slept = play(50)
+    events, now = len(cluster.events), slept + 92
+    cluster.woke(92, now)
+    for host in ("gpu-1", "gpu-2"):
+        cluster.link(host, HostState.DOWN, "the sampler ended", now)
+    cluster.advance(now + 1)
+    pic = cluster.picture()
+    assert (pic.verdict, pic.exit_code, pic.why) == (Verdict.CONNECTING, 1, "away 92 s; reconnecting")
+    assert {row.state for row in pic.hosts} == {HostState.CONNECTING}
+    assert [change.level for change in pic.events][events:] == [Level.NOTE]
+    frames = {event["host"]: event["frame"] for event in simulate.incident(4, seconds=50) if "frame" in event}
+    for host in ("gpu-2", "gpu-3", "gpu-4"):
+        cluster.take(host, frames[host] | {"now": now + 2}, now + 2)
+    cluster.advance(now + 3)
+    assert [row.state for row in cluster.picture().hosts] == [HostState.CONNECTING] + 3 * [HostState.OK]
+    cluster.link("gpu-1", HostState.TIMEOUT, "no answer", now + 31)
+    cluster.advance(now + 31)
+    assert (cluster.picture().hosts[0].state, cluster.picture().verdict) == (HostState.TIMEOUT, Verdict.DOWN)
+    assert [change.level for change in cluster.events if change.host == "gpu-1"] == [Level.BAD]
 
 
 def test_the_host_where_it_began_has_failed():

@@ -206,6 +206,7 @@ class Run:
         self.path = self.plan = self.node = None
         self.plan_mark, self.sent_mark = None, None
         self.metrics_at = None  # inode and offset
+        self.saved_step = None  # of the newest checkpoint
         self.logs, self.net = [], ""
         self.stay, self.said = (
             request.get("stay"),
@@ -226,6 +227,8 @@ class Run:
             return None
         if slow:
             self._look_at_logs()
+        if slow or self.node["first_rank"] == 0:  # often by one host alone: all others read the same directory
+            self.saved_step = self._checkpoint_step()
         ranks = range(self.node["first_rank"], self.node["first_rank"] + self.node["slots"])
         found = {
             "name": os.path.basename(self.path),
@@ -238,6 +241,7 @@ class Run:
             "log_age_s": self._log_age_s(),
             "net": self.net,
             "others": self.others,
+            "checkpoint_step": self.saved_step,
         }
         if self.sent_mark != self.plan_mark:
             self.sent_mark = self.plan_mark
@@ -253,7 +257,6 @@ class Run:
         steps = re.findall(r"^max_steps = (\d+)", read(self.path + "/config.toml"), re.M)
         return {
             "metrics": self._metrics(),
-            "checkpoint_step": self._checkpoint_step(),
             "max_steps": next(map(int, steps), None),
         }
 
@@ -284,6 +287,7 @@ class Run:
             self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
             self.logs, self.net = [], ""
             self._look_at_logs()
+            self.saved_step = self._checkpoint_step()
 
     def _plans(self):
         """The runs of this host: whether alive, when created, path, a mark that changes with the plan, plan and node."""

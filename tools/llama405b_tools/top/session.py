@@ -9,6 +9,7 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.logpane import LogPane, LogStream
 from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
+from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, Picture
 
@@ -33,14 +34,23 @@ class Session:
         self.log_streams: list[LogStream] = []
         self.log_hosts: set[str] = set()  # hosts they read
         self.guard_at = 0.0
-        self.moment = source.now()  # up to which events were taken
+        self.moment = self.awake_at = source.now()  # up to which events were taken; and when it last was awake
 
     def advance(self, until: float) -> None:
-        """Take the events up to a moment of the source's clock."""
+        """Take the events up to a moment of the source's clock; it is called at least every second."""
         self.moment = until
         for event in self.source.events(until):
+            self._notice_sleep()
             self.take(event)
+        self._notice_sleep()
         self.logs.settle(self.source.now())
+
+    def _notice_sleep(self) -> None:
+        """Notice that this machine slept, before what the hosts did meanwhile is judged."""
+        now = self.source.now()
+        away_s, self.awake_at = now - self.awake_at, now
+        if away_s > thresholds.SLEPT_S and isinstance(self.source, Live):
+            self.cluster.woke(away_s, now)
 
     def take(self, event: SourceEvent) -> None:
         """Take one event."""

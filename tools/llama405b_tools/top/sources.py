@@ -24,7 +24,7 @@ from llama405b_tools.hosts.transport import MAX_LINE, HostError, Stream
 from llama405b_tools.remote import carried
 from llama405b_tools.text.clean import CONTROLS, clean
 from llama405b_tools.top.intake import Intake, SourceEvent
-from llama405b_tools.top.state import simulate
+from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import HostState
 
 RETRY_S = 5.0
@@ -58,6 +58,28 @@ class Header:
             raise ValueError
 
 
+class _Quiet:
+    """How long a host's stream has brought no frame, and how long that is tolerated; seconds since the epoch."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.least_s = max(thresholds.QUIET_S, thresholds.QUIET_FRAMES * interval_s)
+        self.limit_s, self.since, self.gave_up_after_s = self.least_s, 0.0, 0.0
+
+    def opened(self, now: float) -> None:
+        self.since, self.gave_up_after_s = now, 0.0
+
+    def heard(self, now: float) -> None:
+        self.since, self.limit_s = now, self.least_s
+
+    def gives_up(self, now: float) -> bool:
+        """Return, once, whether it is too long."""
+        silent_s = now - self.since
+        if self.gave_up_after_s or silent_s <= self.limit_s:
+            return False
+        self.gave_up_after_s, self.limit_s = silent_s, min(2 * self.limit_s, thresholds.QUIET_MOST_S)
+        return True
+
+
 class Live:
     """A sampler on every host, over a kept connection that is made again when it breaks."""
 
@@ -68,6 +90,7 @@ class Live:
         self.hosts: Sequence[str] = list(fleet.hosts)
         self.intake = Intake()
         self.open: dict[str, Stream] = {}
+        self.quiet = {name: _Quiet(interval_s) for name in self.hosts}
         self.closing, self.news = threading.Event(), threading.Event()
         for name in self.hosts:
             threading.Thread(target=self._pump, args=(name,), daemon=True).start()
@@ -117,9 +140,10 @@ class Live:
 
     def _listen(self, name: str) -> str:
         """Take frames until they end; return the last line that is not a frame, which says why."""
-        request = {"workdir": self.fleet.workdir(name), "host": name} | self.request
+        quiet, request = self.quiet[name], {"workdir": self.fleet.workdir(name), "host": name} | self.request
         stdin = carried.standard_input("sampler", request)
         connection = self.fleet.connection(name)
+        quiet.opened(time.time())
         stream = self.open[name] = connection.stream(carried.command("sampler"), stdin)
         last, n_others = "", 0
         if self.closing.is_set():  # since the check above
@@ -134,16 +158,24 @@ class Live:
                     stream.close()
                     raise HostError(f"it prints something else all the time, such as {last!r}") from None
                 continue
+            quiet.heard(time.time())
             self.intake.put(SourceEvent(time.time(), name, frame=frame))
+        if quiet.gave_up_after_s:
+            raise HostError(f"sent nothing for {quiet.gave_up_after_s:.0f} s; connecting again", "TIMEOUT")
         return last
 
     def _ping(self) -> None:
-        """Send what is new, and a sign of life: a sampler that receives nothing for a minute ends."""
+        """Send what is new, and a sign of life: a sampler that receives nothing for a minute ends.
+
+        A stream that brings nothing is closed: no socket tells that a host, its sshd or a sampler is frozen.
+        """
         while not self.closing.is_set():
             self.news.wait(PING_S)
             self.news.clear()
             line = json.dumps({"stay": self.request["stay"]})
-            for stream in list(self.open.values()):
+            for name, stream in list(self.open.items()):
+                if self.quiet[name].gives_up(time.time()):
+                    stream.close()
                 with contextlib.suppress(HostError):
                     stream.send(f"{line}\n")
 

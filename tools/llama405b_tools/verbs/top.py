@@ -32,7 +32,7 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.leaving import on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
-from llama405b_tools.top.state.picture import HostState, Picture
+from llama405b_tools.top.state.picture import Picture
 
 
 def main(argv: Sequence[str]) -> int:
@@ -156,16 +156,10 @@ def _await_all(session: Session, *, watches: bool) -> None:
             session.take(event)
             session.look(event)
         return
-    source, counts = session.source, dict.fromkeys(session.source.hosts, 0)
+    source, hosts = session.source, session.cluster.hosts.values()
     deadline = source.now() + FIRST_S + 2 * source.interval_s
-
-    def settled(host: str) -> bool:
-        return counts[host] >= 2 or session.cluster.hosts[host].link not in (HostState.OK, HostState.CONNECTING)
-
-    while source.now() < deadline and not source.done() and not all(map(settled, counts)):
-        for event in source.events(source.now() + 0.2):
-            session.take(event)
-            counts[event.host] += event.frame is not None
+    while source.now() < deadline and not source.done() and not all(host.is_settled for host in hosts):
+        session.advance(source.now() + 0.2)
 
 
 def _put(args: argparse.Namespace, session: Session, pic: Picture) -> bool:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from llama405b.contract.phrases import counted
 from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
+from llama405b_tools.top.draw.marks import ODD
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, Training, Verdict, known
 
 Part = tuple[int, Text]  # the highest number is omitted first
@@ -104,17 +105,24 @@ def _progress(run: Training, width: int) -> Text:
     done = str(run.step)
     if run.steps:
         done += f"/{run.steps} {100 * run.step / run.steps:.0f}%"
-    first = Text(f"step {done}  loss {number(run.loss, '.4f')} {sparkline(run.losses, 16 if width >= WIDE else 8)}")
+    first = _marked(f"step {done}", run, "step")
+    first.append("  ").append_text(_marked(f"loss {number(run.loss, '.4f')}", run, "loss"))
+    first.append(f" {sparkline(run.losses, 16 if width >= WIDE else 8)}")
     times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
     split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
     parts = [
-        (0, Text(f"{number(run.step_s, '.2f')} s/step")),
+        (0, _marked(f"{number(run.step_s, '.2f')} s/step", run, "step_s")),
         (3, Text(f"({split})")),
         (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
         (2, Text(f"MFU {number(run.mfu_pct and run.mfu_pct / 100, '.0%')}")),
         (0, Text(f"ETA {span(run.eta_s)}")),
     ]
     return _joined(first, parts, width, "  ")
+
+
+def _marked(words: str, run: Training, field: str) -> Text:
+    """Return the words that show a field, marked if it stands out."""
+    return Text().append(words, ODD if field in run.odd_in else "")
 
 
 def _joined(first: Text, parts: Sequence[Part], width: int, between: str = " │ ") -> Text:

@@ -32,7 +32,7 @@ def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[
     shown = logs[max(0, end - room + 1) : end]
     lines = [rule(f"LOGS{given('  {} lines up, End: newest', back)}", width)]
     for entry in shown:
-        line = Text(_clock(entry.time), "dim")
+        line = _clock(entry.time)
         line.append(f"{entry.where} ", "cyan")
         line.append(f"│ {entry.text}", "red" if entry.is_error else "")
         lines.append(line)
@@ -42,7 +42,7 @@ def log_pane(logs: Sequence[LogLine], room: int, width: int, back: int) -> list[
 def event_line(event: Change) -> Text:
     """Draw one event."""
     sign, style = SIGNS[event.level]
-    line = Text(_clock(event.time), "dim")
+    line = _clock(event.time)
     line.append(f"{sign} {given('{} ', event.host)}{event.text}", style)
     return line
 
@@ -53,8 +53,10 @@ def wrapped(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
 
 
-def _clock(moment: float) -> str:
-    return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%H:%M:%S ")
+def _clock(moment: float) -> Text:
+    """Begin a line with a time of day, which alone is dim: a style of the whole ``Text`` would be of all that follows."""
+    clock = datetime.datetime.fromtimestamp(moment).astimezone().strftime("%H:%M:%S ")
+    return Text().append(clock, "dim")
 
 
 def rule(title: str, width: int) -> Text:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from llama405b.contract.phrases import given
-from llama405b.contract.records import Phase
 from llama405b_tools.text.clean import printable
-from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, gib, middle, number, share, span, sparkline
+from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, middle, number, share, span, sparkline
+from llama405b_tools.top.draw.detail import detail, gpu_lines
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
-from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, ProcessRow, RankRow, known
+from llama405b_tools.top.draw.marks import ODD, OLD, STYLES, pieced, style_of
+from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, known
 
 SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown values come last
     "worst": lambda row: (-row.severity, -len(row.notes)),
@@ -26,8 +27,6 @@ SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown valu
 SORTS = tuple(SORT_KEYS)
 VERDICT_LINES = 2  # on a screen
 MAX_CELLS = 8  # GPUs shown as numbers; more are shown as bars
-STYLES = {0: "", 1: "yellow", 2: "bold red"}  # by severity
-ODD = "bold yellow"
 WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether the host has any
 KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
 SHORT_KEYS, BACK_KEYS = "↑↓ ⏎ / s o l e ? q", "Esc back  PgUp PgDn  q quit"
@@ -46,7 +45,8 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
 Cells are power in percent of the limit (u: utilization, where power is not told). — is unknown, never 0.
 Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interface. STEP and AGE: of the slowest rank.
 Many hosts share a line: a bar a GPU, the least power, the hottest GPU, ! where something stands out (H hung, F failed), STEP.
-  !  the GPU deviates from the median of all GPUs, or has an error or a throttle reason
+  !  the GPU deviates from the median of all GPUs, has an error or a throttle reason, or its rank delays the others
+Bold yellow or red: what stands out, and where it shows. Dim: the last values of a host that is not heard.
 States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no connection, and why),
   NO-DRIVER, SMI-HUNG (nvidia-smi does not answer), HUNG (its rank is the one the others wait for), FAILED.
 "at risk": the steps since the newest checkpoint, and their hours summed over all ranks, lost if the run died now."""
@@ -77,7 +77,8 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
     elif ui.mode == "logs":
         body = log_pane(logs, room, width, ui.back)
     elif ui.mode == "host":
-        body = _detail(pic, ui, logs, width, room)
+        row = selected_row(ordered(pic, ui), ui)
+        body = detail(row, logs, width, room) if row else [Text("no host", "dim")]
     else:
         body = _cluster(pic, ui, logs, width, room)
     shown = [*top, *body[:room]]
@@ -142,7 +143,7 @@ def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: in
         lines = [Text(f"{_none(ui)}; Esc shows all", "dim")]
     rest = room - len(lines) - 1 - n_events
     if selected and width >= WIDE and selected.gpus and rest - len(selected.gpus) - 1 >= 8:
-        lines += _gpu_lines(selected, width)
+        lines += gpu_lines(selected, width)
         rest -= len(selected.gpus) + 1
     lines.append(rule("EVENTS", width))
     lines += [event_line(event) for event in pic.events[len(pic.events) - n_events :]]
@@ -170,7 +171,7 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
         before = line.cell_len
         line.append_text(_cells(row, area))
         line.append(" " * (before + area - line.cell_len))
-        line.append(f" {_figures(row)}  ")
+        line.append_text(_figures(row)).append("  ")
         line.append(row.why or next(iter(row.notes), ""), STYLES[row.severity] or "yellow")
         lines.append(line)
     return lines
@@ -199,54 +200,50 @@ def _name_width(rows: Sequence[HostRow], most: int) -> int:
 
 def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
     """Begin a host's line, up to its name."""
-    sign, style = "  ", ""
-    if is_selected:
-        sign, style = "▶ ", "bold"
-    line = Text().append(sign, "bold cyan")
-    line.append(f"{middle(row.name, name_width):{name_width}} ", style)
-    return line
+    style = style_of(row, odd=bool(row.severity or row.notes))
+    line = Text().append("▶ " if is_selected else "  ", "bold cyan")
+    line.append(f"{middle(row.name, name_width):{name_width}}", style or ("bold" if is_selected else ""))
+    return line.append(" ")
 
 
-def _figures(row: HostRow) -> str:
+def _figures(row: HostRow) -> Text:
     memory = known(share(gpu.used_mib, gpu.memory_mib) for gpu in row.gpus)
     figures = (
-        (number(max(memory, default=None), ".0f"), 4),
-        (number(row.temperature_c, "d"), 4),
-        (gbit(first_known(row.ib_bytes_per_s, row.net_bytes_per_s)), 6),
-        (number(row.cpu_pct, ".0f"), 4),
-        (number(share(row.ram_used_bytes, row.ram_bytes), ".0f"), 4),
-        (number(row.step, "d"), 6),
-        (span(row.step_age_s), 5),
+        (number(max(memory, default=None), ".0f"), 4, ""),
+        (number(row.temperature_c, "d"), 4, "temperature_c"),
+        (gbit(first_known(row.ib_bytes_per_s, row.net_bytes_per_s)), 6, "ib_bytes_per_s"),
+        (number(row.cpu_pct, ".0f"), 4, ""),
+        (number(share(row.ram_used_bytes, row.ram_bytes), ".0f"), 4, "ram_used_bytes"),
+        (number(row.step, "d"), 6, "step"),
+        (span(row.step_age_s), 5, "step_age_s"),
     )
-    return " ".join(f"{text:>{columns}}" for text, columns in figures)
+    return pieced(row, ((f" {text:>{columns}}", field) for text, columns, field in figures), row.odd_in)
 
 
 def _cells(row: HostRow, area: int) -> Text:
     """Draw a number per GPU; bars if there are many; the CPU's history if there is none."""
     if row.state in (HostState.CONNECTING, *LINK_STATES):
-        return Text(DASH, "dim")
-    style = "dim" if row.state is HostState.STALE else ""
+        return Text(DASH, OLD)
     if not row.gpus:
-        return Text(f"{WITHOUT_GPUS[row.has_gpu]:7} {sparkline(row.history, max(0, area - 8), 100.0)}", style)
+        history = sparkline(row.history, max(0, area - 8), 100.0)
+        return Text(f"{WITHOUT_GPUS[row.has_gpu]:7} {history}", style_of(row, odd=False))
     if 4 * len(row.gpus) > area:
         return _bars(row)
     line = Text()
     for gpu in row.gpus:
-        value, sign, look = f"  {DASH}", " ", style
+        value = f"  {DASH}"
         if gpu.power_pct is not None:
             value = f"{gpu.power_pct:3.0f}"
         elif gpu.utilization is not None:
             value = f"{gpu.utilization:2d}u"
-        if gpu.odd:
-            sign, look = "!", ODD
-        line.append(value + sign, look)
+        line.append(f"{value}{'!' if gpu.odd else ' '}", style_of(row, odd=bool(gpu.odd)))
     return line
 
 
 def _bars(row: HostRow) -> Text:
     line = Text()
     for gpu in row.gpus:
-        line.append(bar(first_known(gpu.power_pct, gpu.utilization)), ODD if gpu.odd else "")
+        line.append(bar(first_known(gpu.power_pct, gpu.utilization)), style_of(row, odd=bool(gpu.odd)))
     return line
 
 
@@ -307,7 +304,8 @@ def _short(row: HostRow, name_width: int, n_gpus: int, *, is_selected: bool) -> 
         bars = _bars(row)
         line.append_text(bars)
         line.append(" " * (n_gpus - bars.cell_len))
-        line.append(f" {number(row.power_pct, '3.0f'):>3}% {number(row.temperature_c, 'd'):>2}C")
+        least, hottest = f" {number(row.power_pct, '3.0f'):>3}%", f" {number(row.temperature_c, 'd'):>2}C"
+        line.append_text(pieced(row, ((least, "power_w"), (hottest, "temperature_c")), row.odd_in))
     else:
         line.append(f"{WITHOUT_GPUS[row.has_gpu][:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
     sign = " "
@@ -316,60 +314,8 @@ def _short(row: HostRow, name_width: int, n_gpus: int, *, is_selected: bool) -> 
     elif row.notes:
         sign = "!"
     line.append(f" {sign}", style or ODD)
-    line.append(f" {number(row.step, 'd'):>6}")
+    line.append(f" {number(row.step, 'd'):>6}", style_of(row, odd="step" in row.odd_in))
     return line
-
-
-def _gpu_lines(row: HostRow, width: int) -> list[Text]:
-    """Draw the GPUs of a host, one per line."""
-    if not row.gpus:
-        return []
-    lines = [rule(f"{row.name}  {row.gpus[0].name}", width)]
-    for gpu in row.gpus:
-        text = f"  gpu {gpu.index}  rank {number(gpu.rank, 'd'):>4}  {bar(gpu.power_pct)} "
-        text += f"{number(gpu.power_w, '.0f'):>4}/{number(gpu.power_limit_w, '.0f')} W  util {number(gpu.utilization, 'd'):>3}%  "
-        text += f"{number(gpu.temperature_c, 'd'):>3} °C  {number(gpu.clock_mhz, 'd'):>4} MHz  "
-        text += f"{number(gpu.used_mib, ',d'):>7}/{number(gpu.memory_mib, ',d')} MiB  "
-        line = Text(text)
-        if gpu.odd:
-            line.append(f"! {gpu.odd}", ODD)
-        lines.append(line)
-    return lines
-
-
-def _detail(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int) -> list[Text]:
-    """Draw one host: its GPUs, ranks, processes, network and log lines."""
-    row = selected_row(ordered(pic, ui), ui)
-    if row is None:
-        return [Text("no host", "dim")]
-    lines = [rule(f"{row.name}  {row.state} {row.why}", width)]
-    ram = f"{gib(row.ram_used_bytes)}/{gib(row.ram_bytes)} GiB"
-    lines.append(
-        Text(
-            f"  last frame {span(row.age_s)} ago │ {number(row.cores, 'd')} cores at {number(row.cpu_pct, '.0f')}% │ RAM {ram} │ disk "
-            f"{gib(row.disk_free_bytes)} GiB free │ net {gbit(row.net_bytes_per_s)} Gb/s │ RDMA {gbit(row.ib_bytes_per_s)} Gb/s"
-        )
-    )
-    lines += [Text(f"  ! {note}", "yellow") for note in row.notes]
-    lines += _gpu_lines(row, width) or [Text("  no GPU" if row.has_gpu is False else "  its GPUs are unknown", "dim")]
-    lines += [rule("RANKS", width), *map(_rank_line, row.ranks)]
-    lines += [rule("PROCESSES", width), *map(_process_line, row.processes)]
-    mine = [line for line in logs if row.name in line.hosts]
-    return lines + log_pane(mine, max(3, room - len(lines)), width, 0)
-
-
-def _rank_line(rank: RankRow) -> Text:
-    text = f"  rank {rank.rank:>4}  {rank.phase:10} step {rank.step:>6}  heard {span(rank.age_s):>5} ago  {rank.state or 'gone'}  "
-    text += f"batch {number(rank.data_s, '.2f')} s  update {number(rank.optimizer_s, '.2f')} s"
-    if rank.phase in (Phase.DATA, Phase.LOAD) and rank.total_bytes:
-        text += f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB"
-    return Text(text)
-
-
-def _process_line(process: ProcessRow) -> Text:
-    where = f"rank {number(process.rank, 'd'):>4} gpu {number(process.gpu, 'd'):>2}"
-    used = f"{number(process.cpu_pct, '.0f'):>4}% {process.rss_bytes / (1 << 30):6.1f} GiB"
-    return Text(f"  {process.pid:>8} {process.state} {where} {used}  {process.command}")
 
 
 def _footer(ui: Ui, width: int) -> Text:

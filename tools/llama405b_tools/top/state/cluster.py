@@ -11,10 +11,10 @@ from llama405b.contract import reader
 from llama405b.contract.reader import Json
 from llama405b_tools.run import judge
 from llama405b_tools.text.clean import clean
-from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state import overall, thresholds
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import NOT_LOADING, LoadBegan, Moment, nodes_of, training
+from llama405b_tools.top.state.moment import NOT_AWAY, NOT_LOADING, Away, LoadBegan, Moment, nodes_of, training
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
     Change,
@@ -28,7 +28,6 @@ from llama405b_tools.top.state.picture import (
 from llama405b_tools.top.state.verdicts import BeatId, Note
 
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
-STAY_S = 60.0  # with a run that died, for its guard to restart it
 RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # trouble of the run on a host, not of the host
 LEVELS = {
     **dict.fromkeys(RUN_TROUBLE, Level.BAD),
@@ -64,18 +63,24 @@ class Cluster:
         self.stay = ""  # the run that hosts keep reporting; "" to show the newest live run
         self.guard = GuardShown.NONE
         self.wanted = ""  # the run requested by --run
+        self.away = NOT_AWAY
         self.found = self._look(0.0)  # at the moment last advanced to
 
     def note(self, text: str, now: float) -> None:
         """Note something that happened on the operator's machine."""
         self._event(now, "", Level.WARNING, text)
 
+    def woke(self, away_s: float, now: float) -> None:
+        """Note that nothing was taken for a while, because this machine slept or cluster-top was suspended."""
+        self.away = Away(now, away_s)
+        self._event(now, "", Level.NOTE, str(self.away))
+
     def link(self, host: str, state: str, why: str, now: float) -> None:
         """Take the state of a connection: OK, or AUTH, REFUSED, TIMEOUT or DOWN, and why."""
         known, found = self.hosts[host], LINKS.get(state, HostState.DOWN)
         if found is HostState.OK:
             self._over(host, "link", now)
-        else:
+        elif not self.away.lasts(now):
             self._say(host, "link", Level.BAD, found, f"{found}: {why}", now)
         known.link, known.why, known.linked_at = found, clean(why), now
 
@@ -101,10 +106,8 @@ class Cluster:
         self._choose(now)
         found = self.found = self._look(now)
         self.hung = found.hang.beat if found.hang else None
-        if found.stall:
-            self._say("", "stall", Level.WARNING, "stall", found.stall, now, of_run=True)
-        elif not found.hang and not found.failures:
-            self._over("", "stall", now)
+        if not found.hang and not found.failures:
+            self._tell_of_run(found.run_notes, now)
         for name, (state, why) in found.states.items():
             self._tell(name, state, why, found.notes[name], now)
         if found.phase[0] is not RunPhase.LOADING:
@@ -115,12 +118,9 @@ class Cluster:
     def picture(self) -> Picture:
         """Return the picture at the moment last passed to ``advance``."""
         found = self.found
-        rows = [
-            host.row(self.run, *found.states[name], found.odd, found.notes[name], found.now)
-            for name, host in self.hosts.items()
-        ]
+        rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
         shown = training(found, self.guard, self.load)
-        verdict, why = verdicts.verdict(rows, shown, found.hang, found.failures, found.stall)
+        verdict, why = overall.verdict(found, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.HEALTHY, Verdict.DEGRADED):
             verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"
         return Picture(
@@ -141,7 +141,14 @@ class Cluster:
 
     def _look(self, now: float) -> Moment:
         return Moment(
-            now, self.interval_s, self.hang_after_s, self.hosts, self.run, self.metrics_of[self.run], self.hung
+            now,
+            self.interval_s,
+            self.hang_after_s,
+            self.hosts,
+            self.run,
+            self.metrics_of[self.run],
+            self.hung,
+            self.away,
         )
 
     def first_rank(self, host: str) -> int:
@@ -181,13 +188,22 @@ class Cluster:
         if lives:
             self.alive_at = now
         failed = any(not judge.state_of(run.status, alive=False).is_good for run in ours)
-        waits = failed and 2 * len(ours) > len(told) and now < self.alive_at + STAY_S
+        waits = failed and 2 * len(ours) > len(told) and now < self.alive_at + thresholds.STAY_S
         others = any(run.others or (run.alive and run.name != self.run) for run in told)
         if ours and (lives or waits or not others):
             self.stay = self.run
             return ours
         self.stay = ""
         return told
+
+    def _tell_of_run(self, notes: Sequence[Note], now: float) -> None:
+        """Note what is new about the run as a whole, and what is over."""
+        keys = {note.key for note in notes}
+        for host, kind in list(self.standing):
+            if not host and kind not in keys:
+                self._over("", kind, now)
+        for note in notes:
+            self._say("", note.key, Level.WARNING, note.key, note.words, now, of_run=True)
 
     def _tell(self, name: str, state: HostState, why: str, notes: Sequence[Note], now: float) -> None:
         """Note what is new about a host."""

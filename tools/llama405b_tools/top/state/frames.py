@@ -72,8 +72,10 @@ class StepMetrics:
     """One training step, by any trainer; values it does not report are None."""
 
     step: int
-    loss: float
+    loss: Annotated[float | None, SoundOnly]  # None: not a finite number
     step_s: float
+    time: float | None = None  # the clock of the host that writes them
+    attempt: int = 0  # the launch of the run that took the step; 0: unknown
     data_s: float | None = None
     forward_s: float | None = None
     backward_s: float | None = None
@@ -110,8 +112,8 @@ class RunFrame:
     trains: bool = True  # with ``nodes``: whether it runs our trainer, which writes heartbeats
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
-    max_steps: int | None = None
-    checkpoint_step: int | None = None
+    max_steps: int | None = None  # only from the head
+    checkpoint_step: int | None = None  # the newest in the directory that all hosts share; None: there is none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from llama405b_tools.machine import gpus
 from llama405b_tools.machine.gpus import Gpu
@@ -17,21 +18,28 @@ from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import share
 from llama405b_tools.text.fold import fold_numbers
-from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state import thresholds, verdicts
 from llama405b_tools.top.state.frames import NO_FRAME, Frame, Processes, RunFrame, SmiFrame
 from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, ProcessRow, RankRow, known
 from llama405b_tools.top.state.verdicts import Note
 
-STALE_FRAMES = 3
-SMI_HUNG_S, FIRST_FRAME_S = 10.0, 15.0
 HISTORY = 120
-COUNTERS_S = 600.0  # errors are counted over this time
 _clean_command = functools.lru_cache(4096)(clean)  # commands repeat across hosts and frames
 WHOLE = re.compile(r"\d{1,9}", re.ASCII)
 SLACK = 1.1  # times all cores: the kernel's counters are not exact
 TICKS = 100  # per second, as Linux reports CPU time to user space
-Odd = Mapping[tuple[str, int], Note]  # by host and GPU index, why it stands out
+Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU or rank, why it stands out
 NOT_ODD = Note("", "")
+
+
+class Judged(NamedTuple):
+    """What is judged about a host at one moment."""
+
+    state: HostState
+    why: str
+    notes: Sequence[Note]  # what stands out on it, worst first
+    gpus: Odd
+    ranks: Odd
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,16 +87,16 @@ class HostView:
 
     def _keep(self, frame: Frame, now: float) -> None:
         """Keep a frame, for what is counted over minutes."""
-        if not self.earlier or now - self.earlier[-1][0] > COUNTERS_S / 10:
+        if not self.earlier or now - self.earlier[-1][0] > thresholds.COUNTERS_S / 10:
             self.earlier.append((now, frame))
-        while len(self.earlier) > 1 and now - self.earlier[0][0] > COUNTERS_S:
+        while len(self.earlier) > 1 and now - self.earlier[0][0] > thresholds.COUNTERS_S:
             self.earlier.popleft()
         self.active_ports |= {port.name for port in frame.ib if "ACTIVE" in port.state}
 
     def _take_smi(self, smi: SmiFrame) -> None:
         """Take nvidia-smi's answer; while it is slow the last one holds, and when it hangs nothing is known."""
         self.gpus_before = self.gpus
-        if smi.hung_s > SMI_HUNG_S:
+        if smi.hung_s > thresholds.SMI_HUNG_S:
             self.gpus = [_unknown(gpu) for gpu in self.gpus]
         elif smi.text is not None or not smi.hung_s:
             self.gpus, fault = gpus.read_smi(smi.text, smi.fields)
@@ -125,9 +133,14 @@ class HostView:
         """Whether a frame ever came."""
         return self.frame is not NO_FRAME
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has sent two frames, which rates need, or cannot be reached."""
+        return self.before is not NO_FRAME or self.link in LINK_STATES
+
     def is_fresh(self, now: float, interval_s: float) -> bool:
         """Whether frames arrive."""
-        return self.is_heard and now - self.heard_at <= STALE_FRAMES * interval_s
+        return self.is_heard and now - self.heard_at <= thresholds.STALE_FRAMES * interval_s
 
     def clock(self, now: float) -> float:
         """Convert a moment of the operator's clock to the host's clock."""
@@ -145,28 +158,32 @@ class HostView:
         if self.is_heard:
             return HostState.STALE, f"no frame for {now - self.heard_at:.0f} s"
         waits_s = now - self.linked_at
-        if waits_s > max(FIRST_FRAME_S, STALE_FRAMES * interval_s):
+        if waits_s > max(thresholds.FIRST_FRAME_S, thresholds.STALE_FRAMES * interval_s):
             return HostState.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
         return HostState.CONNECTING, "no frame yet"
 
     def _smi_trouble(self) -> tuple[HostState, str] | None:
         smi, n_devices = self.frame.smi, self.frame.pci_gpus
-        if smi.hung_s > SMI_HUNG_S:
+        if smi.hung_s > thresholds.SMI_HUNG_S:
             return HostState.SMI_HUNG, f"nvidia-smi has not answered for {smi.hung_s:.0f} s; a GPU or the driver hangs"
         if not self.gpus and (self.smi_fault or (n_devices and not smi.hung_s)):
             return HostState.NO_DRIVER, self.smi_fault or f"{n_devices} NVIDIA devices, but no nvidia-smi"
         return None
 
-    def row(self, run_name: str, state: HostState, why: str, odd: Odd, notes: Sequence[Note], now: float) -> HostRow:
-        """Return its row of the picture; ``notes``: what stands out on it, worst first."""
+    def row(self, run_name: str, judged: Judged, now: float) -> HostRow:
+        """Return its row of the picture."""
         frame, run = self.frame, self.run(run_name)
-        ranks = tuple(_rank(beat, self.clock(now)) for beat in (run.beats if run else ()))
+        odd_ranks = [judged.ranks.get((self.name, beat.rank), NOT_ODD) for beat in (run.beats if run else ())]
+        ranks = tuple(map(functools.partial(_rank, self.clock(now)), run.beats if run else (), odd_ranks))
+        fields = {field for note in judged.notes for field in note.fields}
+        if any(rank.odd for rank in ranks):
+            fields |= {*verdicts.STEP_AND_AGE}
         return HostRow(
             name=self.name,
-            state=state,
-            why=why,
+            state=judged.state,
+            why=judged.why,
             age_s=now - self.heard_at if self.is_heard else None,
-            gpus=self._cells(ranks, odd),
+            gpus=self._cells(ranks, judged.gpus),
             has_gpu=None if frame.pci_gpus is None else bool(self.expected_gpus),
             ranks=ranks,
             processes=self.processes,
@@ -177,7 +194,8 @@ class HostView:
             disk_free_bytes=min((free for _, free, _ in frame.disks), default=None),
             net_bytes_per_s=self._rate(_net),
             ib_bytes_per_s=self._rate(_ib),
-            notes=tuple(note.words for note in notes),
+            notes=tuple(note.words for note in judged.notes),
+            odd_in=tuple(sorted(fields)),
             history=tuple(self.history),
         )
 
@@ -196,28 +214,35 @@ class HostView:
             if note := odd.get((self.name, gpu.index)):
                 alike.setdefault(note, []).append(gpu.index)
         for note, indices in alike.items():
-            notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}"))
+            notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}", note.fields))
         notes += [Note(words, words) for words in self.xids]
         return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.active_ports)]
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
-        by_pid = {rank.pid: rank.rank for rank in ranks}
+        by_pid = {rank.pid: rank for rank in ranks}
         rank_of = {uuid: by_pid[pid] for pid, uuid, _ in self.apps if pid in by_pid}
         return tuple(
-            GpuCell(
-                index=gpu.index,
-                name=gpu.name,
-                utilization=gpu.utilization,
-                power_w=gpu.power_w,
-                power_limit_w=gpu.power_limit_w,
-                temperature_c=gpu.temperature_c,
-                clock_mhz=gpu.clock_mhz,
-                used_mib=gpu.used_mib,
-                memory_mib=gpu.memory_mib,
-                rank=rank_of.get(gpu.uuid),
-                odd=odd.get((self.name, gpu.index), NOT_ODD).words,
-            )
-            for gpu in self.gpus
+            self._cell(gpu, rank_of.get(gpu.uuid), odd.get((self.name, gpu.index), NOT_ODD)) for gpu in self.gpus
+        )
+
+    @staticmethod
+    def _cell(gpu: Gpu, rank: RankRow | None, note: Note) -> GpuCell:
+        odd = note.words
+        if rank and rank.odd and not odd:
+            odd = f"rank {rank.rank}: {rank.odd}"
+        return GpuCell(
+            index=gpu.index,
+            name=gpu.name,
+            utilization=gpu.utilization,
+            power_w=gpu.power_w,
+            power_limit_w=gpu.power_limit_w,
+            temperature_c=gpu.temperature_c,
+            clock_mhz=gpu.clock_mhz,
+            used_mib=gpu.used_mib,
+            memory_mib=gpu.memory_mib,
+            rank=rank.rank if rank else None,
+            odd=odd,
+            odd_in=note.fields,
         )
 
     def _processes(self) -> tuple[ProcessRow, ...]:
@@ -286,7 +311,7 @@ def _ib(frame: Frame) -> dict[str, int]:
     return {"all": 4 * sum(count["port_rcv_data"] + count["port_xmit_data"] for count in both)} if both else {}
 
 
-def _rank(beat: Beat, host_now: float) -> RankRow:
+def _rank(host_now: float, beat: Beat, odd: Note) -> RankRow:
     return RankRow(
         beat.rank,
         beat.pid,
@@ -298,4 +323,6 @@ def _rank(beat: Beat, host_now: float) -> RankRow:
         beat.total_bytes,
         beat.data_s,
         beat.optimizer_s,
+        odd.words,
+        odd.fields,
     )

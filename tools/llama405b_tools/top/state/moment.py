@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.contract.records import NodeState, Phase
@@ -13,15 +13,31 @@ from llama405b_tools.machine import gpus
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.top.state import verdicts
+from llama405b_tools.top.state import steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
-from llama405b_tools.top.state.hostview import HostView, Odd
-from llama405b_tools.top.state.picture import GuardShown, HostState, RunPhase, Training, known
+from llama405b_tools.top.state.hostview import HostView, Judged, Odd
+from llama405b_tools.top.state.picture import LINK_STATES, GuardShown, HostState, RunPhase, Training, known
+from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
-RECENT_STEPS = 20  # to take the median of
-LONG_SILENCE = 5  # times the silence of a hang: after that, log lines are no excuse
 MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
+
+
+class Away(NamedTuple):
+    """This machine slept, or cluster-top was suspended: for a while, a lost connection says nothing about its host."""
+
+    until: float  # when it came back
+    seconds: float
+
+    def lasts(self, now: float) -> bool:
+        """Return whether hosts may not have been connected again yet."""
+        return now < self.until + thresholds.RECONNECT_S
+
+    def __str__(self) -> str:
+        return f"away {self.seconds:.0f} s; reconnecting"
+
+
+NOT_AWAY = Away(-math.inf, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Moment:
     run: str  # the run that is shown
     metrics: Sequence[StepMetrics]  # of the run, oldest first
     hung: BeatId | None  # the heartbeat already judged to be a hang
+    away: Away
 
     @functools.cached_property
     def fresh(self) -> Sequence[HostView]:
@@ -79,10 +96,59 @@ class Moment:
     @functools.cached_property
     def notes(self) -> Mapping[str, Sequence[Note]]:
         """What stands out, by host."""
-        beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
         found = {name: host.notes(self.odd) for name, host in self.hosts.items()}
-        for name, note in verdicts.slow_ranks(beats, self.median("step_s")):
+        for name, rank, note in self.slow_ranks:
+            found[name].append(Note(f"rank {rank} {note.key}", f"rank {rank}: {note.words}"))
+        for name, note in self._beatless():
             found[name].append(note)
+        return found
+
+    @functools.cached_property
+    def slow_ranks(self) -> Sequence[tuple[str, int, Note]]:
+        """The ranks that delay the others, by host and number, and why."""
+        beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
+        return list(verdicts.slow_ranks(beats, self.median("step_s")))
+
+    @functools.cached_property
+    def odd_ranks(self) -> Odd:
+        """The ranks that stand out: that delay the others, have failed or hang."""
+        failed = {
+            (name, beat.rank): Note("failed", "it has failed", ("phase",))
+            for name, run in self.heard.items()
+            for beat in run.beats
+            if beat.phase is Phase.FAILED
+        }
+        found = {(name, rank): note for name, rank, note in self.slow_ranks} | failed
+        if self.hang and self.hang.host == self.hang.beat[0]:
+            found[self.hang.beat[:2]] = Note("hangs", "the others wait for it", ("step", "age_s"))
+        return found
+
+    def judged(self, name: str) -> Judged:
+        """Return what is judged about a host."""
+        return Judged(*self.states[name], self.notes[name], self.odd, self.odd_ranks)
+
+    def _beatless(self) -> Iterator[tuple[str, Note]]:
+        """Yield the hosts whose ranks have no heartbeat, or one that stands, while the run trains."""
+        if not self.measured or self.measured.since_s < self.patience_s:
+            return
+        for name, first, n_ranks in self.nodes:
+            beats = [beat for beat, _ in self.beats.get(name, ())]
+            if name in self.beats:
+                ranks = range(first, first + n_ranks)
+                for note in steps.without_heartbeat(ranks, beats, self.late.get(name, ())):
+                    yield name, note
+
+    @functools.cached_property
+    def run_notes(self) -> Sequence[Note]:
+        """What stands out about the run as a whole, worst first; nothing once it hangs or has failed."""
+        if self.phase[0] not in MOVING:
+            return ()
+        found = list(self._stall())
+        if self.metrics:
+            found += steps.unusual(self.metrics)
+        knows_attempt = not self.metrics or self.metrics[-1].attempt
+        if self.head and knows_attempt:
+            found += steps.without_metrics(self.measured, self.beats.get(self.head.name, ()), self.patience_s)
         return found
 
     @functools.cached_property
@@ -91,7 +157,14 @@ class Moment:
         trouble = {failure.host: (HostState.FAILED, verdicts.trouble_words(failure)) for failure in self.failures}
         if self.hang:
             trouble[self.hang.host] = (HostState.HUNG, self.hang.words)
-        return {name: host.state(trouble.get(name), self.now, self.interval_s) for name, host in self.hosts.items()}
+        found = {name: host.state(trouble.get(name), self.now, self.interval_s) for name, host in self.hosts.items()}
+        return found | {host.name: (HostState.CONNECTING, str(self.away)) for host in self.awaited}
+
+    @functools.cached_property
+    def awaited(self) -> Sequence[HostView]:
+        """The hosts that may not have been connected again since this machine slept."""
+        hosts = self.hosts.values() if self.away.lasts(self.now) else ()
+        return [host for host in hosts if host.link in LINK_STATES or not host.is_fresh(self.now, self.interval_s)]
 
     @functools.cached_property
     def failures(self) -> Sequence[Failure]:
@@ -112,14 +185,47 @@ class Moment:
         return {name: [(beat, now - beat.time) for beat in self.heard[name].beats] for name, now in clocks.items()}
 
     @functools.cached_property
+    def head(self) -> HostView | None:
+        """The host that writes the metrics, if it reports."""
+        return next((self.hosts[name] for name, first, _ in self.nodes if first == 0 and name in self.heard), None)
+
+    @functools.cached_property
+    def measured(self) -> Measured | None:
+        """What the metrics tell about this attempt; None if that is unknown."""
+        if self.head is None:
+            return None
+        return steps.measured(self.metrics, self.heard[self.head.name].attempt, self.head.clock(self.now))
+
+    @functools.cached_property
+    def patience_s(self) -> float:
+        """Seconds for which heartbeats and metrics may disagree."""
+        return max(thresholds.DISAGREE_S, thresholds.DISAGREE_STEPS * (self.median("step_s") or 0.0))
+
+    @functools.cached_property
+    def late(self) -> Mapping[str, Sequence[Beat]]:
+        """By host, the heartbeats that stand although the metrics go on: they tell nothing about their ranks."""
+        if not self.measured:
+            return {}
+        oldest_s = self.measured.age_s + self.patience_s
+        return {name: [beat for beat, age_s in beats if age_s > oldest_s] for name, beats in self.beats.items()}
+
+    @functools.cached_property
+    def telling(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:
+        """``beats`` without those that tell nothing."""
+        return {
+            name: [(beat, age_s) for beat, age_s in beats if beat not in self.late.get(name, ())]
+            for name, beats in self.beats.items()
+        }
+
+    @functools.cached_property
     def hang(self) -> Hang | None:
         """The rank that the others wait for, if that is a hang."""
-        limit_s = max(self.hang_after_s, verdicts.HANG_STEPS * (self.median("step_s") or 0.0))
-        found = judge.silent_rank(self.beats, limit_s, math.inf)
+        limit_s = max(self.hang_after_s, thresholds.HANG_STEPS * (self.median("step_s") or 0.0))
+        found = judge.silent_rank(self.telling, limit_s, math.inf)
         if found is None:
             return None
         beat = (found.host, found.beat.rank, found.beat.time)
-        sure = beat == self.hung or found.age_s > LONG_SILENCE * limit_s
+        sure = beat == self.hung or found.age_s > thresholds.LONG_SILENCE * limit_s
         log_ages = [
             run.log_age_s + self.now - self.hosts[name].heard_at
             for name, run in self.heard.items()
@@ -134,17 +240,15 @@ class Moment:
             return Hang(first.name, found.age_s, f"{why}; {found.host} waits: {words}", beat)
         return Hang(found.host, found.age_s, words, beat)
 
-    @functools.cached_property
-    def stall(self) -> str:
-        """The words for a stall: no rank has moved for much longer than a step takes, which may become a hang."""
+    def _stall(self) -> Iterator[Note]:
+        """Yield that no rank has moved for much longer than a step takes, which may become a hang."""
         step_s = self.median("step_s")
-        beats = list(itertools.chain.from_iterable(self.beats.values()))
-        if self.hang or self.failures or not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
-            return ""
+        beats = list(itertools.chain.from_iterable(self.telling.values()))
+        if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
+            return
         age_s = min((age_s for _, age_s in beats), default=0.0)
-        if age_s < max(verdicts.STALL_S, verdicts.STALL_STEPS * step_s):
-            return ""
-        return f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s"
+        if age_s >= max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
+            yield Note("stall", f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s", ("step",))
 
     @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:
@@ -173,7 +277,7 @@ class Moment:
 
     def median(self, key: str) -> float | None:
         """Return the median of a metric over the last steps."""
-        recent = itertools.islice(reversed(self.metrics), RECENT_STEPS)
+        recent = itertools.islice(reversed(self.metrics), thresholds.RECENT_STEPS)
         values = known(getattr(metrics, key) for metrics in recent)
         return statistics.median(values) if values else None
 
@@ -225,10 +329,11 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
         world=sum(ranks for _, _, ranks in found.nodes),
         attempt=max(run.attempt for run in runs),
         steps=_steps(found),
-        checkpoint_step=next(iter(known(run.checkpoint_step for run in runs)), None),
+        checkpoint_step=max(known(run.checkpoint_step for run in found.heard.values() or runs), default=None),
         network=_network(found),
         guard=guard,
         others=tuple(sorted(others)),
+        odd_in=tuple(field for note in found.run_notes for field in note.fields),
     )
     if found.metrics:
         shown = _stepping(shown, found, found.metrics[-1])
@@ -248,9 +353,7 @@ def _steps(found: Moment) -> int | None:
 def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
     """Add what its steps tell."""
     phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
-    lost, lost_rank_hours = max(0, last.step - (shown.checkpoint_step or 0)), None
-    if step_s:
-        lost_rank_hours = lost * step_s * shown.world / 3600
+    saved = shown.checkpoint_step or 0
     if phase in MOVING:
         tokens_per_s = found.median("tokens_per_s")
         if shown.steps and step_s:
@@ -262,7 +365,7 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
         phase=phase,
         step=last.step,
         loss=last.loss,
-        losses=tuple(metrics.loss for metrics in found.metrics),
+        losses=tuple(known(metrics.loss for metrics in found.metrics)),
         step_s=step_s,
         data_s=found.median("data_s"),
         forward_s=found.median("forward_s"),
@@ -271,8 +374,8 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
         tokens_per_s=tokens_per_s,
         mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
         eta_s=eta_s,
-        lost_steps=lost,
-        lost_rank_hours=lost_rank_hours,
+        lost_steps=max(0, last.step - saved),
+        lost_rank_hours=steps.seconds_since(found.metrics, saved) * shown.world / 3600,
     )
 
 

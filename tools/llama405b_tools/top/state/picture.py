@@ -35,6 +35,7 @@ class HostState(enum.StrEnum):
 
 
 LINK_STATES = (HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN)  # states of the connection
+UNHEARD = (HostState.STALE, HostState.CONNECTING, *LINK_STATES)
 SEVERITY = {
     **dict.fromkeys((HostState.HUNG, HostState.FAILED, *LINK_STATES), 2),
     **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), 1),
@@ -103,7 +104,8 @@ class GpuCell:
     used_mib: int | None
     memory_mib: int | None
     rank: int | None  # the rank that uses it
-    odd: str = ""  # why it stands out; "" if it does not
+    odd: str = ""  # why it or its rank stands out; "" if it does not
+    odd_in: tuple[str, ...] = ()  # the fields above that show it
 
     @property
     def power_pct(self) -> float | None:
@@ -125,6 +127,8 @@ class RankRow:
     total_bytes: int
     data_s: float | None = None  # in its last step: time until it had its batch
     optimizer_s: float | None = None  # in its last step: time for clipping and the update
+    odd: str = ""  # why it stands out; "" if it does not
+    odd_in: tuple[str, ...] = ()  # the fields above that show it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,7 +165,13 @@ class HostRow:
     net_bytes_per_s: float | None = None  # both directions, the busiest interface
     ib_bytes_per_s: float | None = None  # both directions, all ports
     notes: tuple[str, ...] = ()  # what stands out on the host, worst first
+    odd_in: tuple[str, ...] = ()  # the fields that show it; those of its GPUs too
     history: tuple[float, ...] = ()  # mean power or utilization in percent, oldest first; of the CPU if there is no GPU
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether its values are of now; else they are the last that were heard."""
+        return self.state not in UNHEARD
 
     @property
     def severity(self) -> int:
@@ -218,6 +228,7 @@ class Training:
     network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "" if unknown
     guard: GuardShown = GuardShown.NONE
     others: tuple[str, ...] = ()  # other live runs on these hosts
+    odd_in: tuple[str, ...] = ()  # the fields above that stand out
 
     @property
     def is_unguarded(self) -> bool:

@@ -180,15 +180,16 @@ class _Host:
             "beats": self._beats(t, stage),
             "log_age_s": self._log_age_s(t),
             "net": "IB",
+            "checkpoint_step": step // SAVE_EVERY * SAVE_EVERY,
         }
         if self.sent_plan != attempt:
             self.sent_plan = attempt
             run["nodes"] = [[name, i * GPUS, GPUS] for i, name in enumerate(self.hosts)]
             run["nccl"] = {"NCCL_IB_HCA": ",".join(f"mlx5_{port}" for port in range(8))}
         if self.i == 0:
-            run["metrics"] = [self._metrics(each) for each in range(self.sent_metrics + 1, step + 1)]
+            new = range(self.sent_metrics + 1, step + 1)
+            run["metrics"] = [self._metrics(each, attempt, BEGIN + t - STEP_S * (step - each)) for each in new]
             self.sent_metrics = max(self.sent_metrics, step)
-            run["checkpoint_step"] = step // SAVE_EVERY * SAVE_EVERY
             run["max_steps"] = STEPS
         return run
 
@@ -227,11 +228,15 @@ class _Host:
             for gpu in range(GPUS)
         ]
 
-    def _metrics(self, step: int) -> dict[str, Json]:
-        noise = math.sin(step * 12.9898) * 0.02
+    def _loss(self, step: int) -> float:
+        return 1.62 + 2.1 * math.exp(-step / 900) + math.sin(step * 12.9898) * 0.02
+
+    def _metrics(self, step: int, attempt: int, time: float) -> dict[str, Json]:
         return {
             "step": step,
-            "loss": 1.62 + 2.1 * math.exp(-step / 900) + noise,
+            "time": time,
+            "attempt": attempt,
+            "loss": self._loss(step),
             "step_s": STEP_S,
             "data_s": 0.03,
             "forward_s": 1.51,
@@ -245,9 +250,8 @@ class _Host:
         """Return what this host's ranks print at a step."""
         if self.i:
             return []
-        loss = self._metrics(step)["loss"]
         rate = TOKENS_PER_GPU_S * GPUS * len(self.hosts)
-        text = f"step {step}/{STEPS}  loss {loss:.4f}  grad 0.412  lr 1.20e-05  {rate:,.0f} tokens/s  {STEP_S:.2f} s"
+        text = f"step {step}/{STEPS}  loss {self._loss(step):.4f}  grad 0.412  lr 1.20e-05  {rate:,.0f} tokens/s  {STEP_S:.2f} s"
         lines = [text]
         if step % SAVE_EVERY == 0:
             lines.append(f"saved /shared/llama-405b/step-{step:08d}")

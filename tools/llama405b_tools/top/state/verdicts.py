@@ -15,20 +15,12 @@ from llama405b.contract.words import STUCK, said_by_rank
 from llama405b_tools.machine.gpus import Gpu
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run.endings import failure_words
-from llama405b_tools.run.judge import Failure, first_failure
+from llama405b_tools.run.judge import Failure
 from llama405b_tools.text.clean import clean
+from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import Frame, Ram
-from llama405b_tools.top.state.picture import HostRow, HostState, RunPhase, Training, Verdict, known
+from llama405b_tools.top.state.picture import RunPhase, known
 
-FEW = 4  # GPUs that must report before one can deviate
-LOW_POWER, LOW_CLOCK = 0.75, 0.9  # of the median
-SLOW, SLOW_PART = 2.0, 0.2  # times the median, and at least this share of a step more
-HOT_C, HOTTER_C = 80, 8  # and this much above the median
-BUSY = 0.4  # median power over limit; below it all GPUs idle together (an offloaded optimizer, a checkpoint)
-IDLE = 0.35  # power over limit of a waiting GPU: a sign of a hang
-LOW_RAM, LOW_DISK, LOW_DISK_BYTES = 0.03, 0.02, 1 << 30
-HANG_STEPS = 5  # times the median step
-STALL_STEPS, STALL_S = 3, 15.0  # times the median step, and at least this long: not healthy, but not a hang yet
 PHASES = {
     Phase.FAILED: RunPhase.FAILED,
     Phase.START: RunPhase.STARTING,
@@ -48,6 +40,7 @@ IB_ERRORS = {
     "out_of_sequence": "packets out of order",
     "packet_seq_err": "sequence errors",
 }
+STEP_AND_AGE = ("step", "step_age_s")  # fields of a host's row
 BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
 
 
@@ -56,6 +49,7 @@ class Note(NamedTuple):
 
     key: str  # words without the numbers that change
     words: str
+    fields: tuple[str, ...] = ()  # of the row or cell that is drawn: those that show it
 
 
 class Hang(NamedTuple):
@@ -79,9 +73,13 @@ def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:
     for host, each in gpus.items():
         for gpu in each:
             if notes := list(_oddities(gpu, usual)):
-                joined = Note("+".join(note.key for note in notes), "; ".join(note.words for note in notes))
-                found[host, gpu.index] = joined
+                found[host, gpu.index] = _joined(notes)
     return found
+
+
+def _joined(notes: Sequence[Note]) -> Note:
+    fields = tuple(field for note in notes for field in note.fields)
+    return Note("+".join(note.key for note in notes), "; ".join(note.words for note in notes), fields)
 
 
 class Usual(NamedTuple):
@@ -100,36 +98,40 @@ def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
         yield Note("slowed", f"slowed by {', '.join(gpu.slowed)}")
     if gpu.ecc_errors:
         yield Note("ecc", f"{gpu.ecc_errors} uncorrected ECC errors")
-    if usual.power > BUSY:
+    if usual.power > thresholds.BUSY:
         yield from _below(gpu, usual)
     hot = gpu.temperature_c
-    if hot is not None and hot >= HOT_C and hot > usual.heat + HOTTER_C:
-        yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}")
+    if hot is not None and hot >= thresholds.HOT_C and hot > usual.heat + thresholds.HOTTER_C:
+        yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}", ("temperature_c",))
 
 
 def _below(gpu: Gpu, usual: Usual) -> Iterator[Note]:
     """Yield power and clock below those of the others, which are busy."""
     share = _share(gpu)
-    if share is not None and share < LOW_POWER * usual.power:
-        yield Note("power", f"power {100 * share:.0f}% where the median is {100 * usual.power:.0f}%")
-    if gpu.clock_mhz is not None and gpu.clock_mhz < LOW_CLOCK * usual.clock:
-        yield Note("clock", f"clock {gpu.clock_mhz} MHz where the median is {usual.clock:.0f}")
+    if share is not None and share < thresholds.LOW_POWER * usual.power:
+        yield Note("power", f"power {100 * share:.0f}% where the median is {100 * usual.power:.0f}%", ("power_w",))
+    if gpu.clock_mhz is not None and gpu.clock_mhz < thresholds.LOW_CLOCK * usual.clock:
+        yield Note("clock", f"clock {gpu.clock_mhz} MHz where the median is {usual.clock:.0f}", ("clock_mhz",))
 
 
-def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, Note]]:
-    """Yield the hosts with ranks that delay the others: stopped, or slow in what each does alone (batch, update)."""
+def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, int, Note]]:
+    """Yield host and number of the ranks that delay the others: stopped, or slow in what each does alone (batch, update)."""
     for host, beat in everyone:
         if beat.state == "T":
-            yield host, Note(f"stopped {beat.rank}", f"rank {beat.rank}: {STUCK['T']}")
+            yield host, beat.rank, Note("stopped", STUCK["T"], ("state",))
     if step_s is None:
         return
     for key, what in ALONE.items():
         took = [(host, beat.rank, getattr(beat, key)) for host, beat in everyone]
         median = _median((took_s for _, _, took_s in took), math.inf)
         for host, rank, took_s in took:
-            if took_s is not None and took_s > SLOW * median and took_s - median > SLOW_PART * step_s:
-                words = f"rank {rank}: {what} took {took_s:.2f} s where the median is {median:.2f} s"
-                yield host, Note(f"slow {rank} {what}", words)
+            if (
+                took_s is not None
+                and took_s > thresholds.SLOW_RANK * median
+                and took_s - median > thresholds.SLOW_PART * step_s
+            ):
+                words = f"{what} took {took_s:.2f} s where the median is {median:.2f} s"
+                yield host, rank, Note(what, words, (key,))
 
 
 def _share(gpu: Gpu) -> float | None:
@@ -139,7 +141,7 @@ def _share(gpu: Gpu) -> float | None:
 def _median(values: Iterable[float | None], otherwise: float) -> float:
     """Return the median of the known values; ``otherwise`` if there are too few."""
     told = known(values)
-    return statistics.median(told) if len(told) >= FEW else otherwise
+    return statistics.median(told) if len(told) >= thresholds.FEW else otherwise
 
 
 def host_notes(frame: Frame, before: Frame, active: Container[str]) -> list[Note]:
@@ -154,14 +156,15 @@ def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
     if memory.oom_kills is not None and before.oom_kills is not None and memory.oom_kills > before.oom_kills:
         killed = memory.oom_kills - before.oom_kills
         yield Note("oom", f"out-of-memory kills: {killed}")
-    if memory.total and memory.available is not None and memory.available < LOW_RAM * memory.total:
-        yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left")
+    if memory.total and memory.available is not None and memory.available < thresholds.LOW_RAM * memory.total:
+        yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left", ("ram_used_bytes",))
 
 
 def _disk_notes(frame: Frame) -> Iterator[Note]:
     for path, free, total in frame.disks:
-        if free < LOW_DISK_BYTES or free < LOW_DISK * total:
-            yield Note(f"disk {path}", f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}")
+        if free < thresholds.LOW_DISK_BYTES or free < thresholds.LOW_DISK * total:
+            words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
+            yield Note(f"disk {path}", words, ("disk_free_bytes",))
 
 
 def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator[Note]:
@@ -171,9 +174,9 @@ def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator
         grown = {key: port.counters.get(key, 0) - counters[key] for key in IB_ERRORS if key in counters}
         said = [f"{count} {IB_ERRORS[key]}" for key, count in grown.items() if count > 0]
         if said:
-            yield Note(f"{port.name} errors", f"{port.name}: {', '.join(said)}")
+            yield Note(f"{port.name} errors", f"{port.name}: {', '.join(said)}", ("ib_bytes_per_s",))
         if port.name in active and "ACTIVE" not in port.state:
-            yield Note(f"{port.name} down", f"{port.name} is down")
+            yield Note(f"{port.name} down", f"{port.name} is down", ("ib_bytes_per_s",))
 
 
 def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[float], *, sure: bool) -> str | None:
@@ -183,7 +186,7 @@ def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[flo
     that log lines are no excuse.
     """
     shares, stuck = known(map(_share, gpus)), STUCK.get(beat.state, "")
-    works, talks = max(shares, default=0.0) > IDLE + 0.25, min(ages, default=math.inf) < age_s / 4
+    works, talks = max(shares, default=0.0) > thresholds.IDLE + 0.25, min(ages, default=math.inf) < age_s / 4
     if not stuck and (works or (talks and not sure)):
         return None
     words = f"rank {beat.rank} is silent for {age_s:.0f} s at step {beat.step} in phase {beat.phase}"
@@ -198,41 +201,6 @@ def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[flo
 def phase_of(phases: Container[Phase]) -> RunPhase:
     """Return one phase for all ranks: the one that the others wait for."""
     return next((shown for phase, shown in PHASES.items() if phase in phases), RunPhase.STARTING)
-
-
-def verdict(
-    hosts: Sequence[HostRow], training: Training | None, hang: Hang | None, failures: Sequence[Failure], stall: str
-) -> tuple[Verdict, str]:
-    """Return the verdict and why: what ends a run comes before what slows it, then what is not yet known."""
-    if hang:
-        return Verdict.HUNG, f"{hang.host}: {hang.words}"
-    if failures:
-        worst = first_failure(failures)
-        return Verdict.FAILED, f"{worst.host}: {trouble_words(worst)}"
-    if lost := [f"{row.name}: {row.state} {row.why}" for row in hosts if row.severity == 2]:
-        return Verdict.DOWN, _first(lost)
-    if reasons := _reasons(hosts, training, stall):
-        return Verdict.DEGRADED, _first(reasons)
-    if waiting := [row for row in hosts if row.state is HostState.CONNECTING]:
-        return Verdict.CONNECTING, f"hosts that have not answered: {len(waiting)}"
-    return Verdict.HEALTHY, ""
-
-
-def _first(reasons: Sequence[str]) -> str:
-    return reasons[0] + given(", and {} more", len(reasons) - 1)
-
-
-def _reasons(hosts: Sequence[HostRow], training: Training | None, stall: str) -> list[str]:
-    """Return what slows the run, or may slow it, worst first."""
-    reasons = []
-    if training and training.network == "SOCKET":
-        reasons.append("training runs over TCP sockets")
-    if stall:
-        reasons.append(stall)
-    if training and training.is_unguarded:
-        reasons.append("its guard is gone: nothing will restart this run")
-    reasons += [f"{row.name}: {row.state} {row.why}" for row in hosts if row.severity == 1]
-    return reasons + [f"{row.name}: {row.notes[0]}" for row in hosts if row.notes]
 
 
 def trouble_words(failure: Failure) -> str:

@@ -1,0 +1,104 @@
+"""How the steps of a run go: loss and time against what was usual, and whether heartbeats and metrics agree. Pure."""
+
+import bisect
+import itertools
+import operator
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from llama405b.contract.phrases import given
+from llama405b.contract.records import Phase
+from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.text.fold import fold_numbers
+from llama405b_tools.top.state import thresholds
+from llama405b_tools.top.state.frames import StepMetrics
+from llama405b_tools.top.state.picture import known
+from llama405b_tools.top.state.verdicts import STEP_AND_AGE, Note
+
+
+class Measured(NamedTuple):
+    """The steps of this attempt, by the metrics and by the clock of the host that writes them."""
+
+    step: int  # the last
+    age_s: float  # since the last
+    since_s: float  # since the first
+
+
+def measured(metrics: Sequence[StepMetrics], attempt: int, now: float) -> Measured | None:
+    """Return what the metrics tell about an attempt; None if it has none, or if they do not tell their attempt and time."""
+    if not metrics or metrics[-1].attempt != attempt:
+        return None
+    first = metrics[bisect.bisect_left(metrics, attempt, key=operator.attrgetter("attempt"))]
+    if first.time is None or metrics[-1].time is None:
+        return None
+    return Measured(metrics[-1].step, now - metrics[-1].time, now - first.time)
+
+
+def seconds_since(metrics: Sequence[StepMetrics], step: int) -> float:
+    """Return how long the steps after this one took: what was measured, and their mean for those of which no metrics are kept."""
+    took = [each.step_s for each in metrics if each.step > step]
+    n_steps = metrics[-1].step - step
+    return statistics.mean(took) * n_steps if took else 0.0
+
+
+def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
+    """Yield what stands out about the last steps: their loss, and how long they take."""
+    last = metrics[-1]
+    if last.loss is None:
+        yield Note("loss", f"the loss of step {last.step} is not a finite number", ("loss",))
+    elif usual := _exceeded([each.loss for each in metrics], thresholds.HIGH_LOSS, thresholds.HIGH_LOSS_STEPS):
+        above = f"for {thresholds.HIGH_LOSS_STEPS} steps above {thresholds.HIGH_LOSS:g} times its median of {usual:.4g}"
+        yield Note("loss", f"the loss is {last.loss:.4g}, {above}", ("loss",))
+    seconds = [each.step_s for each in metrics]
+    if usual := _exceeded(seconds, thresholds.SLOW_STEP, _n_last(seconds, thresholds.SLOW_STEPS, thresholds.SLOW_S)):
+        yield Note("step_s", f"a step takes {last.step_s:.2f} s where the median was {usual:.2f} s", ("step_s",))
+
+
+def _n_last(seconds: Sequence[float], n: int, least_s: float) -> int:
+    """Return how many of the last steps are ``n`` or more, and together take so long; one more than there are if too few."""
+    sums = enumerate(itertools.accumulate(reversed(seconds)), 1)
+    return next((i for i, sum_s in sums if i >= n and sum_s >= least_s), len(seconds) + 1)
+
+
+def _exceeded(values: Sequence[float | None], times: float, n: int) -> float | None:
+    """Return the median of the values before the last ``n``, if each of these exceeds so many times the median."""
+    before, recent = known(values[:-n]), known(values[-n:])
+    if len(before) < n or not recent:
+        return None
+    median = statistics.median(before)
+    return median if 0 < times * median < min(recent) else None
+
+
+def without_heartbeat(ranks: range, beats: Sequence[Beat], late: Sequence[Beat]) -> Iterator[Note]:
+    """Yield which of a host's ranks have no heartbeat, or one that is ``late``, while the metrics go on."""
+    if missing := sorted({*ranks} - {beat.rank for beat in beats}):
+        yield Note(
+            f"no heartbeat {missing}", f"no heartbeat from {_named(missing)}, although the run trains", STEP_AND_AGE
+        )
+    if late:
+        names, step = _named([beat.rank for beat in late]), min(beat.step for beat in late)
+        yield Note(
+            f"late {names}", f"no heartbeat from {names} since step {step}, although the metrics go on", STEP_AND_AGE
+        )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fold_numbers(ranks)}"
+
+
+def without_metrics(found: Measured | None, beats: Sequence[tuple[Beat, float]], patience_s: float) -> Iterator[Note]:
+    """Yield that the metrics stand while the ranks of the host that writes them go on.
+
+    ``beats``: theirs, with the age of each. Steps without a target have no metrics, and never are many in a row.
+    """
+    if any(beat.phase is not Phase.TRAIN for beat, _ in beats):
+        return
+    step, at_step = 0, min((beat.step for beat, _ in beats), default=0)
+    silent_s = min((beat.time - beat.phase_since for beat, _ in beats), default=0.0)
+    if found:
+        step, silent_s = found.step, found.age_s - max((age_s for _, age_s in beats), default=0.0)
+    if at_step > step + thresholds.DISAGREE_STEPS and silent_s > patience_s:
+        yield Note(
+            "metrics", f"no metrics{given(' since step {}', step)}, although its ranks are at step {at_step}", ("step",)
+        )
