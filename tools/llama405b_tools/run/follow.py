@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import math
 import queue
 import re
 import time
@@ -172,12 +173,20 @@ class Watch:
                 self.saved = event.path
 
     def look_for_hang(self, limits: Limits) -> None:
-        """Count a rank that has been silent for too long as a failure."""
+        """Count a rank that has been silent for too long as a failure, unless steps are taken meanwhile, which needs it."""
         longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
-        hung = judge.hung(self.heard, time.monotonic(), max(limits.step_s, 5 * longest_step_s), limits.slow_s)
-        if hung and not self.failures:
+        step_limit_s = max(limits.step_s, 5 * longest_step_s)
+        hung = judge.hung(self.heard, time.monotonic(), step_limit_s, limits.slow_s)
+        if hung and not self.failures and self._step_age_s() > step_limit_s:
             self.hangs = True
             self.failures.append(hung)
+
+    def _step_age_s(self) -> float:
+        """How long ago this attempt took its last step, by the head's own clock; inf if that is not known."""
+        head = self.heard.get(self.plan.nodes[0].name)
+        if head is None or not self.metrics or self.metrics[-1].attempt != self.plan.attempt:
+            return math.inf
+        return head.now - self.metrics[-1].time + time.monotonic() - head.at_s
 
     def worst(self) -> Failure | None:
         """The failure to name; None if no host reported one."""
