@@ -12,6 +12,8 @@ from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.typed import front_door
 
+MAX_CHARACTERS = 4 << 20
+
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
     """Read a hosts file.
@@ -19,12 +21,17 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     Raises:
         UserError: It cannot be read, or a line is invalid.
     """
+    if not str(path).isprintable():
+        raise UserError(f"{str(path)!r}: the name of a hosts file cannot contain control characters; rename it")
     try:
         refuse_others_writing(path)
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         why = reason_of(error)
         raise UserError(f"{path}: cannot be read ({why}); name a hosts file, with one host per line") from None
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{path}: is too large for a hosts file; name a file with one host per line")
     uses = read_uses(path)
     return tuple(uses.get(host.name, NOT_SET_UP).on(host) for host in parse_hosts(text, str(path)))
 
