@@ -34,6 +34,7 @@ from llama405b_tools.remote.secrets import read_secrets
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, torchrun_argv
 
+from llama405b_tools.text.clean import hide, pieces_of
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
 STOP_EVERY_S = 1.0  # on a disk that all nodes share
@@ -49,6 +50,7 @@ class NodeRunner:
         self.stop_signal = 0
         self.fell_back = ""  # NCCL's line about falling back to TCP
         self.ended = threading.Event()  # set once torchrun has ended
+        self.hidden: list[str] = []  # of the secrets, in the tmux pane
         self.plan = read_plan(run)
         if not self.plan.nodes:
             raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
@@ -210,6 +212,7 @@ class NodeRunner:
         secrets = read_secrets(self.run.secrets(self.host))
         self.run.secrets(self.host).unlink(missing_ok=True)
         return secrets
+        self.hidden = pieces_of(secrets.values())
 
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with a time limit."""
@@ -286,7 +289,7 @@ class NodeRunner:
             ended = child.poll() is not None
             for piece in tail.all(final=ended):
                 with contextlib.suppress(OSError):
-                    print(piece.data.decode("utf-8", "replace"), end="", flush=True)
+                    print(hide(piece.data.decode("utf-8", "replace"), self.hidden), end="", flush=True)
             if ended:
                 return
             self.ended.wait(LOGS_EVERY_S)

@@ -1,15 +1,19 @@
 """The messages of a run from every host, in one queue. A broken connection is reopened and resumes where it was."""
 
 import dataclasses
+import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
 
 from llama405b.contract import reader
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import read_plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stream import Marks, News, StreamRequest
+from llama405b_tools.text.clean import hide_in_json, pieces_of
 
 RETRY_S = 2.0
 
@@ -44,6 +48,8 @@ class Streams:
         self.fleet, self.request, self.records_of = fleet, request, records_of
         self.arrivals: queue.Queue[Arrival] = queue.Queue()
         self.room = {host: threading.Semaphore(most) for host in hosts} if most else {}
+        names = read_plan(RunDir.here(request.run)).secrets  # none if it was not launched from here
+        self.secrets = pieces_of(os.environ[name] for name in names if name in os.environ)
         self.closing = threading.Event()
         self.open: dict[str, Stream] = {}
         for host in hosts:
@@ -92,7 +98,7 @@ class Streams:
             if not line.startswith("{"):  # what a shell's start-up files print
                 continue
             try:
-                news = reader.loads(News, line, "its news")
+                news = reader.loads(News, hide_in_json(line, self.secrets), "its news")
             except reader.MalformedError as error:
                 raise HostError(f"{error}; do both ends run the same version?") from None
             if self.room:
