@@ -51,6 +51,7 @@ def start_with(node_runner: str, work: Path, monkeypatch) -> dict:
 
 
 def test_a_node_runner_that_never_starts_torchrun_is_ended(work, monkeypatch):
+    assert not Path(f"/tmp/tmux-{os.getuid()}/{tmux_socket(plan.run)}").exists()
     monkeypatch.setattr(starting, "START_WITHIN_S", 0.5)
     assert start_with("exec sleep 600", work, monkeypatch)["fault"] == "slow"
     assert processes.start_time(int((work / "pid").read_text())) is None

@@ -216,11 +216,11 @@ def inside_tmux():
         return None
     folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
     target = os.path.join(folder, "limits")
-    name = "llama405b-doctor-%d" % os.getpid()
+    server = ["tmux", "-S", os.path.join(folder, "socket"), "-f", "/dev/null"]
     script = "{ ulimit -l; ulimit -n; } >%s.part 2>&1; mv %s.part %s" % (target, target, target)
     try:
         env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
-        text = run(["tmux", "-L", name, "-f", "/dev/null", "new-session", "-d", "--", "sh", "-c", script], 10, env=env)
+        text = run(server + ["new-session", "-d", "--", "sh", "-c", script], 10, env=env)
         deadline = time.time() + 5
         while not os.path.exists(target) and time.time() < deadline:
             time.sleep(0.02)
@@ -229,7 +229,7 @@ def inside_tmux():
             return {"failed": (text or "").strip() or "it wrote no limits"}
         return {"memlock_kib": values[0], "open_files": values[1]}
     finally:
-        run(["tmux", "-L", name, "kill-server"], 5)
+        run(server + ["kill-server"], 5)
         shutil.rmtree(folder, ignore_errors=True)
 
 

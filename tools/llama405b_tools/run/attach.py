@@ -8,7 +8,8 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.remote.tmux import tmux_session, tmux_socket
+from llama405b_tools.remote.tmux import remove_dead_sockets, tmux_session, tmux_socket
+from llama405b_tools.text.shell import in_sh
 
 
 def operator_socket(run: str) -> str:
@@ -40,6 +41,7 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
     from libtmux.exc import LibTmuxException, TmuxCommandNotFound
 
     os.environ.pop("TMUX", None)
+    remove_dead_sockets()
     name = tmux_session(run)
     try:
         server = libtmux.Server(socket_name=operator_socket(run), config_file="/dev/null")
