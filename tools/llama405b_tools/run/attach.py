@@ -27,7 +27,7 @@ def window_command(host: Host, run: str, *, writable: bool) -> str:
     options = {"-F": os.environ.get("LLAMA405B_SSH_CONFIG", ""), "-p": given("{}", host.port)}
     words = [word for option, value in options.items() if value for word in (option, value)]
     target = given("{}@", host.user) + host.name
-    ssh = ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, shlex.join(inner)]
+    ssh = ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, in_sh(shlex.join(inner))]
     return f"unset TMUX; exec {shlex.join(ssh)}"
 
 
