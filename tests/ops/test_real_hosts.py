@@ -180,7 +180,7 @@ def test_a_host_without_tmux_or_project_or_workdir(hosts, operator):
     text = (operator.path / "hosts").read_text()
     for old, new, words in (
         (sys.executable, "/usr/bin/python3", "/usr/bin/python3 has no llama405b"),
-        (sys.executable, "/nowhere/python", "/nowhere/python cannot be run; set python="),
+        (sys.executable, "/nowhere/python", "/nowhere/python cannot be run; run `"),
         ("~/train_dir", "/nowhere", "there is no directory /nowhere"),
     ):
         first, second = text.splitlines()

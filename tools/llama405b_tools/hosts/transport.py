@@ -150,11 +150,8 @@ class _LocalStream:
         assert child.stdin
         assert child.stdout
         self.child, self.stdin, self.stdout = child, child.stdin, child.stdout
-        try:
+        with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
             self._write(stdin)
-        except OSError:
-            child.wait()
-            raise HostError("the command ended before it read its input") from None
 
     def __iter__(self) -> Iterator[str]:
         while line := self.stdout.readline(MAX_LINE):

@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from llama405b_tools.hosts.inventory import Host
+
 
 def front_door() -> str:
     """Return the program's name as this terminal finds it, for commands to type."""
@@ -17,6 +19,11 @@ def front_door() -> str:
     with contextlib.suppress(ValueError):  # it is not below the current directory
         beside = beside.relative_to(Path.cwd())
     return str(beside)
+
+
+def setup_command(host: Host) -> str:
+    """Return the command that sets up the hosts of a host's file."""
+    return f"{front_door()} setup{hosts_argument(Path(host.where.rpartition(':')[0]))}"
 
 
 def hosts_argument(hosts_file: Path) -> str:

@@ -20,8 +20,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, ProbeRequest
-from llama405b_tools.remote.messages.status import StatusReply, StatusRequest
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, RunPlace
 from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons, used_parts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names
@@ -88,10 +87,10 @@ def _ask_head(
     for port in ports:
         probe = dataclasses.replace(_probe_request(request, head, port, token), is_head=True, inputs=_inputs(request))
         try:
-            dialogue = Dialogue(fleet.stream(head.name, "probe", probe))
+            dialogue = fleet.dialogue(head.name, "probe", probe)
             answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
         except HostError as error:
-            return None, _why(fleet, head.name, request.run, error), port
+            return None, error, port
         if not answer.port_fault or port == ports[-1]:
             break
         dialogue.end_input()
@@ -106,15 +105,6 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
     return InputCheck(
         model.path, data.seq_len, model.layers, model.weights == "random", data.paths, request.new_checkpoints
     )
-
-
-def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
-    """Return a better reason why a host's stream failed, from a query that reads its standard error."""
-    try:
-        fleet.ask(head, "status", StatusRequest(head, run), StatusReply, PROBE_TIMEOUT_S)
-    except HostError as better:
-        return better
-    return error
 
 
 def candidates_of(head: Host, answer: LaunchFacts | HostError) -> list[str]:
@@ -340,5 +330,8 @@ def _named(program: Sequence[str]) -> str:
 
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:
     """Return one sentence about all hosts that are not fit."""
-    clauses = "; ".join(f"{name}: {why}" for name, why in faults.items())
+    alike: dict[str, list[str]] = {}
+    for name, why in faults.items():
+        alike.setdefault(why, []).append(name)
+    clauses = "; ".join(f"{fold_names(names)}: {why}" for why, names in alike.items())
     return f"{clauses}{end}" if len(faults) == 1 else f"{len(faults)} of {n_hosts} hosts are not fit: {clauses}{end}"

@@ -69,16 +69,18 @@ class Streams:
     def _pump(self, host: str) -> None:
         marks: dict[str, tuple[int, int]] = {}  # how far each file was read
         while not self.closing.is_set():
-            why, ended = "the connection was lost, or nothing can be run there", True
+            ended = False
             try:
                 self.open[host] = self.fleet.stream(host, "stream", self._request(host, marks))
                 if self.closing.is_set():  # meanwhile
                     self.open[host].close()
                     return
-                if self._read(host, self.open[host], marks):
+                last = self._read(host, self.open[host], marks)
+                if last is None:
                     return
+                why, ended = str(self.fleet.fault_of(host, last)), True
             except HostError as error:
-                why, ended = str(error), False
+                why = str(error)
             if self.closing.is_set():
                 return
             self.fleet.forget(host, unless_open=ended)
@@ -88,14 +90,16 @@ class Streams:
     def _request(self, host: str, marks: Marks) -> StreamRequest:
         return dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=marks)
 
-    def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> bool:
-        """Put the stream's messages on the queue; returns whether it reached its end.
+    def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> str | None:
+        """Put the stream's messages on the queue; returns None at its end, or the last words of an agent that failed.
 
         Raises:
             HostError: The host sends something that cannot be read.
         """
+        last = ""
         for line in stream:
-            if not line.startswith("{"):  # what a shell's start-up files print
+            if not line.startswith("{"):
+                last = line.strip()[:200] or last
                 continue
             try:
                 news = reader.loads(News, hide_in_json(line, self.secrets), "its news")
@@ -106,5 +110,5 @@ class Streams:
             marks.update(news.marks)
             self.arrivals.put(Arrival(host, news, time.time()))
             if news.end:
-                return True
-        return False
+                return None
+        return last
