@@ -119,6 +119,7 @@ def put(*path):
         (put("tmux", {"failed": "open terminal failed"}), BAD, "tmux does not start: open terminal failed", "tmux new"),
         (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
         (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "/w has 0.01 GiB free", "make room"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True, "free_files": 3}]), BAD, "/w is out of inodes (3 more files can be created)", "delete files"),
         (put("disks", "unmounted_nvme", [{"device": "/dev/nvme1n1", "size": 3_840_000_000_000}]), NOTE, "/dev/nvme1n1 (3.8 TB) is not mounted", "scratch="),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7,697 GB free, the working directory 1,100 GB", "cache= and scratch= below /data"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/fs", "type": "lustre", "free": 9 << 40}]), NOTE, "/fs is a network filesystem (lustre)", "--checkpoint.dir /fs/"),
@@ -253,6 +254,17 @@ def test_the_odd_one_out():
     assert [f.hosts for f in found if f.level == WARN] == [("h2",), ("h3",), ("h3",), ("h3",)]
     assert re.search(r"rank 5 \(cuda 1\): 610 TFLOP/s where the median is 700", found[0].what)
     assert found[-1].level == NOTE
+
+
+def test_one_machine_under_several_names_is_said_unless_all_are_loopback():
+    facts = {"a": good(), "alias": good(), "c": good()}
+    for host, machine in {"a": "m1", "alias": "m1", "c": "m2"}.items():
+        facts[host]["identity"]["machine"] = machine
+    [found] = diagnose(facts)
+    assert (found.level, found.hosts) == (WARN, ("a", "alias"))
+    assert found.what == "are one machine under several names"
+    here = {host: ["127.0.0.1"] for host in facts}
+    assert diagnose(facts, links=peers(*facts, candidates=here)) == []
 
 
 def test_odd_facts_cost_no_other():

@@ -25,9 +25,9 @@ def facts(own, head=None):
     """What a host that has all it needs says."""
     addresses = tuple(Address(*entry) for entry in own)
     return LaunchFacts(
-        versions={}, tmux=True, ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
+        versions={}, tmux=True, tmux_fault="", ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
         machine="m", gpus=0, rdma=Rdma(), cores=2, port_fault="", port_in_use=False, own=addresses, head=head or {},
-        workdir="/w", writable=True, places={}, free_bytes=1 << 40, input_fault="",
+        workdir="/w", run_place=RunPlace("/w/runs/r"), places={}, free_bytes=1 << 40, free_files=None, input_fault="",
     )  # fmt: skip
 
 

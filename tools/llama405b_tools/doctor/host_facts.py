@@ -70,6 +70,7 @@ class Filesystem:
     path: str = ""
     writable: bool = True
     write_per_s: float | None = None  # bytes
+    free_files: int | None = None  # None: no limit, or unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

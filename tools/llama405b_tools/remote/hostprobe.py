@@ -292,6 +292,8 @@ def nearest_directory(path, with_rates):
         here = os.path.dirname(here)
     stat = os.statvfs(here or "/")
     found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here or "/", os.W_OK)}
+    if stat.f_files:  # else the filesystem has no limit
+        found["free_files"] = stat.f_favail
     if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:
         found.update(rates(here))
     return found

@@ -109,7 +109,8 @@ def _start_tmux(run: RunDir, host: str) -> int:
     try:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunError(f"no answer within {TMUX_WITHIN_S:.0f} s") from None
-    if done.returncode:
-        raise RunError(done.stderr.strip() or f"exit code {done.returncode}")
+        raise RunError(f"no answer within {TMUX_WITHIN_S:g} s") from None
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode or not done.stdout.strip().isdecimal():
+        raise RunError(said or f"exit code {done.returncode}, and no output")
     return int(done.stdout)

@@ -26,7 +26,7 @@ from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names
 
 PROBE_TIMEOUT_S = 60.0
-LEAST_FREE_BYTES = 64 << 20  # for logs
+LEAST_FREE_BYTES, LEAST_FREE_FILES = 64 << 20, 1000  # for logs and heartbeats
 PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection uses one
 PORT_TRIES = 5
 
@@ -184,6 +184,8 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             raise UserError(
                 f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name"
             )
+        if found.run_exists and found.run_place.fault:
+            raise UserError(f"--run: {request.run!r} on {name}: {place_words(found.run_place)}; choose another name")
         if found.run_exists and request.resume == "no":
             raise UserError(
                 f"--run: {request.run!r} exists on {name}; choose another name, or continue it with --resume auto"
@@ -303,13 +305,17 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     missing = [name for name, version in found.versions.items() if version == "missing"]
     if missing:
         return f"{', '.join(missing)} is not installed for its python; install it there"
-    if not found.writable:
-        return f"{found.workdir}/runs is not a writable directory; fix that, or set workdir="
+    if found.run_place.fault:
+        return f"{found.run_place.path} cannot be written: {place_words(found.run_place)}; fix that, or set workdir="
     for key, place in found.places.items():
-        if not place.writable:
-            return f"{key}={place.path} cannot be created or written; name a directory of your own"
+        if place.fault:
+            return (
+                f"{key}={place.path} cannot be created or written: {place_words(place)}; name a directory of your own"
+            )
     if not found.has_program:
         return f"{_named(request.program)} is not in {found.workdir}; copy it there"
+    if found.tmux_fault:
+        return f"its tmux does not work (`tmux -V`: {found.tmux_fault}); repair it"
     if not found.ip:
         return "the `ip` program is not installed; install iproute2 there"
     if not request.on_cpu and 0 < found.gpus < host.slots:
@@ -317,6 +323,9 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     if found.free_bytes < LEAST_FREE_BYTES:
         free = found.free_bytes / (1 << 20)
         return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"
+    if found.free_files is not None and found.free_files < LEAST_FREE_FILES:
+        left = f"{counted(found.free_files, 'more file')} can be created at {found.workdir}"
+        return f"its disk is out of inodes ({left}); delete files, or set workdir= on another disk"
     if found.leftovers:
         left = counted(len(found.leftovers), "process", "processes")
         return f"{left} of an earlier attempt left; run `llama405b stop` first"
@@ -326,6 +335,17 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
 def _named(program: Sequence[str]) -> str:
     """A program without its own arguments: ``train.py``, ``-m mine``."""
     return " ".join(program[: 1 + program[0].startswith("-")])
+
+
+def place_words(place: RunPlace) -> str:
+    """Say what stands in the way of writing a directory."""
+    match place.fault:
+        case PlaceFault.DANGLING:
+            return f"{place.at} is a link to nothing"
+        case PlaceFault.DENIED:
+            return f"{place.at} belongs to {place.owner}, and you cannot write it"
+        case _:
+            return f"{place.at} is not a directory"
 
 
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:

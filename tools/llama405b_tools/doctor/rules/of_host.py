@@ -14,7 +14,7 @@ from llama405b_tools.machine.addresses import is_private
 BAD, WARN, NOTE = "bad", "warning", "note"
 Remarks: TypeAlias = Iterator[tuple[str, str, str]]  # level, what, remedy
 GIB = 1 << 30
-MIN_FILES = 4096
+MIN_FILES, MIN_FREE_FILES = 4096, 1000
 MIN_SHM = 1 * GIB
 LEAST = {"python": (3, 11), "torch": (2, 11), "transformers": (5, 17)}
 MIN_DRIVER = {"12": 525, "13": 580}  # CUDA's major version: the driver branch it needs (CUDA release notes)
@@ -203,6 +203,9 @@ def _disks(facts: HostFacts) -> Remarks:
     for entry in facts.filesystems:
         if entry.path and entry.free < GIB:
             yield BAD, f"{entry.path} has {entry.free / GIB:.2f} GiB free", "make room, or set workdir= on another disk"
+        if entry.path and entry.free_files is not None and entry.free_files < MIN_FREE_FILES:
+            what = f"{entry.path} is out of inodes ({counted(entry.free_files, 'more file')} can be created)"
+            yield BAD, what, "delete files, or set workdir= on another disk"
         if entry.path and not entry.writable:
             yield BAD, f"{entry.path} cannot be written", "choose another directory, or change its owner"
     for disk in (facts.disks or NO_DISKS).unmounted_nvme:
