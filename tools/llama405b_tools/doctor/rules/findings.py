@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from llama405b_tools.doctor.host_facts import HostFacts, PeerReach
 from llama405b_tools.doctor.rules import of_host
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
+from llama405b_tools.hosts.inventory import LOOPBACK
 from llama405b_tools.machine.addresses import is_private
-from llama405b_tools.machine.sameness import disagreement
+from llama405b_tools.machine.sameness import disagreement, one_machine
 from llama405b_tools.text.fold import fold_names
 
 LEVELS = (BAD, WARN, NOTE)
@@ -82,6 +83,10 @@ def diagnose(
             what = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
             found.append(Finding(WARN, (host,), what, "start chrony or systemd-timesyncd on it"))
     found += _sameness(facts)
+    machines = {host: each.identity.machine for host, each in facts.items() if each.identity}
+    networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
+    for same in one_machine(networked):
+        found.append(Finding(WARN, same, "are one machine under several names", "delete all but one of them"))
     for host in peers.candidates:
         if others := peers.others(host):
             found += [*_address(host, others, peers), *_lookups(host, others, peers)]
@@ -90,6 +95,11 @@ def diagnose(
         merged.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
     once = [Finding(level, tuple(dict.fromkeys(hosts)), what, how) for (level, what, how), hosts in merged.items()]
     return sorted(once, key=lambda finding: LEVELS.index(finding.level))
+
+
+def _only_loopback(host: str, peers: Peers) -> bool:
+    """Whether a host is meant to be this machine: the demo's hosts are all that."""
+    return all(LOOPBACK.fullmatch(address) for address in peers.candidates.get(host, ()))
 
 
 def _told(facts: HostFacts) -> dict[str, str | int]:
