@@ -367,14 +367,21 @@ def test_dry_run_opens_nothing(work, cli):
 @pytest.mark.parametrize(
     ("file", "text", "verb", "code", "words"),
     [
-        ("hosts.setup.json", '{"node-a": 3}', ["status"], 2, "hosts.setup.json: not written by setup; delete it"),
-        ("hosts.setup.json", '{"node-a": {"python": "/x"}}', ["doctor"], 2, "hosts.setup.json: not written by setup"),
+        ("llama405b/setup.json", '{"hosts": 3}', ["status"], 2, "setup.json: not written by setup; delete it"),
+        (
+            "llama405b/setup.json",
+            '{"hosts": {"@a:22": [{"python": "/x"}]}}',
+            ["doctor"],
+            2,
+            "setup.json: not written by",
+        ),
         ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host knows a run 'r'"),
         ("runs/r/guard.json", '{"run": "r"}', ["stop", "--run", "r"], 0, ""),
         ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "no host knows a run 'r'"),
     ],
 )
-def test_records_that_are_none_break_no_verb(work, cli, file, text, verb, code, words):
+def test_records_that_are_none_break_no_verb(work, cli, monkeypatch, file, text, verb, code, words):
+    monkeypatch.setenv("XDG_STATE_HOME", str(work))
     (work / file).parent.mkdir(parents=True, exist_ok=True)
     (work / file).write_text(text)
     done = cli(work, *verb)
