@@ -113,6 +113,7 @@ def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch,
     ("tmux", "fault"),
     [
         ("echo tmux 3.3a", ""),
+        ("echo hello", "hello"),
         ("exec sleep 600", "no answer within 0.5 s"),
         ("exit 0", "exit code 0"),
         ("echo lost >&2; exit 1", "lost"),

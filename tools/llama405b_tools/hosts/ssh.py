@@ -85,7 +85,8 @@ class Ssh:
         """See ``transport.Connection``."""
         try:
             channel = self._open(command)
-            channel.sendall(stdin.encode())
+            with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
+                channel.sendall(stdin.encode())
             return _SshStream(channel)
         except BROKEN as error:
             raise _lost(error) from None
