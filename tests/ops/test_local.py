@@ -135,6 +135,8 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     logs = cli(work, "logs")
     assert logs.returncode == 0
     assert "node-a r0 out │ step 1/100000" in logs.stdout
+    none = cli(work, "logs", "--rank", "1,9")
+    assert (none.returncode, none.stderr) == (2, "llama405b: --rank: run r has 2 ranks, from 0 to 1, and no 9\n")
 
     stopped = cli(work, "stop")
     assert stopped.returncode == 0, stopped.stdout
