@@ -69,7 +69,10 @@ def peers(*hosts, faults=None, chosen=None, candidates=None):
         for b in hosts:
             if a != b:
                 reached = {
-                    f"{address}:{port}": {"fault": (faults or {}).get((a, b, address), "")}
+                    f"{address}:{port}": {
+                        "fault": (fault := (faults or {}).get((a, b, address), "")),
+                        "unresolved": "known" in fault,
+                    }
                     for address in candidates[b]
                     for port in (29400, 40000)
                 }
@@ -200,6 +203,9 @@ def test_how_hosts_reach_each_other():
     assert (found.level, found.hosts) == (BAD, ("a",))
     assert found.what == "b cannot reach it on the training network (10.0.0.5:29400: No route to host)"
     assert "set address=" in found.remedy
+    unknown = {("b", "a", "10.0.0.5"): "Name or service not known"}
+    [found] = diagnose(facts, links=peers(*facts, faults=unknown))
+    assert found.remedy == "put the name into /etc/hosts on all hosts, or set address= to an IP address"
     both = {host: ["10.0.0.5"] for host in facts} | {"a": ["172.17.0.1", "10.0.0.5"]}
     docker = {(host, "a", "172.17.0.1"): "somebody else answers there" for host in "bc"}
     [found] = diagnose(facts, links=peers(*facts, faults=docker, candidates=both))

@@ -61,6 +61,13 @@ def test_who_does_not_get_there_is_told_what_was_tried():
     assert "172.31.1.5 (no answer within 3 s), 10.0.0.1 (no answer within 3 s)" in faults["b"]
 
 
+def test_a_name_without_an_address_is_not_called_a_firewall():
+    said = {"a": facts([]), "b": facts([], {"train-1": Reach("Name or service not known", unresolved=True)})}
+    why = preflight.meet(A, ["train-1"], said, 20_000)["b"]
+    assert "at train-1 (Name or service not known); put the name into its /etc/hosts, or give a an IP address" in why
+    assert "open TCP ports" not in why
+
+
 def test_address_in_the_hosts_file_is_the_only_candidate():
     assert preflight.candidates_of(Host("a", "hosts:1", address="10.0.0.1"), answers()["a"]) == ["10.0.0.1"]
     assert preflight.candidates_of(Host("localhost", "hosts:1"), answers()["a"]) == ["127.0.0.1"]

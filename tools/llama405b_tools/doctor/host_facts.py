@@ -164,6 +164,7 @@ class Reached:
 
     fault: str  # "": it answers with its token
     mine: str = ""
+    unresolved: bool = False  # the fault is that the name has no address there
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -458,6 +458,8 @@ def reach(address: str, port: int, token: str) -> dict:
                 said += more
     except socket.timeout:
         return {"fault": "no answer within %d s" % CONNECT_S, "silent": True}
+    except socket.gaierror as error:
+        return {"fault": error.strerror or str(error), "unresolved": True}
     except OSError as error:
         return {"fault": error.strerror or str(error)}
     if said.decode("utf-8", "replace") != token:

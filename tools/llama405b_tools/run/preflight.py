@@ -133,10 +133,12 @@ def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Wa
         failed = {address: reach.fault for address, reach in found.items() if reach.fault}
         if failed:
             tried = ", ".join(f"{address} ({fault})" for address, fault in failed.items())
-            faults[name] = (
-                f"cannot reach {head.name} on TCP port {port} at {tried}; open TCP ports 20000-65535 between the hosts, "
-                f"or give {head.name} an address= that all of them reach"
+            remedy = (
+                f"open TCP ports 20000-65535 between the hosts, or give {head.name} an address= that all of them reach"
             )
+            if all(reach.unresolved for reach in found.values()):
+                remedy = f"put the name into its /etc/hosts, or give {head.name} an IP address in address="
+            faults[name] = f"cannot reach {head.name} on TCP port {port} at {tried}; {remedy}"
     return faults
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from llama405b_tools.doctor.host_facts import HostFacts, PeerReach
+from llama405b_tools.doctor.host_facts import HostFacts, PeerReach, Reached
 from llama405b_tools.doctor.rules import of_host
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
 from llama405b_tools.hosts.inventory import LOOPBACK
@@ -133,9 +133,11 @@ def _address(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding
     """Check that the others reach a host, at the address it claims."""
     address, wanted = peers.training_address(host), peers.chosen[host]
     if not address:
-        lacking, fault = _who_cannot(host, others, peers)
-        what = f"{fold_names(lacking)} cannot reach it on the training network ({fault})"
+        lacking, place, found = _who_cannot(host, others, peers)
+        what = f"{fold_names(lacking)} cannot reach it on the training network ({place}{found.fault})"
         remedy = "open TCP ports 20000-65535 between the hosts, or set address= to one they all reach"
+        if found.unresolved:
+            remedy = "put the name into /etc/hosts on all hosts, or set address= to an IP address"
         yield Finding(BAD, (host,), what, remedy)
     elif wanted and address != wanted:
         yield Finding(BAD, (host,), f"not all hosts reach it at address={wanted}", f"set address={address}")
@@ -153,12 +155,12 @@ def _lookups(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding
         yield Finding(WARN, slow, what, "fix its DNS server (/etc/resolv.conf): it delays every start")
 
 
-def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str]:
-    """The hosts that reach another at none of its addresses (all, if each reaches a different one), and why."""
+def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str, Reached]:
+    """The hosts that reach another at none of its addresses (all, if each reaches a different one), where, and why."""
     addresses = peers.candidates[host]
     lacking = [name for name in others if not any(peers.all_reach(host, each, [name]) for each in addresses)] or others
     for name in lacking:
         for place, found in peers.way(name, host).reached.items():
             if found.fault:
-                return lacking, f"{place}: {found.fault}"
-    return lacking, "it was not tried in time"
+                return lacking, f"{place}: ", found
+    return lacking, "", Reached("it was not tried in time")

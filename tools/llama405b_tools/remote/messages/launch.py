@@ -43,6 +43,7 @@ class Reach:
     fault: str  # "": it answers with its token
     mine: str = ""  # its own address on the route there
     interface: str = ""  # of that address
+    unresolved: bool = False  # the fault is that the name has no address there
 
 
 class PlaceFault(enum.StrEnum):
