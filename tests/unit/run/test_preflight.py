@@ -4,7 +4,7 @@ import pytest
 from fakes import FakeFleet
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import launch_facts
@@ -70,7 +70,8 @@ def test_a_name_without_an_address_is_not_called_a_firewall():
 
 def test_address_in_the_hosts_file_is_the_only_candidate():
     assert preflight.candidates_of(Host("a", "hosts:1", address="10.0.0.1"), answers()["a"]) == ["10.0.0.1"]
-    assert preflight.candidates_of(Host("localhost", "hosts:1"), answers()["a"]) == ["127.0.0.1"]
+    for line in ("localhost", "a address=localhost", "a address=127.0.1.1", "a address=::1"):
+        assert preflight.candidates_of(parse_hosts(line, "hosts")[0], answers()["a"]) == ["127.0.0.1"]
 
 
 def test_fast_private_networks_come_first():

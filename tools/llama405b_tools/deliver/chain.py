@@ -107,8 +107,6 @@ class Chain:
         addresses = ready.addresses
         if host.address:
             addresses = (host.address,)
-        elif host.loopback:
-            addresses += ("127.0.0.1",)
         return NextHop(addresses, ready.port, self.token)
 
     def _pass_on(self, order: Sequence[str], first: NextHop) -> None:

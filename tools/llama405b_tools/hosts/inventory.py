@@ -25,6 +25,7 @@ FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch"
 IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%\w+)?\]?")
 MAX_SLOTS, MAX_WORD = 1024, 1000
 MAX_HOSTS = 4096
+LOCAL = "127.0.0.1"  # for every name of loopback, whatever /etc/hosts says of it
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
@@ -79,7 +80,7 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
         raise UserError(f"{source}: contains no hosts; write one per line, like 'gpu-01 slots=8'")
     found = tuple(hosts.values())
     _check_loopback(found)
-    return found
+    return tuple(dataclasses.replace(host, address=LOCAL) if host.loopback else host for host in found)
 
 
 def _parse_line(words: Sequence[str], where: str) -> list[Host]:

@@ -14,7 +14,7 @@ from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
-from llama405b_tools.hosts.inventory import LOOPBACK, Host
+from llama405b_tools.hosts.inventory import LOCAL, Host
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door, hosts_argument
@@ -109,8 +109,8 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
 
 def candidates_of(head: Host, answer: LaunchFacts | HostError) -> list[str]:
     """Return addresses where the others may reach the head: ``address=`` only, else its own, private and fast first."""
-    if head.address or head.loopback:
-        return [head.address or "127.0.0.1"]
+    if head.address:
+        return [head.address]
     own = answer.own if isinstance(answer, LaunchFacts) else ()
     ordered = sorted(own, key=lambda entry: (not is_private(entry.address), -_mbit(entry.mbit)))
     return list(dict.fromkeys([*(entry.address for entry in ordered), ssh_address(head)]))
@@ -145,22 +145,16 @@ def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Wa
 def _way_at(candidate: str, head: Host, answers: Facts, port: int) -> Way:
     """Return the way to an address of the head that all hosts reach."""
     own = {entry.address: entry.interface for entry in answers[head.name].own}
-    mine = candidate if candidate in own else next(iter(own), "127.0.0.1")
-    if LOOPBACK.fullmatch(candidate):
-        candidate = mine = "127.0.0.1"
-    others = {name: found.head[at] for name, found in answers.items() for at in found.head if _is_at(at, candidate)}
+    mine = candidate
+    if candidate not in own and candidate != LOCAL:
+        mine = next(iter(own), LOCAL)
+    others = {name: found.head[candidate] for name, found in answers.items() if candidate in found.head}
     return Way(
         head=candidate,
         port=port,
         address={head.name: mine, **{name: reach.mine for name, reach in others.items()}},
         interface={head.name: own.get(mine, "lo"), **{name: reach.interface for name, reach in others.items()}},
     )
-
-
-def _is_at(tried: str, candidate: str) -> bool:
-    """Whether an address that was tried is the chosen one; all loopback addresses count as one."""
-    both_loopback = LOOPBACK.fullmatch(tried) and LOOPBACK.fullmatch(candidate)
-    return tried == candidate or both_loopback is not None
 
 
 def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
