@@ -66,8 +66,8 @@ class FakeHost:
             self.blames = (*self.blames, request.blame)
         yield Ended(True, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
 
-    def status_reply(self):
-        return StatusReply((self.run(),) if self.plan else ())
+    def status_reply(self, named):
+        return StatusReply((self.run(),) if self.plan and named in (None, self.plan.run) else ())
 
     def run(self):
         plan = self.plan
@@ -104,7 +104,7 @@ class FakeConnection:
         self.host.heard.append(("status", request))
         if isinstance(fault := self.host.faults.get("status"), Exception):
             raise fault
-        return [reader.dumps(self.host.status_reply())]
+        return [reader.dumps(self.host.status_reply(request.run))]
 
     def stream(self, command, stdin):
         return FakeStream(self.host, *_asked(command, stdin))

@@ -148,7 +148,13 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     assert subprocess.run(["tmux", "-L", "llama405b-r", "ls"], capture_output=True, check=False).returncode != 0
     typo = cli(work, "stop", "--run", "typo")
     assert typo.returncode == 2
-    assert "no host knows a run 'typo'" in typo.stderr
+    assert f"--run: no host has 'typo' in {work}/runs; there are r" in typo.stderr
+    for verb in (["status"], ["logs"], ["attach"], ["top", "--once"]):
+        typo = cli(work, *verb, "--run", "typo")
+        assert typo.returncode == 2, typo.stdout
+        assert f"--run: no host has 'typo' in {work}/runs; there are r; `" in typo.stderr
+    assert "r    2" in cli(work, "status", "--all").stdout
+    assert cli(work, "status", "--all", "--run", "r").returncode == 2
     again = cli(work, "stop", "--run", "r")  # idempotent
     assert again.returncode == 0
     assert again.stdout.count("not running") == 2
@@ -377,9 +383,9 @@ def test_dry_run_opens_nothing(work, cli):
             2,
             "setup.json: not written by",
         ),
-        ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host knows a run 'r'"),
+        ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host has 'r' in "),
         ("runs/r/guard.json", '{"run": "r"}', ["stop", "--run", "r"], 0, ""),
-        ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "no host knows a run 'r'"),
+        ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "there are none yet"),
     ],
 )
 def test_records_that_are_none_break_no_verb(work, cli, monkeypatch, file, text, verb, code, words):

@@ -17,7 +17,7 @@ from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
-from llama405b_tools.hosts.typed import setup_command
+from llama405b_tools.hosts.typed import file_of, to_type
 from llama405b_tools.text.shell import shell_path
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Fleet:
 
     def fault_of(self, name: str, said: str, *, cannot_run: bool = False) -> HostError:
         """Explain why the agent did not run on a host, from the last line that the shell or Python wrote there."""
-        python, workdir, setup = self.python(name), self.workdir(name), setup_command(self.hosts[name])
+        python, workdir, setup = self.python(name), self.workdir(name), self.typed("setup")
         if too_old := TOO_OLD.search(said):
             return HostError(
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
@@ -156,6 +156,10 @@ class Fleet:
             return
         if connection := self.connections.pop(name, None):
             connection.close()
+
+    def typed(self, verb: str, run: str = "") -> str:
+        """Return a command about these hosts, to be typed by the user."""
+        return to_type(verb, file_of(next(iter(self.hosts.values()))), run)
 
     def command(self, name: str, action: str) -> str:
         """Return the shell line for an action on a host."""

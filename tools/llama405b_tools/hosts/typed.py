@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from llama405b.contract.phrases import given
 from llama405b_tools.hosts.inventory import Host
 
 
@@ -21,9 +22,16 @@ def front_door() -> str:
     return str(beside)
 
 
-def setup_command(host: Host) -> str:
-    """Return the command that sets up the hosts of a host's file."""
-    return f"{front_door()} setup{hosts_argument(Path(host.where.rpartition(':')[0]))}"
+def to_type(verb: str, hosts_file: Path | None, run: str = "") -> str:
+    """Return a command that can be typed here: the program, the hosts file (None: a Slurm job has none) and the run."""
+    hosts = hosts_argument(hosts_file) if hosts_file else ""
+    return f"{front_door()} {verb}{hosts}{given(' --run {}', run)}"
+
+
+def file_of(host: Host) -> Path | None:
+    """Return the hosts file that a host is from; None for the node of a Slurm job."""
+    file = host.where.rpartition(":")[0]
+    return Path(file) if file else None
 
 
 def hosts_argument(hosts_file: Path) -> str:
