@@ -182,6 +182,13 @@ def test_what_a_run_needs():
     assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Needs(cuda=False)) == []
 
 
+def test_remedies_can_be_typed():
+    facts = good()
+    put("environment", "packages", "torch", "missing")(facts)
+    [found] = diagnose({"a": facts}, Needs(program=".venv/bin/llama405b", hosts=" 'my hosts'"))
+    assert found.remedy == "`.venv/bin/llama405b setup 'my hosts'` installs it"
+
+
 def test_who_differs():
     odd = copy.deepcopy(good())
     odd["environment"]["packages"]["nccl"] = "2.27.3"

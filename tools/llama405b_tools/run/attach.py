@@ -8,6 +8,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.typed import file_of, to_type
 from llama405b_tools.remote.tmux import remove_dead_sockets, tmux_session, tmux_socket
 from llama405b_tools.text.shell import in_sh
 
@@ -42,7 +43,7 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
 
     os.environ.pop("TMUX", None)
     remove_dead_sockets()
-    name = tmux_session(run)
+    name, logs = tmux_session(run), to_type("logs", file_of(hosts[0]), run)
     try:
         server = libtmux.Server(socket_name=operator_socket(run), config_file="/dev/null")
         session = server.new_session(
@@ -55,7 +56,7 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
         for host in hosts[1:]:
             session.new_window(host.name, attach=False, window_shell=window_command(host, run, writable=False))
     except TmuxCommandNotFound:
-        raise UserError("attach: this machine has no tmux; install it, or use `llama405b logs -f`") from None
+        raise UserError(f"attach: this machine has no tmux; install it, or use `{logs} -f`") from None
     except LibTmuxException as error:
-        raise UserError(f"attach: tmux could not create the session ({error}); try `llama405b logs -f`") from None
+        raise UserError(f"attach: tmux could not create the session ({error}); try `{logs} -f`") from None
     return name

@@ -17,7 +17,7 @@ from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.hosts.typed import front_door, hosts_argument
+from llama405b_tools.hosts.typed import to_type
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, RunPlace
@@ -176,7 +176,7 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             )
         if found.alive:
             owner = given(", launched by {}", found.owner)
-            stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
+            stop = to_type("stop", request.hosts_file, request.run)
             raise UserError(
                 f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name"
             )
@@ -324,7 +324,7 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
         return f"its disk is out of inodes ({left}); delete files, or set workdir= on another disk"
     if found.leftovers:
         left = counted(len(found.leftovers), "process", "processes")
-        return f"{left} of an earlier attempt left; run `llama405b stop` first"
+        return f"{left} of an earlier attempt left; run `{to_type('stop', request.hosts_file, request.run)}` first"
     return ""
 
 

@@ -82,7 +82,7 @@ def diagnose(
         if abs(skew) > MAX_SKEW_S:
             what = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
             found.append(Finding(WARN, (host,), what, "start chrony or systemd-timesyncd on it"))
-    found += _sameness(facts)
+    found += _sameness(facts, needs)
     machines = {host: each.identity.machine for host, each in facts.items() if each.identity}
     networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
     for same in one_machine(networked):
@@ -120,11 +120,13 @@ def _told(facts: HostFacts) -> dict[str, str | int]:
     return told
 
 
-def _sameness(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
+def _sameness(facts: Mapping[str, HostFacts], needs: Needs) -> Iterator[Finding]:
     told = {host: _told(each) for host, each in facts.items()}
     for name, level in SAME.items():
         clause, odd = disagreement(name, {host: str(each[name]) for host, each in told.items() if name in each})
-        remedy = "make them equal: llama405b setup" if level == BAD else "make them equal"
+        remedy = "make them equal"
+        if level == BAD:
+            remedy = f"make them equal: {needs.typed('setup')}"
         if odd:
             yield Finding(level, odd, clause, remedy)
 
