@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(args: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        importlib.import_module("llama405b_tools.verbs.completion").complete(VERBS, args, _verb)
+        return GOOD
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
