@@ -365,6 +365,19 @@ def test_no_tmux_is_said(work, cli, tmp_path_factory):
     assert "node-a: tmux is not installed; install it" in done.stderr
 
 
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")
+def test_local_nodes_meet_at_127_0_0_1_whatever_etc_hosts_says(work):
+    (work / "etc-hosts").write_text("203.0.113.9 localhost\n")
+    (work / "p.py").write_text("import os; print('met at', os.environ['MASTER_ADDR'], flush=True)")
+    launch = f"{sys.executable} -m llama405b_tools.cli launch --run met --follow -- p.py"
+    inside = ["unshare", "--mount", "sh", "-c", f"mount --bind {work}/etc-hosts /etc/hosts && exec {launch}"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+    done = subprocess.run(inside, cwd=work, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rendezvous at 127.0.0.1:" in done.stdout
+    assert "met at 127.0.0.1" in done.stdout
+
+
 def test_dry_run_opens_nothing(work, cli):
     done = cli(work, "launch", "--preset", "demo", "--run", "x", "--dry-run")
     assert done.returncode == 0

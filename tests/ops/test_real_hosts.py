@@ -173,7 +173,7 @@ def test_what_differs_between_hosts_is_named(hosts, operator):
 def test_a_host_without_tmux_or_project_or_workdir(hosts, operator):
     hosts.exec(2, "mv", "/usr/bin/tmux", "/usr/bin/tmux.away")
     try:
-        assert "node-2: tmux is not installed" in refused(operator, code=2)
+        assert "node-2: tmux is not installed" in refused(operator)
     finally:
         hosts.exec(2, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
     hosts.hosts_file(operator.path / "hosts", extra="", indices=[1, 2])

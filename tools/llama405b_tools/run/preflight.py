@@ -189,10 +189,6 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
         if found.port_fault:
             why = "in use" if found.port_in_use else f"not available ({found.port_fault})"
             raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
-        if not found.tmux:
-            raise UserError(
-                f"{name}: tmux is not installed; install it (apt-get update && apt-get install tmux). Nothing was started"
-            )
         if found.input_fault:
             raise UserError(f"{name}: {found.input_fault}")
 
@@ -310,6 +306,8 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
             )
     if not found.has_program:
         return f"{_named(request.program)} is not in {found.workdir}; copy it there"
+    if not found.tmux:
+        return "tmux is not installed; install it (apt-get update && apt-get install tmux)"
     if found.tmux_fault:
         return f"its tmux does not work (`tmux -V`: {found.tmux_fault}); repair it"
     if not found.ip:
