@@ -137,7 +137,7 @@ class Fleet:
         if cannot_run or NO_PROGRAM.search(said):
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
         if not said:
-            return HostError("the connection was lost, or the program on the host ended, before it answered")
+            return HostError("the connection was lost, or the program on the host ended")
         return HostError(f"the agent failed ({said})")
 
     def connection(self, name: str) -> Connection:
