@@ -361,8 +361,8 @@ def test_no_tmux_is_said(work, cli, tmp_path_factory):
     for name in ("sh", "ip", "env"):
         (programs / name).symlink_to(f"/usr/bin/{name}")
     done = cli(work, "launch", "--preset", "demo", env={"PATH": str(programs)})
-    assert done.returncode == 2
-    assert "node-a: tmux is not installed; install it" in done.stderr
+    assert done.returncode == 1
+    assert "2 of 2 hosts are not fit: node-a,node-b: tmux is not installed; install it" in done.stderr
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")

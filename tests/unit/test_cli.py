@@ -103,6 +103,7 @@ def test_true_shape_of_405b():
         (["launch", "--slurm", "", "--scratch", "tmp"], "--scratch: 'tmp' is relative"),
         (["launch", "--"], "--: no program after it"),
         (["stop", "--end"], "--end needs --orphans"),
+        (["launch", "--secret", "NO_SUCH_VARIABLE", "--", "x"], "--secret: NO_SUCH_VARIABLE is not set here"),
         (["statsu"], "unknown verb 'statsu' (did you mean 'status'?)"),
         (["launch", "--flow"], "--flow: unknown option (did you mean '--follow'?)"),
         (

@@ -12,7 +12,7 @@ from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b.contract.phrases import did_you_mean, short
 from llama405b_tools.run import screen
-from llama405b_tools.text.clean import clean
+from llama405b_tools.text.clean import without_controls
 from llama405b_tools.text.symbols import substitute
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
@@ -84,7 +84,7 @@ def _call(args: list[str]) -> int:
             raise UserError(f"unknown verb {args[0]!r}{did_you_mean(args[0], VERBS)}; use one of {', '.join(VERBS)}")
         return _verb(args[0], args[1:])
     except UserError as error:
-        screen.show(f"llama405b: {clean(short(str(error), MOST))}", error=True)
+        screen.show(f"llama405b: {without_controls(short(str(error), MOST))}", error=True)
         return error.exit_code
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING

@@ -21,7 +21,12 @@ NAMED = re.compile(
 def clean(text: str) -> str:
     """Clean one log block for a terminal: the last state of a progress bar, no control characters, no tokens."""
     lines = [_last_written(line) for line in text.split("\n")]
-    return redact(CONTROLS.sub("�", ESCAPES.sub("", "\n".join(lines)).expandtabs()))
+    return redact(without_controls("\n".join(lines)).expandtabs())
+
+
+def without_controls(text: str) -> str:
+    """Remove escape sequences, and replace the other control characters, except line breaks and tabs."""
+    return CONTROLS.sub("�", ESCAPES.sub("", text))
 
 
 def printable(line: str) -> str:
