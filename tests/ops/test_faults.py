@@ -135,7 +135,8 @@ def test_10_leftover_processes(hosts, refused, operator):
     try:
         done = operator("launch", "--run", name, *DEMO)
         assert done.returncode == 1
-        assert "node-2: 1 process of an earlier attempt left; run `llama405b stop` first" in done.stderr
+        assert "node-2: 1 process of an earlier attempt left; run `" in done.stderr
+        assert f"llama405b stop --run {name}` first" in done.stderr
         shown = operator("stop", "--orphans")
         assert shown.returncode == 1
         assert "sleep 60" in shown.stdout
