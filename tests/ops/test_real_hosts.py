@@ -144,7 +144,7 @@ def test_a_host_that_does_not_start_stops_the_others(hosts, operator):
         3,
         "sh",
         "-c",
-        "mv /usr/bin/tmux /usr/bin/tmux.away; printf '#!/bin/sh\nexit 1\n' >/usr/bin/tmux; chmod +x /usr/bin/tmux",
+        "mv /usr/bin/tmux /usr/bin/tmux.away; printf '#!/bin/sh\n[ $1 = -V ] && echo tmux 3.3a\n' >/usr/bin/tmux; chmod +x /usr/bin/tmux",
     )
     try:
         words = refused(operator)
@@ -229,7 +229,7 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
         known.write_text(
             "".join(line for line in before_known.splitlines(keepends=True) if hosts.address(1) not in line)
         )
-        assert "node-3: its host key is not in known_hosts" in refused(operator)
+        assert "node-[1,3]: its host key is not in known_hosts; run `ssh node-1` once" in refused(operator)
     finally:
         config.write_text(before)
         known.write_text(before_known)
