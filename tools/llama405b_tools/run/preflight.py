@@ -294,16 +294,21 @@ def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
 
 def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     """Why the run cannot start on a host; '' if it can."""
-    missing = [name for name, version in found.versions.items() if version == "missing"]
-    if missing:
-        return f"{', '.join(missing)} is not installed for its python; install it there"
-    if found.run_place.fault:
-        return f"{found.run_place.path} cannot be written: {place_words(found.run_place)}; fix that, or set workdir="
-    for key, place in found.places.items():
-        if place.fault:
-            return (
-                f"{key}={place.path} cannot be created or written: {place_words(place)}; name a directory of your own"
-            )
+    if why := _lacks(request, found) or _disk_fault(found):
+        return why
+    if not request.on_cpu and 0 < found.gpus < host.slots:
+        return f"it has {counted(found.gpus, 'GPU')}, but slots={host.slots}; check nvidia-smi, or lower slots="
+    if found.leftovers:
+        left = counted(len(found.leftovers), "process", "processes")
+        return f"{left} of an earlier attempt left; run `{to_type('stop', request.hosts_file, request.run)}` first"
+    return ""
+
+
+def _lacks(request: LaunchRequest, found: LaunchFacts) -> str:
+    """Which program a host lacks; '' if none."""
+    if missing := [name for name, version in found.versions.items() if version == "missing"]:
+        setup = to_type("setup", request.hosts_file)
+        return f"{', '.join(missing)} is not installed for its python; run `{setup}`, or install it there"
     if not found.has_program:
         return f"{_named(request.program)} is not in {found.workdir}; copy it there"
     if not found.tmux:
@@ -312,17 +317,23 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
         return f"its tmux does not work (`tmux -V`: {found.tmux_fault}); repair it"
     if not found.ip:
         return "the `ip` program is not installed; install iproute2 there"
-    if not request.on_cpu and 0 < found.gpus < host.slots:
-        return f"it has {counted(found.gpus, 'GPU')}, but slots={host.slots}; check nvidia-smi, or lower slots="
+    return ""
+
+
+def _disk_fault(found: LaunchFacts) -> str:
+    """Why the run cannot write its files on a host; '' if it can."""
+    if found.run_place.fault:
+        return f"{found.run_place.path} cannot be written: {place_words(found.run_place)}; fix that, or set workdir="
+    for key, place in found.places.items():
+        if place.fault:
+            why = place_words(place)
+            return f"{key}={place.path} cannot be created or written: {why}; name a directory of your own"
     if found.free_bytes < LEAST_FREE_BYTES:
         free = found.free_bytes / (1 << 20)
         return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"
     if found.free_files is not None and found.free_files < LEAST_FREE_FILES:
         left = f"{counted(found.free_files, 'more file')} can be created at {found.workdir}"
         return f"its disk is out of inodes ({left}); delete files, or set workdir= on another disk"
-    if found.leftovers:
-        left = counted(len(found.leftovers), "process", "processes")
-        return f"{left} of an earlier attempt left; run `{to_type('stop', request.hosts_file, request.run)}` first"
     return ""
 
 
