@@ -11,6 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hosts_rig  # noqa: E402 - it asks this module for ROOT
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_home(tmp_path_factory):
+    """What setup recorded on this machine is no test's, and the other way round."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     from tiny_models import write_llama

@@ -11,7 +11,7 @@ from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import agent
 from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.remote.messages.guard import Noted
-from llama405b_tools.remote.messages.launch import LaunchFacts, Reach
+from llama405b_tools.remote.messages.launch import LaunchFacts, Reach, RunPlace
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
 from llama405b_tools.remote.messages.status import HostRun, StatusReply
 from llama405b_tools.remote.messages.stream import News, NodeNews
@@ -24,6 +24,7 @@ class FakeHost:
         self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
+        self.machine = name
         self.lives = []  # how each launch of it goes: a list of News, then it is over
         self.gpus = [0]  # as each probe finds them; the last number stays
 
@@ -38,8 +39,9 @@ class FakeHost:
         head = {address: Reach("", "10.0.0.9", "eth0") for address in request.candidates}
         alive = self.alive and request.run == self.plan.run
         gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
-        yield LaunchFacts({}, True, True, False, self.plan.attempt if self.plan else 0, "", alive, (), (), self.name, gpus,
-                          Rdma(), 2, "", False, (), head, "/w", True, {}, 1 << 40, "", stopped_by=self.stopped_by)  # fmt: skip
+        yield LaunchFacts({}, True, "", True, False, self.plan.attempt if self.plan else 0, "", alive, (), (), self.machine,
+                          gpus, Rdma(), 2, "", False, (), head, "/w", RunPlace("/w/runs/r"), {}, 1 << 40, None, "",
+                          stopped_by=self.stopped_by)  # fmt: skip
 
     def start(self, request):
         self.plan, self.alive = request.plan, True
@@ -64,8 +66,8 @@ class FakeHost:
             self.blames = (*self.blames, request.blame)
         yield Ended(True, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
 
-    def status_reply(self):
-        return StatusReply((self.run(),) if self.plan else ())
+    def status_reply(self, named):
+        return StatusReply((self.run(),) if self.plan and named in (None, self.plan.run) else ())
 
     def run(self):
         plan = self.plan
@@ -102,7 +104,7 @@ class FakeConnection:
         self.host.heard.append(("status", request))
         if isinstance(fault := self.host.faults.get("status"), Exception):
             raise fault
-        return [reader.dumps(self.host.status_reply())]
+        return [reader.dumps(self.host.status_reply(request.run))]
 
     def stream(self, command, stdin):
         return FakeStream(self.host, *_asked(command, stdin))

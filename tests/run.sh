@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 source tools/setup.sh
 need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
-[ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge)
+[ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge tcsh:tcsh)
 need_programs "${needed[@]}" || exit 2
 need_venv train,dev || exit 2
 if [ "${1:-}" = quick ]; then

@@ -7,9 +7,9 @@ trainer refuse a flag inside a detached tmux session.
 import argparse
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from llama405b.contract import config
 from llama405b.contract.errors import UserError
@@ -22,6 +22,16 @@ MAX_WORLD = 1_000_000
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence."""
 
+    before_parsing: ClassVar[Callable[["OneLineParser"], None] | None] = None  # tab completion reads the parser here
+
+    if not TYPE_CHECKING:  # argparse's own types hold
+
+        def parse_known_args(self, args=None, namespace=None):
+            """See ``argparse``."""
+            if OneLineParser.before_parsing:
+                OneLineParser.before_parsing(self)
+            return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raise the error as a UserError."""
         raise UserError(f"{message}; see `{self.prog} --help`")
@@ -30,6 +40,11 @@ class OneLineParser(argparse.ArgumentParser):
     def options(self) -> list[str]:
         """Every option it takes."""
         return list(self._option_string_actions)
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """Everything that it takes."""
+        return list(self._actions)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line without settings.

@@ -26,6 +26,11 @@ def last_of(lines: Sequence[str], otherwise: str = "") -> str:
     return [otherwise, *lines][-1]
 
 
+def short(text: str, most: int = 80) -> str:
+    """Cut a text that somebody else wrote to a length that fits in a message."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.7) -> str:
     """Return `` (did you mean 'status'?)`` for a word that is close to a known one (``likeness`` of 0 to 1), else ''."""
     return given(" (did you mean {!r}?)", "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)))

@@ -57,7 +57,9 @@ def test_01_wrong_python(refused, operator):
         f"node-2 slots=1 workdir=~/train_dir python={sys.executable}",
         "node-2 workdir=~/train_dir python=python3",
     )
-    refused(words=["node-2: python3 has no llama405b in ~/train_dir; copy the project there, or pip install it"])
+    refused(
+        words=["node-2: python3 has no llama405b in ~/train_dir; run `", "llama405b setup`, or set workdir= or python="]
+    )
 
 
 def test_02_no_such_python(refused, operator):
@@ -66,7 +68,7 @@ def test_02_no_such_python(refused, operator):
         f"node-2 slots=1 workdir=~/train_dir python={sys.executable}",
         "node-2 slots=1 workdir=~/train_dir python=/no/python",
     )
-    refused(words=["node-2: /no/python cannot be run; set python= in the hosts file"])
+    refused(words=["node-2: /no/python cannot be run; run `", "llama405b setup`, or set python="])
 
 
 def test_03_another_torch(hosts, refused, on):
@@ -133,7 +135,8 @@ def test_10_leftover_processes(hosts, refused, operator):
     try:
         done = operator("launch", "--run", name, *DEMO)
         assert done.returncode == 1
-        assert "node-2: 1 process of an earlier attempt left; run `llama405b stop` first" in done.stderr
+        assert "node-2: 1 process of an earlier attempt left; run `" in done.stderr
+        assert f"llama405b stop --run {name}` first" in done.stderr
         shown = operator("stop", "--orphans")
         assert shown.returncode == 1
         assert "sleep 60" in shown.stdout
@@ -151,7 +154,7 @@ def away(program):
 
 def test_11_no_tmux(refused, on):
     on(3, *away("tmux"))
-    refused(code=2, words=["node-3: tmux is not installed; install it (apt-get update && apt-get install tmux)"])
+    refused(words=["node-3: tmux is not installed; install it (apt-get update && apt-get install tmux)"])
 
 
 def test_12_no_iproute(refused, on):
@@ -161,13 +164,13 @@ def test_12_no_iproute(refused, on):
 
 def test_13_no_such_directory(refused, operator):
     edit(operator, "node-2 slots=1 workdir=~/train_dir", "node-2 slots=1 workdir=/nowhere")
-    refused(words=["node-2: there is no directory /nowhere; create it, or set workdir="])
+    refused(words=["node-2: there is no directory /nowhere; run `", "llama405b setup`, or set workdir="])
 
 
 def test_14_directory_that_cannot_be_written(hosts, refused, on):
     place = hosts.workdir(2)
     on(2, f"rm -rf {place}/runs; chown root {place}; chmod 755 {place}", f"chown {hosts.user(2)} {place}")
-    refused(words=["node-2: ", "runs is not a writable directory; fix that, or set workdir="])
+    refused(words=["/runs/f-", "train_dir belongs to root, and you cannot write it; fix that, or set workdir="])
 
 
 def test_15_login_refused(refused, operator):

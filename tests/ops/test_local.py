@@ -135,6 +135,8 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     logs = cli(work, "logs")
     assert logs.returncode == 0
     assert "node-a r0 out │ step 1/100000" in logs.stdout
+    none = cli(work, "logs", "--rank", "1,9")
+    assert (none.returncode, none.stderr) == (2, "llama405b: --rank: run r has 2 ranks, from 0 to 1, and no 9\n")
 
     stopped = cli(work, "stop")
     assert stopped.returncode == 0, stopped.stdout
@@ -146,7 +148,13 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     assert subprocess.run(["tmux", "-L", "llama405b-r", "ls"], capture_output=True, check=False).returncode != 0
     typo = cli(work, "stop", "--run", "typo")
     assert typo.returncode == 2
-    assert "no host knows a run 'typo'" in typo.stderr
+    assert f"--run: no host has 'typo' in {work}/runs; there are r" in typo.stderr
+    for verb in (["status"], ["logs"], ["attach"], ["top", "--once"]):
+        typo = cli(work, *verb, "--run", "typo")
+        assert typo.returncode == 2, typo.stdout
+        assert f"--run: no host has 'typo' in {work}/runs; there are r; `" in typo.stderr
+    assert "r    2" in cli(work, "status", "--all").stdout
+    assert cli(work, "status", "--all", "--run", "r").returncode == 2
     again = cli(work, "stop", "--run", "r")  # idempotent
     assert again.returncode == 0
     assert again.stdout.count("not running") == 2
@@ -353,8 +361,21 @@ def test_no_tmux_is_said(work, cli, tmp_path_factory):
     for name in ("sh", "ip", "env"):
         (programs / name).symlink_to(f"/usr/bin/{name}")
     done = cli(work, "launch", "--preset", "demo", env={"PATH": str(programs)})
-    assert done.returncode == 2
-    assert "node-a: tmux is not installed; install it" in done.stderr
+    assert done.returncode == 1
+    assert "2 of 2 hosts are not fit: node-a,node-b: tmux is not installed; install it" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")
+def test_local_nodes_meet_at_127_0_0_1_whatever_etc_hosts_says(work):
+    (work / "etc-hosts").write_text("203.0.113.9 localhost\n")
+    (work / "p.py").write_text("import os; print('met at', os.environ['MASTER_ADDR'], flush=True)")
+    launch = f"{sys.executable} -m llama405b_tools.cli launch --run met --follow -- p.py"
+    inside = ["unshare", "--mount", "sh", "-c", f"mount --bind {work}/etc-hosts /etc/hosts && exec {launch}"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+    done = subprocess.run(inside, cwd=work, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rendezvous at 127.0.0.1:" in done.stdout
+    assert "met at 127.0.0.1" in done.stdout
 
 
 def test_dry_run_opens_nothing(work, cli):
@@ -367,14 +388,21 @@ def test_dry_run_opens_nothing(work, cli):
 @pytest.mark.parametrize(
     ("file", "text", "verb", "code", "words"),
     [
-        ("hosts.setup.json", '{"node-a": 3}', ["status"], 2, "hosts.setup.json: not written by setup; delete it"),
-        ("hosts.setup.json", '{"node-a": {"python": "/x"}}', ["doctor"], 2, "hosts.setup.json: not written by setup"),
-        ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host knows a run 'r'"),
+        ("llama405b/setup.json", '{"hosts": 3}', ["status"], 2, "setup.json: not written by setup; delete it"),
+        (
+            "llama405b/setup.json",
+            '{"hosts": {"@a:22": [{"python": "/x"}]}}',
+            ["doctor"],
+            2,
+            "setup.json: not written by",
+        ),
+        ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host has 'r' in "),
         ("runs/r/guard.json", '{"run": "r"}', ["stop", "--run", "r"], 0, ""),
-        ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "no host knows a run 'r'"),
+        ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "there are none yet"),
     ],
 )
-def test_records_that_are_none_break_no_verb(work, cli, file, text, verb, code, words):
+def test_records_that_are_none_break_no_verb(work, cli, monkeypatch, file, text, verb, code, words):
+    monkeypatch.setenv("XDG_STATE_HOME", str(work))
     (work / file).parent.mkdir(parents=True, exist_ok=True)
     (work / file).write_text(text)
     done = cli(work, *verb)

@@ -144,7 +144,7 @@ def test_a_host_that_does_not_start_stops_the_others(hosts, operator):
         3,
         "sh",
         "-c",
-        "mv /usr/bin/tmux /usr/bin/tmux.away; printf '#!/bin/sh\nexit 1\n' >/usr/bin/tmux; chmod +x /usr/bin/tmux",
+        "mv /usr/bin/tmux /usr/bin/tmux.away; printf '#!/bin/sh\n[ $1 = -V ] && echo tmux 3.3a\n' >/usr/bin/tmux; chmod +x /usr/bin/tmux",
     )
     try:
         words = refused(operator)
@@ -173,14 +173,14 @@ def test_what_differs_between_hosts_is_named(hosts, operator):
 def test_a_host_without_tmux_or_project_or_workdir(hosts, operator):
     hosts.exec(2, "mv", "/usr/bin/tmux", "/usr/bin/tmux.away")
     try:
-        assert "node-2: tmux is not installed" in refused(operator, code=2)
+        assert "node-2: tmux is not installed" in refused(operator)
     finally:
         hosts.exec(2, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
     hosts.hosts_file(operator.path / "hosts", extra="", indices=[1, 2])
     text = (operator.path / "hosts").read_text()
     for old, new, words in (
         (sys.executable, "/usr/bin/python3", "/usr/bin/python3 has no llama405b"),
-        (sys.executable, "/nowhere/python", "/nowhere/python cannot be run; set python="),
+        (sys.executable, "/nowhere/python", "/nowhere/python cannot be run; run `"),
         ("~/train_dir", "/nowhere", "there is no directory /nowhere"),
     ):
         first, second = text.splitlines()
@@ -229,7 +229,7 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
         known.write_text(
             "".join(line for line in before_known.splitlines(keepends=True) if hosts.address(1) not in line)
         )
-        assert "node-3: its host key is not in known_hosts" in refused(operator)
+        assert "node-[1,3]: its host key is not in known_hosts; run `ssh node-1` once" in refused(operator)
     finally:
         config.write_text(before)
         known.write_text(before_known)

@@ -64,6 +64,13 @@ def test_three_commands_to_the_first_step(hosts, place, type_in):
         assert status["exit_code"] == 0
 
 
+def test_a_second_hosts_file_with_the_same_hosts_works(place, type_in):
+    (place / "second").write_text("node-3 slots=8\nnode-2\n")
+    done = type_in("status", "second")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("run first\n")
+
+
 def test_again_does_nothing_and_says_so(hosts, type_in):
     began = time.monotonic()
     again = type_in("setup", "--offline")

@@ -21,6 +21,15 @@ def test_unknown_verb(capsys):
     assert "unknown verb 'lunch'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["\x1b]0;title\x07\x1b[31mred\x9b", "x" * 1_000_000])
+def test_nothing_raw_reaches_the_terminal(word, capsys):
+    assert cli.main(["status", "hosts", word]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("llama405b: ")
+    assert said.rstrip("\n").isprintable()
+    assert len(said) < 30_000
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["launch", "--preset", "demo", "--dry-run"], ["train", "--help"]])
 def test_the_control_plane_needs_no_torch(argv):
     code = (
@@ -94,6 +103,7 @@ def test_true_shape_of_405b():
         (["launch", "--slurm", "", "--scratch", "tmp"], "--scratch: 'tmp' is relative"),
         (["launch", "--"], "--: no program after it"),
         (["stop", "--end"], "--end needs --orphans"),
+        (["launch", "--secret", "NO_SUCH_VARIABLE", "--", "x"], "--secret: NO_SUCH_VARIABLE is not set here"),
         (["statsu"], "unknown verb 'statsu' (did you mean 'status'?)"),
         (["launch", "--flow"], "--flow: unknown option (did you mean '--follow'?)"),
         (

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from llama405b import __version__
 from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
-from llama405b.contract.phrases import did_you_mean
+from llama405b.contract.phrases import did_you_mean, short
 from llama405b_tools.run import screen
+from llama405b_tools.text.clean import without_controls
 from llama405b_tools.text.symbols import substitute
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
@@ -29,6 +30,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b.commands.bench", "measure against a named baseline"),
 }
+MOST = 20_000  # characters of an error, which may name every host
 OPERATOR, HOSTS = (
     ("setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),
     ("download", "train", "demo", "bench"),
@@ -68,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(args: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        importlib.import_module("llama405b_tools.verbs.completion").complete(VERBS, args, _verb)
+        return GOOD
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
@@ -79,7 +84,7 @@ def _call(args: list[str]) -> int:
             raise UserError(f"unknown verb {args[0]!r}{did_you_mean(args[0], VERBS)}; use one of {', '.join(VERBS)}")
         return _verb(args[0], args[1:])
     except UserError as error:
-        screen.show(f"llama405b: {error}", error=True)
+        screen.show(f"llama405b: {without_controls(short(str(error), MOST))}", error=True)
         return error.exit_code
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING

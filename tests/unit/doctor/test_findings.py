@@ -69,7 +69,10 @@ def peers(*hosts, faults=None, chosen=None, candidates=None):
         for b in hosts:
             if a != b:
                 reached = {
-                    f"{address}:{port}": {"fault": (faults or {}).get((a, b, address), "")}
+                    f"{address}:{port}": {
+                        "fault": (fault := (faults or {}).get((a, b, address), "")),
+                        "unresolved": "known" in fault,
+                    }
                     for address in candidates[b]
                     for port in (29400, 40000)
                 }
@@ -119,6 +122,7 @@ def put(*path):
         (put("tmux", {"failed": "open terminal failed"}), BAD, "tmux does not start: open terminal failed", "tmux new"),
         (put("memory", "shm_free", 64 << 20), WARN, "/dev/shm has 0.1 GiB free", "--shm-size"),
         (put("disks", "filesystems", [{"path": "/w", "free": 10 << 20, "writable": True}]), BAD, "/w has 0.01 GiB free", "make room"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True, "free_files": 3}]), BAD, "/w is out of inodes (3 more files can be created)", "delete files"),
         (put("disks", "unmounted_nvme", [{"device": "/dev/nvme1n1", "size": 3_840_000_000_000}]), NOTE, "/dev/nvme1n1 (3.8 TB) is not mounted", "scratch="),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/data", "type": "xfs", "free": 7 << 40}]), NOTE, "/data (xfs) has 7,697 GB free, the working directory 1,100 GB", "cache= and scratch= below /data"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": True}, {"mount": "/fs", "type": "lustre", "free": 9 << 40}]), NOTE, "/fs is a network filesystem (lustre)", "--checkpoint.dir /fs/"),
@@ -178,6 +182,13 @@ def test_what_a_run_needs():
     assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Needs(cuda=False)) == []
 
 
+def test_remedies_can_be_typed():
+    facts = good()
+    put("environment", "packages", "torch", "missing")(facts)
+    [found] = diagnose({"a": facts}, Needs(program=".venv/bin/llama405b", hosts=" 'my hosts'"))
+    assert found.remedy == "`.venv/bin/llama405b setup 'my hosts'` installs it"
+
+
 def test_who_differs():
     odd = copy.deepcopy(good())
     odd["environment"]["packages"]["nccl"] = "2.27.3"
@@ -199,6 +210,9 @@ def test_how_hosts_reach_each_other():
     assert (found.level, found.hosts) == (BAD, ("a",))
     assert found.what == "b cannot reach it on the training network (10.0.0.5:29400: No route to host)"
     assert "set address=" in found.remedy
+    unknown = {("b", "a", "10.0.0.5"): "Name or service not known"}
+    [found] = diagnose(facts, links=peers(*facts, faults=unknown))
+    assert found.remedy == "put the name into /etc/hosts on all hosts, or set address= to an IP address"
     both = {host: ["10.0.0.5"] for host in facts} | {"a": ["172.17.0.1", "10.0.0.5"]}
     docker = {(host, "a", "172.17.0.1"): "somebody else answers there" for host in "bc"}
     [found] = diagnose(facts, links=peers(*facts, faults=docker, candidates=both))
@@ -253,6 +267,17 @@ def test_the_odd_one_out():
     assert [f.hosts for f in found if f.level == WARN] == [("h2",), ("h3",), ("h3",), ("h3",)]
     assert re.search(r"rank 5 \(cuda 1\): 610 TFLOP/s where the median is 700", found[0].what)
     assert found[-1].level == NOTE
+
+
+def test_one_machine_under_several_names_is_said_unless_all_are_loopback():
+    facts = {"a": good(), "alias": good(), "c": good()}
+    for host, machine in {"a": "m1", "alias": "m1", "c": "m2"}.items():
+        facts[host]["identity"]["machine"] = machine
+    [found] = diagnose(facts)
+    assert (found.level, found.hosts) == (WARN, ("a", "alias"))
+    assert found.what == "are one machine under several names"
+    here = {host: ["127.0.0.1"] for host in facts}
+    assert diagnose(facts, links=peers(*facts, candidates=here)) == []
 
 
 def test_odd_facts_cost_no_other():

@@ -1,6 +1,7 @@
 import pytest
 
 from llama405b.contract.errors import UserError
+from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.inventory import parse_hosts
 
 
@@ -38,7 +39,20 @@ def test_everything_a_line_can_say():
         ("a slot=8\n", "hosts:1: 'slot=8' is not a valid option; use slots=, address=, workdir=, python="),
         ("a slots=0\n", "hosts:1: slots=0 is not a valid number of ranks"),
         ("a slots=²\n", "hosts:1: slots=² is not a valid number of ranks"),
-        ("a slots=" + "9" * 5000, "is not a valid number of ranks"),
+        ("a slots=" + "9" * 500, "is not a valid number of ranks"),
+        ("a\nb" + "9" * 1_000_000, "…' is too long (1000001 characters); shorten it"),
+        ("a workdir=/\x1b[31mred\n", r"hosts:1: contains the control character '\x1b'; delete it"),
+        ("a\na\0b\n", r"hosts:2: contains the control character '\x00'"),
+        ("a workdir=/\u202egnp\n", r"hosts:1: contains the control character '\u202e'"),
+        (
+            "me@fd00::7\n",
+            "'me@fd00::7' is an IPv6 address, which a hosts file cannot name; write a name, and in ~/.ssh/config",
+        ),
+        ("[fe80::1%eth0]\n", "`Host` with that name and `HostName fe80::1%eth0`"),
+        (
+            "a address=fd00::7\n",
+            "address=fd00::7 is an IPv6 address, but the hosts meet over IPv4; write the host's IPv4",
+        ),
         ("n[٠١-٠٢]\n", "hosts:1: 'n[٠١-٠٢]' is not a valid host"),
         ("n:٢٢\n", "hosts:1: 'n:٢٢' is not a valid host"),
         ("a slots=x\n", "hosts:1: slots=x is not a valid number of ranks"),
@@ -56,4 +70,13 @@ def test_a_bad_line_is_named(text, words):
     with pytest.raises(UserError) as caught:
         parse_hosts(text, "hosts")
     assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_hosts_files_own_name_and_size_are_checked(tmp_path):
+    with pytest.raises(UserError, match=r"x1b\[31mred': the name of a hosts file cannot contain control characters"):
+        read_hosts(tmp_path / "\x1b[31mred")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="zeros: is too large for a hosts file"):
+        read_hosts(tmp_path / "zeros")

@@ -1,22 +1,34 @@
-"""How a stream handles bytes that are not text, and errors without a message."""
+"""How a channel begins after the login shell's start-up files, and a stream with bytes that are not text or without a message."""
 
 import io
 
 import pytest
 
-from llama405b_tools.hosts.ssh import _SshStream
+from llama405b_tools.hosts import ssh
+from llama405b_tools.hosts.ssh import READY, _await_sh, _SshStream
 from llama405b_tools.hosts.transport import HostError
 
 
 class Channel:
     """As much of paramiko's as a stream needs."""
 
-    def __init__(self, data=b""):
-        self.data = data
+    def __init__(self, data=b"", err=b"", *, silent=False):
+        self.data, self.err, self.silent = io.BytesIO(data), err, silent
+
+    def settimeout(self, seconds):
+        pass
+
+    def recv(self, size):
+        if not (data := self.data.read(size)) and self.silent:
+            raise TimeoutError
+        return data
 
     def makefile(self, mode):
         assert mode == "rb"
-        return io.BytesIO(self.data)
+        return self.data
+
+    def makefile_stderr(self, mode):
+        return io.BytesIO(self.err)
 
     def sendall(self, data):
         raise EOFError
@@ -29,3 +41,27 @@ def test_bytes_that_are_not_text_do_not_end_a_stream():
 def test_an_error_without_words_is_named_by_its_type():
     with pytest.raises(HostError, match=r"the connection was lost \(EOFError\)"):
         _SshStream(Channel()).send("x")
+
+
+@pytest.mark.parametrize("noise", [b"", b"welcome\n", b"no newline", b'{"a": 1}\n', b"\xff\n{"])
+def test_what_start_up_files_print_is_not_part_of_the_output(noise):
+    channel = Channel(noise + READY + b"{1}\n")
+    _await_sh(channel, "a")
+    assert list(_SshStream(channel)) == ["{1}\n"]
+
+
+@pytest.mark.parametrize(
+    ("channel", "said"),
+    [
+        (Channel(b"hello", silent=True), r"start-up files \(such as ~/.bashrc\) read input or take more than 30 s"),
+        (
+            Channel(b"this account is not available\n"),
+            r"end it before it runs a command \(this account is not available\)",
+        ),
+        (Channel(err=b"nologin"), r"end it before it runs a command \(nologin\); try `ssh a true`"),
+    ],
+)
+def test_start_up_files_that_never_let_a_command_run_are_named(channel, said):
+    with pytest.raises(HostError, match=said):
+        _await_sh(channel, "a")
+    assert ssh.SHELL_TIMEOUT_S == 30.0

@@ -11,7 +11,9 @@ import pytest
 
 from llama405b.contract import checkpoints, reader
 from llama405b_tools.doctor.host_facts import HostFacts
-from llama405b_tools.remote import carried, sampler
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.remote import agent, carried, sampler
 from llama405b_tools.top.state.frames import Frame
 
 
@@ -84,3 +86,15 @@ def test_it_is_one_file(name):
 
 def test_what_it_says_twice_is_the_same():
     assert sampler.STEP_DIR.pattern.rstrip("$") == checkpoints.STEP_DIR.pattern.replace("(", "").replace(")", "")
+
+
+def test_the_agent_tells_a_python_older_than_ours(tmp_path):
+    source = Path(agent.__file__).read_text()
+    ast.parse(source, feature_version=(3, 6))  # or Python would stop before the check, with a SyntaxError
+    older = f"import sys; sys.version_info = (3, 10, 2); sys.argv[1:] = []; exec({source!r})"
+    done = subprocess.run([sys.executable, "-c", older], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    fleet = Fleet([Host("a", "my hosts:1", workdir="/w", python="/py")])
+    said = str(fleet.fault_of("a", done.stderr.strip()))
+    assert said.startswith("/py is Python 3.10, but llama405b needs 3.11 or newer; run `")
+    assert said.endswith("llama405b setup 'my hosts'`, or set python=")

@@ -5,7 +5,10 @@ import subprocess
 import sys
 import time
 
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
 from llama405b_tools.remote import processes
+from llama405b_tools.remote.streaming import _Secrets
 from llama405b_tools.remote.torchrun import MARKER
 
 
@@ -40,3 +43,16 @@ def test_a_pid_alone_proves_nothing():
     assert processes.same_process(os.getpid(), began)
     assert not processes.same_process(os.getpid(), began + 1)
     assert processes.start_time(2**22 + 1) is None
+
+
+def test_the_values_of_a_runs_secrets_are_known_while_it_lives(tmp_path):
+    plan = Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), ("MY_KEY", "OTHER"), ())
+    secrets = _Secrets(RunDir(tmp_path / "r"), "a")
+    env = {MARKER: f"{tmp_path}/r:a", "MY_KEY": "correct horse", "PATH": os.environ["PATH"]}
+    child = subprocess.Popen(["sleep", "60"], env=env)
+    try:
+        assert secrets.pieces(plan, alive=True) == ["correct horse"]
+    finally:
+        child.kill()
+        child.wait()
+    assert secrets.pieces(plan, alive=False) == ["correct horse"]  # what is read last is hidden, too

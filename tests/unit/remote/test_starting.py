@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
+from llama405b.contract import reader
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import NodeState, NodeStatus
-from llama405b_tools.remote import processes, starting
+from llama405b_tools.remote import ending, launch_facts, processes, starting
+from llama405b_tools.remote.messages.launch import PlaceFault, RunPlace
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, StartRequest
 from llama405b_tools.remote.tmux import tmux_socket
 
@@ -45,8 +49,9 @@ def start_with(node_runner: str, work: Path, monkeypatch) -> dict:
     starting.start(StartRequest("a", plan, {"TOKEN": "t"}, (0,)))
     monkeypatch.undo()
     assert not list((work / "runs").rglob("*secrets*"))
-    tmux = ["tmux", "-L", tmux_socket(plan.run), "has-session"]
+    tmux = [shutil.which("tmux"), "-L", tmux_socket(plan.run), "has-session"]
     assert subprocess.run(tmux, capture_output=True, timeout=10).returncode != 0
+    assert not Path(f"/tmp/tmux-{os.getuid()}/{tmux_socket(plan.run)}").exists()
     return json.loads(said.getvalue())
 
 
@@ -82,3 +87,64 @@ def test_a_node_runner_and_a_tmux_that_need_more_than_20_s_are_waited_for(work, 
     assert starting._await_torchrun(run, "a", os.getpid()).fault is None
     assert starting.TMUX_WITHIN_S > 20
     assert ANSWER_WITHIN_S > starting.TMUX_WITHIN_S + starting.START_WITHIN_S
+
+
+@pytest.mark.parametrize(
+    ("tmux", "said"),
+    [
+        ("exec sleep 600", "no answer within 0.5 s"),
+        ("exit 0", "exit code 0, and no output"),
+        ("echo hello", "hello"),
+        ("echo no server running >&2; exit 1", "no server running"),
+    ],
+)
+def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch, tmux, said):
+    (work / "bin").mkdir()
+    (work / "bin/tmux").write_text(f"#!/bin/sh\n{tmux}\n")
+    (work / "bin/tmux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{work}/bin:{os.environ['PATH']}")
+    monkeypatch.setattr(starting, "TMUX_WITHIN_S", 0.5)
+    monkeypatch.setattr(ending, "TMUX_WITHIN_S", 0.5)
+    answer = start_with("exec sleep 600", work, monkeypatch)
+    assert (answer["fault"], answer["detail"]) == ("tmux", said)
+
+
+@pytest.mark.parametrize(
+    ("tmux", "fault"),
+    [
+        ("echo tmux 3.3a", ""),
+        ("echo hello", "hello"),
+        ("exec sleep 600", "no answer within 0.5 s"),
+        ("exit 0", "exit code 0"),
+        ("echo lost >&2; exit 1", "lost"),
+    ],
+)
+def test_a_tmux_that_does_not_work_is_found_before_the_start(work, monkeypatch, tmux, fault):
+    (work / "tmux").write_text(f"#!/bin/sh\n{tmux}\n")
+    (work / "tmux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{work}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch_facts, "TMUX_WITHIN_S", 0.5)
+    assert launch_facts.tmux_fault() == fault
+
+
+def test_what_stands_in_the_way_of_a_run_directory(work):
+    assert launch_facts.place_of(str(work / "runs/r")).fault is None
+    (work / "runs").symlink_to("/nowhere/runs")
+    assert launch_facts.place_of(str(work / "runs/r")) == RunPlace(
+        str(work / "runs/r"), PlaceFault.DANGLING, str(work / "runs")
+    )
+    (work / "runs").unlink()
+    (work / "runs").touch()
+    assert launch_facts.place_of(str(work / "runs/r")).fault is PlaceFault.NO_DIRECTORY
+
+
+def test_an_agent_that_fails_says_why_in_one_line(work):
+    (work / "runs").symlink_to("/nowhere/runs")
+    request = reader.dumps(StartRequest("a", Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), (), ()), {}, (0,)))
+    command = [sys.executable, "-m", "llama405b_tools.remote.agent", "start"]
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    done = subprocess.run(
+        command, input=request, cwd=work, env=os.environ | path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"{work}/runs: File exists\n"

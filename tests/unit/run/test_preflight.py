@@ -4,11 +4,11 @@ import pytest
 from fakes import FakeFleet
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import launch_facts
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, Reach, RunPlace
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
 from llama405b_tools.run import preflight
 from llama405b_tools.run.preflight import Way
 from llama405b_tools.run.request import parse
@@ -25,9 +25,9 @@ def facts(own, head=None):
     """What a host that has all it needs says."""
     addresses = tuple(Address(*entry) for entry in own)
     return LaunchFacts(
-        versions={}, tmux=True, ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
+        versions={}, tmux=True, tmux_fault="", ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
         machine="m", gpus=0, rdma=Rdma(), cores=2, port_fault="", port_in_use=False, own=addresses, head=head or {},
-        workdir="/w", writable=True, places={}, free_bytes=1 << 40, input_fault="",
+        workdir="/w", run_place=RunPlace("/w/runs/r"), places={}, free_bytes=1 << 40, free_files=None, input_fault="",
     )  # fmt: skip
 
 
@@ -61,9 +61,17 @@ def test_who_does_not_get_there_is_told_what_was_tried():
     assert "172.31.1.5 (no answer within 3 s), 10.0.0.1 (no answer within 3 s)" in faults["b"]
 
 
+def test_a_name_without_an_address_is_not_called_a_firewall():
+    said = {"a": facts([]), "b": facts([], {"train-1": Reach("Name or service not known", unresolved=True)})}
+    why = preflight.meet(A, ["train-1"], said, 20_000)["b"]
+    assert "at train-1 (Name or service not known); put the name into its /etc/hosts, or give a an IP address" in why
+    assert "open TCP ports" not in why
+
+
 def test_address_in_the_hosts_file_is_the_only_candidate():
     assert preflight.candidates_of(Host("a", "hosts:1", address="10.0.0.1"), answers()["a"]) == ["10.0.0.1"]
-    assert preflight.candidates_of(Host("localhost", "hosts:1"), answers()["a"]) == ["127.0.0.1"]
+    for line in ("localhost", "a address=localhost", "a address=127.0.1.1", "a address=::1"):
+        assert preflight.candidates_of(parse_hosts(line, "hosts")[0], answers()["a"]) == ["127.0.0.1"]
 
 
 def test_fast_private_networks_come_first():
@@ -167,6 +175,49 @@ def test_users_who_share_the_directory_of_runs_are_refused():
 def test_the_directory_of_checkpoints_is_tried_before_the_start():
     asked = preflight._probe_request(saving("--checkpoint.dir", "/shared/c"), A, 20_000, "token")
     assert asked.places == {"--checkpoint.dir": "/shared/c"}
-    said = dataclasses.replace(facts([]), places={"--checkpoint.dir": RunPlace("/shared/c", False)})
+    said = dataclasses.replace(
+        facts([]), places={"--checkpoint.dir": RunPlace("/shared/c", PlaceFault.DENIED, "/shared", "bob")}
+    )
     assert "--checkpoint.dir=/shared/c cannot be created or written" in preflight._host_fault(saving(), A, said)
     assert preflight._probe_request(saving("--checkpoint.every", "0"), A, 20_000, "token").places == {}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ({}, ""),
+        ({"tmux": False}, "tmux is not installed; install it (apt-get update && apt-get install tmux)"),
+        (
+            {"tmux_fault": "no answer within 10 s"},
+            "its tmux does not work (`tmux -V`: no answer within 10 s); repair it",
+        ),
+        (
+            {"free_files": 3},
+            "its disk is out of inodes (3 more files can be created at /w); delete files, or set workdir=",
+        ),
+        (
+            {"run_place": RunPlace("/w/runs/r", PlaceFault.DENIED, "/w", "bob")},
+            "/w/runs/r cannot be written: /w belongs to bob, and you cannot write it; fix that, or set workdir=",
+        ),
+        (
+            {"places": {"cache": RunPlace("/nvme/hf", PlaceFault.DANGLING, "/nvme")}},
+            "cache=/nvme/hf cannot be created or written: /nvme is a link to nothing; name a directory of your own",
+        ),
+    ],
+)
+def test_what_a_host_lacks_is_found_before_the_start(lacks, said):
+    request = parse(["--run", "r", "--", "x.py"], 0.0)
+    why = preflight._host_fault(request, A, dataclasses.replace(facts([]), **lacks))
+    assert why.startswith(said)
+    assert bool(why) == bool(said)
+
+
+@pytest.mark.parametrize("resume", ["no", "auto"])
+def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
+    request = parse(["--run", "r", "--resume", resume, "--", "x.py"], 0.0)
+    place = RunPlace("/w/runs/r", PlaceFault.DENIED, "/w/runs/r", "bob")
+    said = {"a": dataclasses.replace(facts([]), run_exists=True, run_place=place)}
+    with pytest.raises(
+        UserError, match="--run: 'r' on a: /w/runs/r belongs to bob, and you cannot write it; choose an"
+    ):
+        preflight.refuse_input(request, said, 1)

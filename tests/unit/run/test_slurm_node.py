@@ -52,7 +52,7 @@ def test_the_nodes_meet_where_the_others_see_the_first_one(run):
 
 
 def test_cache_and_scratch_are_each_nodes_own(run, monkeypatch):
-    places = {"cache": RunPlace("/nvme/hf", True), "scratch": RunPlace("/nvme/7", True)}
+    places = {"cache": RunPlace("/nvme/hf"), "scratch": RunPlace("/nvme/7")}
     plan = meet(run, a=where("10.0.0.1", places=places), b=where("10.0.0.2"))
     assert plan.node("a").env["HF_HOME"] == "/nvme/hf"
     assert plan.node("a").env["TMPDIR"] == "/nvme/7"

@@ -12,6 +12,8 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.start import Started, StartFault
 from llama405b_tools.run import start as starting
 from llama405b_tools.run.backends import OnHosts
+from llama405b_tools.run.launch import launch
+from llama405b_tools.run.request import parse
 from llama405b_tools.run.start import StartError, start_run
 
 NAMES = ("a", "b", "c")
@@ -111,6 +113,13 @@ def test_what_cannot_be_asked_is_not_called_ended(fleet, plan):
     fleet.fakes["b"].faults |= {"start": HostError("gone"), "stop": HostError("gone")}
     with pytest.raises(StartError, match="stop my-hosts --run r` once b can be reached"):
         start_run(plan, {}, fleet, hosts=" my-hosts")
+
+
+def test_one_machine_under_two_names_is_said(fleet):
+    fleet.fakes["b"].machine = "a"
+    said = []
+    launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet, say=said.append)
+    assert said[0] == "note: a,b are one machine, whose GPUs and memory they share; delete all but one of them"
 
 
 def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):

@@ -137,7 +137,7 @@ def test_a_gpu_that_is_away_is_waited_for(fleet):
 
 
 def test_a_gpu_that_two_hosts_on_one_machine_miss_is_waited_for(fleet):
-    fleet.fakes["a"].name = fleet.fakes["b"].name = "one machine"
+    fleet.fakes["a"].machine = fleet.fakes["b"].machine = "one machine"
     for name in ("a", "b"):
         fleet.hosts[name] = dataclasses.replace(fleet.hosts[name], slots=1)
         fleet.fakes[name].gpus = [2, 1, 1, 2]

@@ -1,14 +1,16 @@
 """Blocks, times, merging, folding and cleaning of log text: pure."""
 
 import datetime
+import json
 import random
 
 import pytest
 
 from llama405b_tools.text.blocks import Blocks, time_of
-from llama405b_tools.text.clean import clean
+from llama405b_tools.text.clean import clean, hide, hide_in_json, pieces_of
 from llama405b_tools.text.fold import Fold, fold_names, text_of, where_of
 from llama405b_tools.text.merge import Entry, Merge
+from llama405b_tools.text.tables import table
 
 TRACE = """Traceback (most recent call last):
   File "x.py", line 1, in <module>
@@ -188,3 +190,15 @@ def test_a_flood_of_one_kind_folds_line_by_line():
     assert [text_of(group) for group in groups] == [f"step {step}" for step in range(5000)]
     assert {len(group) for group in groups} == {4}
     assert folding.kinds == {}
+
+
+def test_secrets_are_hidden_by_their_value_and_every_line_of_it():
+    pieces = pieces_of(["correct horse", '-----KEY-----\nzürich "q"\n', "abc", "correct horse battery"])
+    text = 'correct horse battery, correct horse; -----KEY-----\n  zürich "q" abc'
+    hidden = "…REDACTED, …REDACTED; …REDACTED\n  …REDACTED abc"  # what is shorter than 6 letters could be anything
+    assert hide(text, pieces) == hidden
+    assert json.loads(hide_in_json(json.dumps([text, 7]), pieces)) == [hidden, 7]
+
+
+def test_a_table_shows_no_control_characters():
+    assert table(("host", "now"), [("a", "\x1b[31mred\n")]) == "host  now\na     �[31mred�"

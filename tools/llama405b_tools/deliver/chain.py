@@ -74,7 +74,7 @@ class Chain:
 
         def begin(name: str) -> RelayReady:
             request = RelayRequest(self.targets[name], self.token, name)
-            self.dialogues[name] = Dialogue(self.fleet.stream(name, "relay", request))
+            self.dialogues[name] = self.fleet.dialogue(name, "relay", request)
             ready = self.dialogues[name].answer(RelayReady, READY_S)
             if ready.fault:
                 raise HostError(ready.fault)
@@ -107,8 +107,6 @@ class Chain:
         addresses = ready.addresses
         if host.address:
             addresses = (host.address,)
-        elif host.loopback:
-            addresses += ("127.0.0.1",)
         return NextHop(addresses, ready.port, self.token)
 
     def _pass_on(self, order: Sequence[str], first: NextHop) -> None:
@@ -128,7 +126,7 @@ class Chain:
         """Feed the first host: from this machine by TCP or through SSH, or from the host that has the files."""
         try:
             if self.origin.host:
-                dialogue = Dialogue(self.fleet.stream(self.origin.host, "send", SendRequest(self.origin.path, below)))
+                dialogue = self.fleet.dialogue(self.origin.host, "send", SendRequest(self.origin.path, below))
                 self.origin_fault = self._follow(self.origin.host, dialogue).fault
                 return
             with contextlib.closing(self._link(first, below)) as link:

@@ -17,7 +17,7 @@ from llama405b_tools.deliver import plan, push, sourcetree
 from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.plan import FACTS, Wishes
 from llama405b_tools.deliver.progress import StepProgress
-from llama405b_tools.hosts.files import Use
+from llama405b_tools.hosts.files import WORKDIR, Use
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import Connection, HostError, Local
@@ -86,7 +86,7 @@ class Work:
         """
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._look(name, connection)
-        workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else "~/llama405b")
+        workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else WORKDIR)
         sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
         self.progress.say(name, f"code in {workdir}: {counted(sent, 'file')} sent, {gone} deleted")
         python = self.wishes.python or "python3"

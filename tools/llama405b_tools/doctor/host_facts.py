@@ -70,6 +70,7 @@ class Filesystem:
     path: str = ""
     writable: bool = True
     write_per_s: float | None = None  # bytes
+    free_files: int | None = None  # None: no limit, or unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ class Reached:
 
     fault: str  # "": it answers with its token
     mine: str = ""
+    unresolved: bool = False  # the fault is that the name has no address there
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

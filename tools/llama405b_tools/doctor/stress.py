@@ -44,7 +44,7 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     where, what = everyone, "it ended without a result"
     if worst := watch.worst():
         where, what = (worst.host,), failure_words(worst)
-    return [Finding(BAD, where, f"the checkup failed: {what}", f"llama405b logs --run {plan.run} shows every rank")]
+    return [Finding(BAD, where, f"the checkup failed: {what}", f"{fleet.typed('logs', plan.run)} shows every rank")]
 
 
 def _report(said: Iterable[str]) -> Checkup:

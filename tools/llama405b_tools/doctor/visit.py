@@ -134,7 +134,7 @@ def _addresses_of(host: Host, found: HostFacts) -> list[str]:
     """Addresses at which the others may reach a host: the one in the hosts file, then its own."""
     own = [entry.address for entry in found.addresses]
     if host.loopback:
-        own = ["127.0.0.1"]
+        own = []
     return list(dict.fromkeys(filter(None, [host.address, *own])))
 
 

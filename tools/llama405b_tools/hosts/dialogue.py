@@ -4,6 +4,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 from llama405b.contract import reader
@@ -13,11 +14,18 @@ from llama405b_tools.hosts.transport import HostError, Stream
 T = TypeVar("T")
 
 
+def _failed(said: str) -> HostError:
+    return HostError(
+        f"the connection was lost, or the program on the host failed, before it answered{given(' ({})', said)}"
+    )
+
+
 class Dialogue:
     """Sends and receives over a stream."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, stream: Stream, fault_of: Callable[[str], HostError] = _failed) -> None:
+        """``fault_of``: says why the program ended, from its last words."""
+        self.stream, self.fault_of = stream, fault_of
         self.answers: queue.Queue[tuple[str, float] | None] = queue.Queue()
         self.heard_at = 0.0  # when the last answer arrived, by this machine's clock
         self.last_words = ""  # its last output that was not an answer
@@ -34,8 +42,7 @@ class Dialogue:
         except queue.Empty:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         if found is None:
-            said = given(" ({})", self.last_words)
-            raise HostError(f"the connection was lost, or the program on the host failed, before it answered{said}")
+            raise self.fault_of(self.last_words)
         text, self.heard_at = found
         try:
             return reader.loads(kind, text, "its answer")

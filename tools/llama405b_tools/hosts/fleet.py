@@ -5,6 +5,7 @@ import contextlib
 import functools
 import getpass
 import os
+import re
 import shlex
 import socket
 import sys
@@ -13,14 +14,21 @@ from typing import TYPE_CHECKING, TypeVar
 
 from llama405b.contract import reader
 from llama405b.contract.phrases import given, last_of
+from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import Connection, HostError, Local, Result, Stream
+from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
+from llama405b_tools.hosts.typed import file_of, to_type
 from llama405b_tools.text.shell import shell_path
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_AT_ONCE = 64
+TOO_OLD = re.compile(r"LLAMA405B_PYTHON_TOO_OLD (\S+)")  # from the agent
+NO_DIRECTORY = re.compile(r"\bcd: ")  # from dash and bash, as is the next
+NO_PROGRAM = re.compile(
+    r"\bexec: .*(not found|cannot execute|Permission denied)|\bline \d+: .*: No such file or directory$"
+)
 T = TypeVar("T")
 
 
@@ -91,7 +99,8 @@ class Fleet:
             raise
         last = last_of(result.out.splitlines())
         if result.code or not last.startswith("{"):
-            raise HostError(_explain(result, self.python(name), self.workdir(name)))
+            said = last_of(result.err.strip().splitlines(), f"exit code {result.code}")
+            raise self.fault_of(name, said, cannot_run=result.code in (126, 127))
         try:
             return reader.loads(reply, last, "its answer")
         except reader.MalformedError as error:
@@ -103,7 +112,33 @@ class Fleet:
         Raises:
             HostError: The host cannot be reached.
         """
-        return self.connection(name).stream(self.command(name, action), reader.dumps(request) + "\n")
+        command = f"exec 2>&1; {self.command(name, action)}"  # so that its last words can be told
+        return self.connection(name).stream(command, reader.dumps(request) + "\n")
+
+    def dialogue(self, name: str, action: str, request: "DataclassInstance") -> Dialogue:
+        """Run an action of the agent that answers, and may be told more.
+
+        Raises:
+            HostError: The host cannot be reached.
+        """
+        return Dialogue(self.stream(name, action, request), lambda said: self.fault_of(name, said))
+
+    def fault_of(self, name: str, said: str, *, cannot_run: bool = False) -> HostError:
+        """Explain why the agent did not run on a host, from the last line that the shell or Python wrote there."""
+        python, workdir, setup = self.python(name), self.workdir(name), self.typed("setup")
+        if too_old := TOO_OLD.search(said):
+            return HostError(
+                f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
+            )
+        if "No module named" in said:
+            return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
+        if NO_DIRECTORY.search(said):
+            return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
+        if cannot_run or NO_PROGRAM.search(said):
+            return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
+        if not said:
+            return HostError("the connection was lost, or the program on the host ended")
+        return HostError(f"the agent failed ({said})")
 
     def connection(self, name: str) -> Connection:
         """Return the kept connection to a host, or open one.
@@ -121,6 +156,10 @@ class Fleet:
             return
         if connection := self.connections.pop(name, None):
             connection.close()
+
+    def typed(self, verb: str, run: str = "") -> str:
+        """Return a command about these hosts, to be typed by the user."""
+        return to_type(verb, file_of(next(iter(self.hosts.values()))), run)
 
     def command(self, name: str, action: str) -> str:
         """Return the shell line for an action on a host."""
@@ -144,18 +183,6 @@ def _connect(host: Host) -> Connection:
         return Ssh(host)
     except SameMachine:
         return Local()
-
-
-def _explain(result: Result, python: str, workdir: str) -> str:
-    """Explain in one clause why the agent did not run."""
-    err = result.err.strip()
-    if "No module named" in err:
-        return f"{python} has no llama405b in {workdir}; copy the project there, or pip install it (set workdir= or python=)"
-    if "cd:" in err or "can't cd" in err:
-        return f"there is no directory {workdir}; create it, or set workdir= in the hosts file"
-    if result.code in (126, 127):
-        return f"{python} cannot be run; set python= in the hosts file"
-    return f"the agent failed ({last_of(err.splitlines(), f'exit code {result.code}')})"
 
 
 def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import short
+from llama405b_tools.text.clean import CONTROLS
 
 TARGET = re.compile(
     r"(?:(?P<user>[A-Za-z_][A-Za-z0-9_.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*(?:\[[0-9]{1,9}-[0-9]{1,9}\])?[A-Za-z0-9.-]*?)(?::(?P<port>[0-9]{1,9}))?"
@@ -20,8 +22,10 @@ ADDRESS_WORDS = "is not a valid address; write an IP address or a host name"
 ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS)
 # the valid form of a value, and the message for any other
 FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
-MAX_SLOTS = 1024
+IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%\w+)?\]?")
+MAX_SLOTS, MAX_WORD = 1024, 1000
 MAX_HOSTS = 4096
+LOCAL = "127.0.0.1"  # for every name of loopback, whatever /etc/hosts says of it
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
@@ -63,6 +67,8 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
         words = line.partition("#")[0].split()
         if not words:
             continue
+        if bad := CONTROLS.search(line):
+            raise UserError(f"{source}:{number}: contains the control character {bad[0]!r}; delete it")
         for host in _parse_line(words, f"{source}:{number}"):
             if host.name in hosts:
                 first = hosts[host.name].where.rpartition(":")[2]
@@ -74,10 +80,15 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
         raise UserError(f"{source}: contains no hosts; write one per line, like 'gpu-01 slots=8'")
     found = tuple(hosts.values())
     _check_loopback(found)
-    return found
+    return tuple(dataclasses.replace(host, address=LOCAL) if host.loopback else host for host in found)
 
 
 def _parse_line(words: Sequence[str], where: str) -> list[Host]:
+    if long := [word for word in words if len(word) > MAX_WORD]:
+        raise UserError(f"{where}: {short(long[0])!r} is too long ({len(long[0])} characters); shorten it")
+    if IPV6.fullmatch(address := words[0].rpartition("@")[2]):
+        how = f"write a name, and in ~/.ssh/config `Host` with that name and `HostName {address.strip('[]')}`"
+        raise UserError(f"{where}: {words[0]!r} is an IPv6 address, which a hosts file cannot name; {how}")
     match = TARGET.fullmatch(words[0])
     if not match:
         form = "[user@]host[:port], with letters, digits, '.' and '-'"
@@ -108,6 +119,9 @@ def _check_options(options: Mapping[str, str], where: str) -> None:
     slots = options.get("slots", "1")
     if not re.fullmatch("[0-9]{1,4}", slots) or not 0 < int(slots) <= MAX_SLOTS:
         raise UserError(f"{where}: slots={slots} is not a valid number of ranks; write slots=8")
+    if IPV6.fullmatch(options.get("address", "")) and not LOOPBACK.fullmatch(options["address"]):
+        what = f"address={options['address']} is an IPv6 address, but the hosts meet over IPv4"
+        raise UserError(f"{where}: {what}; write the host's IPv4 address on the training network, or a name for it")
     for key, (form, fault) in FORMS.items():
         if key in options and not form.fullmatch(options[key]):
             raise UserError(f"{where}: {key}={options[key]} {fault}")

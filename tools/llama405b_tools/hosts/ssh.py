@@ -12,15 +12,17 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
 import paramiko
 
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.phrases import given, last_of, reason_of
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import MAX_LINE, HostError, Result, Stream, Tunnel
+from llama405b_tools.text.shell import in_sh
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # our own messages say what went wrong
 logging.getLogger("paramiko").propagate = False
@@ -29,6 +31,8 @@ MAX_JUMPS = 8
 LOGINS = threading.BoundedSemaphore(64)  # at the same time: one that waits too long for its turn on the CPU fails
 MOST_BEGINNING = 10  # at one address; sshd drops others at random (sshd_config, MaxStartups)
 DEAD_AFTER_S = 30  # without an acknowledgment of sent data, keepalives included
+SHELL_TIMEOUT_S = 30.0  # for the login shell's start-up files, which may load modules
+READY = b"llama405b: ready\n"  # printed between what those print and what the command prints
 WAKE_S = 2.0  # how often a connection's thread wakes up for its own work: paramiko's 0.1 s is costly for 256 hosts
 BROKEN = (paramiko.SSHException, OSError, EOFError)
 Socket: TypeAlias = socket.socket | paramiko.Channel
@@ -49,7 +53,7 @@ class Ssh:
             HostError: The name, route, host key or login is wrong; says which, and what to do.
             SameMachine: The host is this machine, and its line sets no other port.
         """
-        self.config, self.clients = read_ssh_config(), list[paramiko.SSHClient]()
+        self.name, self.config, self.clients = host.name, read_ssh_config(), list[paramiko.SSHClient]()
         try:
             self.client = self._connect(host.name, host.user, host.port, None, MAX_JUMPS)
         except BaseException:
@@ -59,7 +63,7 @@ class Ssh:
     def run(self, command: str, stdin: str, timeout_s: float) -> Result:
         """See ``transport.Connection``."""
         try:
-            channel = self._open(command, "")
+            channel = self._open(command)
             channel.settimeout(timeout_s)
             with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
                 channel.sendall(stdin.encode())
@@ -71,7 +75,7 @@ class Ssh:
             code = channel.recv_exit_status()
             if code < 0:
                 raise EOFError("no exit code received")
-            return Result(code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
+            return Result(code, out.decode("utf-8", "replace"), err.rpartition(READY)[2].decode("utf-8", "replace"))
         except TimeoutError:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         except BROKEN as error:
@@ -80,7 +84,10 @@ class Ssh:
     def stream(self, command: str, stdin: str) -> Stream:
         """See ``transport.Connection``."""
         try:
-            return _SshStream(self._open(command, stdin))
+            channel = self._open(command)
+            with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
+                channel.sendall(stdin.encode())
+            return _SshStream(channel)
         except BROKEN as error:
             raise _lost(error) from None
 
@@ -105,13 +112,20 @@ class Ssh:
                     transport.sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, so that the host notices now
             client.close()
 
-    def _open(self, command: str, stdin: str) -> paramiko.Channel:
+    def _open(self, command: str) -> paramiko.Channel:
+        """Start a command in sh; its input may follow, and its output begins, where the login shell has done its part."""
         transport = self.client.get_transport()
         if transport is None:
             raise paramiko.SSHException("not connected")
         channel = transport.open_session(timeout=CONNECT_TIMEOUT_S)
-        channel.exec_command(command)
-        channel.sendall(stdin.encode())
+        ready = READY.decode().strip()
+        channel.exec_command(in_sh(f"echo {ready}; echo {ready} >&2; {command}"))
+        try:
+            _await_sh(channel, self.name)
+        except BaseException:
+            channel.close()
+            raise
+        channel.settimeout(None)
         return channel
 
     def _connect(
@@ -169,6 +183,28 @@ def _await_greeting(sock: Socket, name: str) -> None:
 def _silent(name: str) -> HostError:
     words = f"its sshd accepts the connection, but sends nothing within {CONNECT_TIMEOUT_S:.0f} s"
     return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
+
+
+def _await_sh(channel: paramiko.Channel, name: str) -> None:
+    """Read past what the login shell's start-up files print.
+
+    Raises:
+        HostError: They do not end, or end the shell.
+    """
+    files, said = "its login shell's start-up files (such as ~/.bashrc)", bytearray()
+    deadline = time.monotonic() + SHELL_TIMEOUT_S
+    try:
+        while not said.endswith(READY):
+            channel.settimeout(max(0.0, deadline - time.monotonic()))
+            byte = channel.recv(1)  # not one more: what follows belongs to the command
+            if not byte:
+                noise = said.strip() or channel.makefile_stderr("r").read().strip()
+                last = last_of(noise.decode("utf-8", "replace").splitlines())
+                raise HostError(f"{files} end it before it runs a command{given(' ({})', last)}; try `ssh {name} true`")
+            said += byte
+    except TimeoutError:
+        words = f"read input or take more than {SHELL_TIMEOUT_S:.0f} s; let them do that only in interactive shells"
+        raise HostError(f"{files} {words}", "TIMEOUT") from None
 
 
 def _hops(text: str) -> Iterator[tuple[str, str, int]]:

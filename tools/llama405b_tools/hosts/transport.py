@@ -13,12 +13,17 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from llama405b.contract.errors import RunError
+from llama405b.contract.phrases import short
+from llama405b_tools.text.clean import printable
 
 MAX_LINE = 1 << 24  # of a stream, in case a host never ends its line
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
 ENV = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH", "HF_HOME",
 )  # fmt: skip
+
+
+MOST = 1000  # characters of an error
 
 
 class HostError(RunError):
@@ -28,7 +33,7 @@ class HostError(RunError):
     """
 
     def __init__(self, message: str, kind: str = "DOWN") -> None:
-        super().__init__(message)
+        super().__init__(printable(short(message, MOST)))  # parts of it may come from the host
         self.kind = kind
 
 
@@ -145,11 +150,8 @@ class _LocalStream:
         assert child.stdin
         assert child.stdout
         self.child, self.stdin, self.stdout = child, child.stdin, child.stdout
-        try:
+        with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
             self._write(stdin)
-        except OSError:
-            child.wait()
-            raise HostError("the command ended before it read its input") from None
 
     def __iter__(self) -> Iterator[str]:
         while line := self.stdout.readline(MAX_LINE):

@@ -1,4 +1,4 @@
-"""Find the facts in which machines differ. Pure."""
+"""Find the facts in which machines differ, and names that are one machine. Pure."""
 
 import collections
 from collections.abc import Mapping
@@ -18,3 +18,11 @@ def disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, 
     odd = {host: value for host, value in values.items() if value != majority}
     said = ", ".join(f"{host} has {value}" for host, value in odd.items())
     return f"{name} is {majority} on most hosts, but {said}", tuple(odd)
+
+
+def one_machine(machines: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return the names that are one machine, from each name's machine ID ("": unknown)."""
+    names: dict[str, tuple[str, ...]] = {}
+    for name, machine in machines.items():
+        names[machine] = (*names.get(machine, ()), name)
+    return [found for machine, found in names.items() if machine and len(found) > 1]

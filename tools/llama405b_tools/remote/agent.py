@@ -12,8 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+if sys.version_info < (3, 11):  # noqa: UP036 - the host's: it can read this file, but not those that follow
+    sys.exit(f"LLAMA405B_PYTHON_TOO_OLD {sys.version_info[0]}.{sys.version_info[1]}")
+
 from llama405b.contract import reader
 from llama405b.contract.paths import UMASK
+from llama405b.contract.phrases import given, reason_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,7 +56,10 @@ def main() -> int:
         request = reader.loads(kind, sys.stdin.readline(), "the request")
     except reader.MalformedError as error:
         raise SystemExit(f"{sys.argv[1]}: {error}; do both ends run the same version?") from None
-    reply = act(request)
+    try:
+        reply = act(request)
+    except OSError as error:
+        raise SystemExit(f"{given('{}: ', error.filename)}{reason_of(error)}") from None
     if reply is not None:
         print(reader.dumps(reply), flush=True)
     return 0

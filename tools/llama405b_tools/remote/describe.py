@@ -53,6 +53,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         hosts=tuple(node.name for node in plan.nodes),
         guard=read_record(GuardState, run.guarded(host)),
         blames=tuple(read_records(Blame, run.blames(host), NEWEST_RUNS)),
+        world=plan.world,
     )
 
 

@@ -28,7 +28,7 @@ from llama405b_tools.remote.messages.end import (
     OrphansReply,
     OrphansRequest,
 )
-from llama405b_tools.remote.tmux import tmux_session, tmux_socket
+from llama405b_tools.remote.tmux import TMUX_WITHIN_S, remove_dead_sockets, tmux_session, tmux_socket
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 SLACK_S = 10.0  # beyond that, for the node runner to write how it ended
@@ -50,7 +50,11 @@ def end(request: EndRequest) -> Ended:
         _end_runner(run, host, request)
     ended, left = processes.sweep(f"{run.path}:{host}")
     session = ["kill-session", "-t", f"={tmux_session(host)}"]
-    subprocess.run(["tmux", "-L", tmux_socket(run.name), *session], capture_output=True, timeout=10, check=False)
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # tmux is gone or hangs: its processes were ended
+        subprocess.run(
+            ["tmux", "-L", tmux_socket(run.name), *session], capture_output=True, timeout=TMUX_WITHIN_S, check=False
+        )
+    remove_dead_sockets(ending=tmux_socket(run.name))
     with contextlib.suppress(OSError):
         run.secrets(host).unlink()
     if request.discard and run.name.endswith(REHEARSAL) and not left:

@@ -216,11 +216,11 @@ def inside_tmux():
         return None
     folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
     target = os.path.join(folder, "limits")
-    name = "llama405b-doctor-%d" % os.getpid()
+    server = ["tmux", "-S", os.path.join(folder, "socket"), "-f", "/dev/null"]
     script = "{ ulimit -l; ulimit -n; } >%s.part 2>&1; mv %s.part %s" % (target, target, target)
     try:
         env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
-        text = run(["tmux", "-L", name, "-f", "/dev/null", "new-session", "-d", "--", "sh", "-c", script], 10, env=env)
+        text = run(server + ["new-session", "-d", "--", "sh", "-c", script], 10, env=env)
         deadline = time.time() + 5
         while not os.path.exists(target) and time.time() < deadline:
             time.sleep(0.02)
@@ -229,7 +229,7 @@ def inside_tmux():
             return {"failed": (text or "").strip() or "it wrote no limits"}
         return {"memlock_kib": values[0], "open_files": values[1]}
     finally:
-        run(["tmux", "-L", name, "kill-server"], 5)
+        run(server + ["kill-server"], 5)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -292,6 +292,8 @@ def nearest_directory(path, with_rates):
         here = os.path.dirname(here)
     stat = os.statvfs(here or "/")
     found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here or "/", os.W_OK)}
+    if stat.f_files:  # else the filesystem has no limit
+        found["free_files"] = stat.f_favail
     if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:
         found.update(rates(here))
     return found
@@ -456,6 +458,8 @@ def reach(address: str, port: int, token: str) -> dict:
                 said += more
     except socket.timeout:
         return {"fault": "no answer within %d s" % CONNECT_S, "silent": True}
+    except socket.gaierror as error:
+        return {"fault": error.strerror or str(error), "unresolved": True}
     except OSError as error:
         return {"fault": error.strerror or str(error)}
     if said.decode("utf-8", "replace") != token:

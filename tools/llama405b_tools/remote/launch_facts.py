@@ -21,6 +21,7 @@ from llama405b.contract.checkpoints import committed, refuse_held
 from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import given, last_of
 from llama405b.contract.plan import read_plan
 from llama405b.contract.trust import user_of
 from llama405b_tools.machine.addresses import Address
@@ -28,7 +29,9 @@ from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import stopped_by
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, ProbeRequest, Reach, RunPlace
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, Reach, RunPlace
+
+TMUX_WITHIN_S = 10
 
 
 def probe(request: ProbeRequest) -> None:
@@ -52,12 +55,13 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         **{name: version_of(name) for name in request.packages},
         "llama405b": llama405b.__version__,
     }
-    plan = read_plan(run)
+    plan, disk = read_plan(run), os.statvfs("runs" if Path("runs").exists() else ".")
     own = addresses()
     others = [path.name for path in run.path.parent.glob("*") if path.name != run.name and is_alive(RunDir(path), host)]
     return LaunchFacts(
         versions=versions,
         tmux=shutil.which("tmux") is not None,
+        tmux_fault=tmux_fault(),
         ip=shutil.which("ip") is not None,
         run_exists=run.path.exists(),
         attempt=plan.attempt,
@@ -74,9 +78,10 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         own=own,
         head={address: _reach(request, address, own) for address in request.candidates},
         workdir=str(Path.cwd()),
-        writable=os.access("runs" if Path("runs").exists() else ".", os.W_OK) and not Path("runs").is_file(),
+        run_place=place_of(str(run.path)),
         places={key: place_of(path) for key, path in request.places.items()},
-        free_bytes=shutil.disk_usage(".").free,
+        free_bytes=disk.f_bavail * disk.f_frsize,
+        free_files=disk.f_favail if disk.f_files else None,
         input_fault=_input_fault(request.inputs),
         has_program=has_program(request.program),
         stopped_by=stopped_by(run, host),
@@ -111,10 +116,29 @@ def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Rea
 
 
 def place_of(path: str) -> RunPlace:
-    """The full path of a directory that the run writes to, and whether it can be created and written."""
+    """The full path of a directory that the run writes to, and what stands in the way of that."""
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if os.path.lexists(parent))
-    return RunPlace(str(full), there.is_dir() and os.access(there, os.W_OK | os.X_OK))
+    if not there.exists():
+        return RunPlace(str(full), PlaceFault.DANGLING, str(there))
+    if not there.is_dir():
+        return RunPlace(str(full), PlaceFault.NO_DIRECTORY, str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        return RunPlace(str(full), PlaceFault.DENIED, str(there), user_of(there.stat().st_uid))
+    return RunPlace(str(full))
+
+
+def tmux_fault() -> str:
+    """What tmux answers if it does not work; "" if it does, or is not installed."""
+    try:
+        done = subprocess.run(["tmux", "-V"], capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
+    except FileNotFoundError:
+        return ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return given("no answer within {} s", getattr(error, "timeout", None)) or str(error)
+    if done.returncode == 0 and any(map(str.isdigit, done.stdout)):  # a version
+        return ""
+    return last_of((done.stderr or done.stdout).strip().splitlines(), f"exit code {done.returncode}")
 
 
 def version_of(package: str) -> str:

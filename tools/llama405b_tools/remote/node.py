@@ -32,7 +32,9 @@ from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.secrets import read_secrets
 from llama405b_tools.remote.tail import Tail
+from llama405b_tools.remote.tmux import remove_own_socket
 from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, torchrun_argv
+from llama405b_tools.text.clean import hide, pieces_of
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
@@ -48,6 +50,7 @@ class NodeRunner:
         self.marker = f"{run.path}:{host}"
         self.stop_signal = 0
         self.fell_back = ""  # NCCL's line about falling back to TCP
+        self.hidden: list[str] = []  # of the secrets, in the tmux pane
         self.ended = threading.Event()  # set once torchrun has ended
         self.plan = read_plan(run)
         if not self.plan.nodes:
@@ -87,6 +90,7 @@ class NodeRunner:
         os.write(line, DONE)  # the guardian may go
         os.close(line)
         os.waitpid(guardian, 0)
+        remove_own_socket(self.run.name)
         return code if code >= 0 else 128 - code
 
     def on_signal(self, number: int, _frame: object) -> None:
@@ -208,6 +212,7 @@ class NodeRunner:
     def take_secrets(self) -> dict[str, str]:
         """Read the secrets file and delete it."""
         secrets = read_secrets(self.run.secrets(self.host))
+        self.hidden = pieces_of(secrets.values())
         self.run.secrets(self.host).unlink(missing_ok=True)
         return secrets
 
@@ -286,7 +291,7 @@ class NodeRunner:
             ended = child.poll() is not None
             for piece in tail.all(final=ended):
                 with contextlib.suppress(OSError):
-                    print(piece.data.decode("utf-8", "replace"), end="", flush=True)
+                    print(hide(piece.data.decode("utf-8", "replace"), self.hidden), end="", flush=True)
             if ended:
                 return
             self.ended.wait(LOGS_EVERY_S)

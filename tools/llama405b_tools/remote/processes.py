@@ -3,12 +3,14 @@
 ``start_time`` also knows macOS, where an operator's guard may run.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b_tools.machine import bsd_ps
@@ -68,6 +70,18 @@ def all_marked() -> dict[str, list[int]]:
             for variable in environment.split(b"\0"):
                 if variable.startswith(needle):
                     found.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(int(entry))
+    return found
+
+
+def variables(value: str, names: Sequence[str]) -> dict[str, str]:
+    """Variables of the processes of ``<run directory>:<host>``, those of these names that are set."""
+    found = {}
+    for pid in marked(value) if names else ():
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, text = entry.decode("utf-8", "replace").partition("=")
+                if name in names:
+                    found[name] = text
     return found
 
 

@@ -269,6 +269,15 @@ class Run:
         lines = read("%s/status/%s.blames.jsonl" % (self.path, self.request["host"])).splitlines()
         return parse_object(lines[-1]) if lines else None
 
+    def names(self):
+        """The runs that there are instead of the one requested, the newest first."""
+        plans = glob.glob("runs/*/plan.json") if self.request.get("run") else []
+        try:
+            plans.sort(key=os.path.getmtime, reverse=True)
+        except OSError:  # one is just being deleted
+            pass
+        return [os.path.basename(os.path.dirname(path)) for path in plans[:20]]
+
     def _find(self):
         """Find the run to stay with, if this host has it; else the newest live one, else the newest."""
         plans = self._plans()
@@ -587,6 +596,7 @@ def write_frames(request, smi):
             "cwd": workdir,
             "disks": disks(dict.fromkeys(filter(None, [os.getcwd(), (run.plan or {}).get("checkpoint_dir")]))),
             "run": state,
+            "runs": [] if state else run.names(),
             "own": [round(time.process_time(), 3), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
             "now": time.time(),
         }

@@ -31,7 +31,7 @@ from llama405b_tools.remote.messages.start import (
     StartRequest,
 )
 from llama405b_tools.remote.secrets import write_secrets
-from llama405b_tools.remote.tmux import tmux_session, tmux_socket
+from llama405b_tools.remote.tmux import remove_dead_sockets, tmux_session, tmux_socket
 
 KEEP_WITHIN_S = (
     2 * ANSWER_WITHIN_S
@@ -100,6 +100,7 @@ def _start_tmux(run: RunDir, host: str) -> int:
     Raises:
         RunError: tmux could not start it; says why.
     """
+    remove_dead_sockets()
     env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
     server = ["tmux", "-L", tmux_socket(run.name), "-f", "/dev/null"]
     session = ["new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", tmux_session(host), "-x", "200", "-y", "50"]
@@ -108,7 +109,8 @@ def _start_tmux(run: RunDir, host: str) -> int:
     try:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunError(f"no answer within {TMUX_WITHIN_S:.0f} s") from None
-    if done.returncode:
-        raise RunError(done.stderr.strip() or f"exit code {done.returncode}")
+        raise RunError(f"no answer within {TMUX_WITHIN_S:g} s") from None
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode or not done.stdout.strip().isdecimal():
+        raise RunError(said or f"exit code {done.returncode}, and no output")
     return int(done.stdout)

@@ -4,7 +4,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from llama405b.contract import reader
@@ -13,11 +13,13 @@ from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import Metrics, NodeStatus
+from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.remote.tail import Tail
+from llama405b_tools.text.clean import hide_in_json, pieces_of
 
 T = TypeVar("T")
 STREAM_EVERY_S = 0.3
@@ -28,19 +30,21 @@ def stream(request: StreamRequest) -> None:
     """Print news until standard input closes, or the run is over."""
     run, host = run_of(request.run), request.host
     logs, records, state = HostLogs(run, host, request), _Records(run), _State(run, request)
+    secrets = _Secrets(run, host)
     while True:
         plan = read_plan(run)
         alive = lives(run, plan, host)  # checked before lines are read: a run that has ended has written its last
+        pieces = secrets.pieces(plan, alive=alive)
         last_pass = not request.follow or not (alive or request.forever)
         for news in logs.poll(final=last_pass):
-            _say(news)
+            _say(news, pieces)
         if request.records:
             for news in records.new():
-                _say(news)
+                _say(news, pieces)
         for news in state.new(plan, alive=alive, final=last_pass):
-            _say(news)
+            _say(news, pieces)
         if last_pass:
-            _say(News(end=True))
+            _say(News(end=True), pieces)
             return
         if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not os.read(sys.stdin.fileno(), 4096):
             return
@@ -80,6 +84,22 @@ class _Records:
             yield News(events=events)
 
 
+class _Secrets:
+    """The values of the run's secrets, as long as a process of it has them: they are in no file."""
+
+    def __init__(self, run: RunDir, host: str) -> None:
+        self.run, self.host = run, host
+        self.known: dict[str, str] = {}
+        self.attempt = 0
+
+    def pieces(self, plan: Plan, *, alive: bool) -> list[str]:
+        """Return what is to be hidden now."""
+        if alive and (self.attempt != plan.attempt or self.known.keys() < set(plan.secrets)):
+            self.known |= processes.variables(f"{self.run.path}:{self.host}", plan.secrets)
+            self.attempt = plan.attempt
+        return pieces_of(self.known.values())
+
+
 def _added(kind: type[T], tail: Tail) -> Iterator[T]:
     for piece in tail.all():
         for line in piece.data.splitlines():
@@ -89,5 +109,5 @@ def _added(kind: type[T], tail: Tail) -> Iterator[T]:
                 continue
 
 
-def _say(news: News) -> None:
-    print(reader.dumps(news), flush=True)
+def _say(news: News, pieces: Sequence[str]) -> None:
+    print(hide_in_json(reader.dumps(news), pieces), flush=True)

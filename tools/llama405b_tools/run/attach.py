@@ -8,7 +8,9 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.remote.tmux import tmux_session, tmux_socket
+from llama405b_tools.hosts.typed import file_of, to_type
+from llama405b_tools.remote.tmux import remove_dead_sockets, tmux_session, tmux_socket
+from llama405b_tools.text.shell import in_sh
 
 
 def operator_socket(run: str) -> str:
@@ -26,7 +28,7 @@ def window_command(host: Host, run: str, *, writable: bool) -> str:
     options = {"-F": os.environ.get("LLAMA405B_SSH_CONFIG", ""), "-p": given("{}", host.port)}
     words = [word for option, value in options.items() if value for word in (option, value)]
     target = given("{}@", host.user) + host.name
-    ssh = ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, shlex.join(inner)]
+    ssh = ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, in_sh(shlex.join(inner))]
     return f"unset TMUX; exec {shlex.join(ssh)}"
 
 
@@ -40,7 +42,8 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
     from libtmux.exc import LibTmuxException, TmuxCommandNotFound
 
     os.environ.pop("TMUX", None)
-    name = tmux_session(run)
+    remove_dead_sockets()
+    name, logs = tmux_session(run), to_type("logs", file_of(hosts[0]), run)
     try:
         server = libtmux.Server(socket_name=operator_socket(run), config_file="/dev/null")
         session = server.new_session(
@@ -53,7 +56,7 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
         for host in hosts[1:]:
             session.new_window(host.name, attach=False, window_shell=window_command(host, run, writable=False))
     except TmuxCommandNotFound:
-        raise UserError("attach: this machine has no tmux; install it, or use `llama405b logs -f`") from None
+        raise UserError(f"attach: this machine has no tmux; install it, or use `{logs} -f`") from None
     except LibTmuxException as error:
-        raise UserError(f"attach: tmux could not create the session ({error}); try `llama405b logs -f`") from None
+        raise UserError(f"attach: tmux could not create the session ({error}); try `{logs} -f`") from None
     return name

@@ -21,6 +21,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.typed import to_type
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run.plan import Terms
@@ -67,7 +68,7 @@ def submit(request: LaunchRequest, options: str) -> str:
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.job_state(earlier.job) not in slurm.GONE:
         raise UserError(
-            f"--run: {request.run!r} is already job {earlier.job}; `llama405b stop --run {request.run}` ends it"
+            f"--run: {request.run!r} is already job {earlier.job}; `{to_type('stop', None, request.run)}` ends it"
         )
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()

@@ -64,19 +64,13 @@ class Failure:
         return origin_of(self.cause)
 
 
-def choose(answers: Mapping[str, Sequence[HostRun]], named: str | None) -> str:
-    """Return the run that is meant: the one named, else the only live one, else the newest.
+def choose(answers: Mapping[str, Sequence[HostRun]]) -> str:
+    """Return the run that is meant if none is named: the only live one, else the newest; there is at least one.
 
     Raises:
-        UserError: There is none, or several are alive.
+        UserError: Several are alive.
     """
     runs = [run for found in answers.values() for run in found]
-    if named:
-        if named not in {run.run for run in runs}:
-            raise UserError(f"--run: no host knows a run {named!r}; `llama405b status` shows the newest")
-        return named
-    if not runs:
-        raise UserError("no run on these hosts yet; `llama405b launch` starts one")
     live = sorted({run.run for run in runs if run.alive})
     if len(live) > 1:
         raise UserError(f"--run: {len(live)} runs are alive; name one of {', '.join(live)}")

@@ -10,6 +10,7 @@ from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import hosts_argument
+from llama405b_tools.machine.sameness import one_machine
 from llama405b_tools.run.guard_record import asked_for
 from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
@@ -51,6 +52,8 @@ def launch(
     guard = asked_for(request) if request.restart and not again else None
     start_run(plan, request.secrets, fleet, again=again, guard=guard, hosts=hosts_argument(request.hosts_file))
     took = f"up in {time.monotonic() - began:.1f} s"
+    for same in one_machine({host.name: answers[host.name].machine for host in hosts if not host.loopback}):
+        say(f"note: {fold_names(same)} are one machine, whose GPUs and memory they share; delete all but one of them")
     for name in sorted({other for answer in answers.values() for other in answer.others}):
         where = fold_names([host for host, answer in answers.items() if name in answer.others])
         say(f"note: run {name} is also alive on {where}; both share its GPUs and memory")

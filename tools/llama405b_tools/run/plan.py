@@ -8,6 +8,7 @@ from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.machine import fabric
 from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.text.fold import fold_names
 
 PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> variable of the ranks
 
@@ -130,8 +131,11 @@ def _devices(parts: Sequence[HostPart], slots: Sequence[int]) -> list[dict[str, 
         begin = used.get(part.machine, 0)
         used[part.machine] = begin + count
         if part.gpus and used[part.machine] > part.gpus:
-            has = f"{used[part.machine]} ranks on a machine with {counted(part.gpus, 'GPU')}"
-            raise UserError(f"slots: {has}; lower slots= in the hosts file")
+            names = fold_names(each.name for each in parts if each.machine == part.machine)
+            what = f"{used[part.machine]} ranks on {counted(part.gpus, 'GPU')}"
+            if machines.count(part.machine) > 1:
+                raise UserError(f"slots: {names} are one machine: {what}; delete all but one of them, or lower slots=")
+            raise UserError(f"slots: {names}: {what}; lower slots= in the hosts file")
         ids = ",".join(str(i) for i in range(begin, begin + count))
         shared = part.gpus and machines.count(part.machine) > 1
         environments.append({"CUDA_VISIBLE_DEVICES": ids} if shared else {})

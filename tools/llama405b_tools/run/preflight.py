@@ -14,20 +14,19 @@ from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
-from llama405b_tools.hosts.inventory import LOOPBACK, Host
+from llama405b_tools.hosts.inventory import LOCAL, Host
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.hosts.typed import front_door, hosts_argument
+from llama405b_tools.hosts.typed import to_type
 from llama405b_tools.machine.addresses import is_private
 from llama405b_tools.machine.sameness import disagreements
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, ProbeRequest
-from llama405b_tools.remote.messages.status import StatusReply, StatusRequest
+from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, RunPlace
 from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons, used_parts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names
 
 PROBE_TIMEOUT_S = 60.0
-LEAST_FREE_BYTES = 64 << 20  # for logs
+LEAST_FREE_BYTES, LEAST_FREE_FILES = 64 << 20, 1000  # for logs and heartbeats
 PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection uses one
 PORT_TRIES = 5
 
@@ -88,10 +87,10 @@ def _ask_head(
     for port in ports:
         probe = dataclasses.replace(_probe_request(request, head, port, token), is_head=True, inputs=_inputs(request))
         try:
-            dialogue = Dialogue(fleet.stream(head.name, "probe", probe))
+            dialogue = fleet.dialogue(head.name, "probe", probe)
             answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
         except HostError as error:
-            return None, _why(fleet, head.name, request.run, error), port
+            return None, error, port
         if not answer.port_fault or port == ports[-1]:
             break
         dialogue.end_input()
@@ -108,19 +107,10 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
     )
 
 
-def _why(fleet: Fleet, head: str, run: str, error: HostError) -> HostError:
-    """Return a better reason why a host's stream failed, from a query that reads its standard error."""
-    try:
-        fleet.ask(head, "status", StatusRequest(head, run), StatusReply, PROBE_TIMEOUT_S)
-    except HostError as better:
-        return better
-    return error
-
-
 def candidates_of(head: Host, answer: LaunchFacts | HostError) -> list[str]:
     """Return addresses where the others may reach the head: ``address=`` only, else its own, private and fast first."""
-    if head.address or head.loopback:
-        return [head.address or "127.0.0.1"]
+    if head.address:
+        return [head.address]
     own = answer.own if isinstance(answer, LaunchFacts) else ()
     ordered = sorted(own, key=lambda entry: (not is_private(entry.address), -_mbit(entry.mbit)))
     return list(dict.fromkeys([*(entry.address for entry in ordered), ssh_address(head)]))
@@ -143,32 +133,28 @@ def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Wa
         failed = {address: reach.fault for address, reach in found.items() if reach.fault}
         if failed:
             tried = ", ".join(f"{address} ({fault})" for address, fault in failed.items())
-            faults[name] = (
-                f"cannot reach {head.name} on TCP port {port} at {tried}; open TCP ports 20000-65535 between the hosts, "
-                f"or give {head.name} an address= that all of them reach"
+            remedy = (
+                f"open TCP ports 20000-65535 between the hosts, or give {head.name} an address= that all of them reach"
             )
+            if all(reach.unresolved for reach in found.values()):
+                remedy = f"put the name into its /etc/hosts, or give {head.name} an IP address in address="
+            faults[name] = f"cannot reach {head.name} on TCP port {port} at {tried}; {remedy}"
     return faults
 
 
 def _way_at(candidate: str, head: Host, answers: Facts, port: int) -> Way:
     """Return the way to an address of the head that all hosts reach."""
     own = {entry.address: entry.interface for entry in answers[head.name].own}
-    mine = candidate if candidate in own else next(iter(own), "127.0.0.1")
-    if LOOPBACK.fullmatch(candidate):
-        candidate = mine = "127.0.0.1"
-    others = {name: found.head[at] for name, found in answers.items() for at in found.head if _is_at(at, candidate)}
+    mine = candidate
+    if candidate not in own and candidate != LOCAL:
+        mine = next(iter(own), LOCAL)
+    others = {name: found.head[candidate] for name, found in answers.items() if candidate in found.head}
     return Way(
         head=candidate,
         port=port,
         address={head.name: mine, **{name: reach.mine for name, reach in others.items()}},
         interface={head.name: own.get(mine, "lo"), **{name: reach.interface for name, reach in others.items()}},
     )
-
-
-def _is_at(tried: str, candidate: str) -> bool:
-    """Whether an address that was tried is the chosen one; all loopback addresses count as one."""
-    both_loopback = LOOPBACK.fullmatch(tried) and LOOPBACK.fullmatch(candidate)
-    return tried == candidate or both_loopback is not None
 
 
 def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
@@ -190,10 +176,12 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             )
         if found.alive:
             owner = given(", launched by {}", found.owner)
-            stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
+            stop = to_type("stop", request.hosts_file, request.run)
             raise UserError(
                 f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name"
             )
+        if found.run_exists and found.run_place.fault:
+            raise UserError(f"--run: {request.run!r} on {name}: {place_words(found.run_place)}; choose another name")
         if found.run_exists and request.resume == "no":
             raise UserError(
                 f"--run: {request.run!r} exists on {name}; choose another name, or continue it with --resume auto"
@@ -201,10 +189,6 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
         if found.port_fault:
             why = "in use" if found.port_in_use else f"not available ({found.port_fault})"
             raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
-        if not found.tmux:
-            raise UserError(
-                f"{name}: tmux is not installed; install it (apt-get update && apt-get install tmux). Nothing was started"
-            )
         if found.input_fault:
             raise UserError(f"{name}: {found.input_fault}")
 
@@ -310,26 +294,46 @@ def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
 
 def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
     """Why the run cannot start on a host; '' if it can."""
-    missing = [name for name, version in found.versions.items() if version == "missing"]
-    if missing:
-        return f"{', '.join(missing)} is not installed for its python; install it there"
-    if not found.writable:
-        return f"{found.workdir}/runs is not a writable directory; fix that, or set workdir="
-    for key, place in found.places.items():
-        if not place.writable:
-            return f"{key}={place.path} cannot be created or written; name a directory of your own"
-    if not found.has_program:
-        return f"{_named(request.program)} is not in {found.workdir}; copy it there"
-    if not found.ip:
-        return "the `ip` program is not installed; install iproute2 there"
+    if why := _lacks(request, found) or _disk_fault(found):
+        return why
     if not request.on_cpu and 0 < found.gpus < host.slots:
         return f"it has {counted(found.gpus, 'GPU')}, but slots={host.slots}; check nvidia-smi, or lower slots="
+    if found.leftovers:
+        left = counted(len(found.leftovers), "process", "processes")
+        return f"{left} of an earlier attempt left; run `{to_type('stop', request.hosts_file, request.run)}` first"
+    return ""
+
+
+def _lacks(request: LaunchRequest, found: LaunchFacts) -> str:
+    """Which program a host lacks; '' if none."""
+    if missing := [name for name, version in found.versions.items() if version == "missing"]:
+        setup = to_type("setup", request.hosts_file)
+        return f"{', '.join(missing)} is not installed for its python; run `{setup}`, or install it there"
+    if not found.has_program:
+        return f"{_named(request.program)} is not in {found.workdir}; copy it there"
+    if not found.tmux:
+        return "tmux is not installed; install it (apt-get update && apt-get install tmux)"
+    if found.tmux_fault:
+        return f"its tmux does not work (`tmux -V`: {found.tmux_fault}); repair it"
+    if not found.ip:
+        return "the `ip` program is not installed; install iproute2 there"
+    return ""
+
+
+def _disk_fault(found: LaunchFacts) -> str:
+    """Why the run cannot write its files on a host; '' if it can."""
+    if found.run_place.fault:
+        return f"{found.run_place.path} cannot be written: {place_words(found.run_place)}; fix that, or set workdir="
+    for key, place in found.places.items():
+        if place.fault:
+            why = place_words(place)
+            return f"{key}={place.path} cannot be created or written: {why}; name a directory of your own"
     if found.free_bytes < LEAST_FREE_BYTES:
         free = found.free_bytes / (1 << 20)
         return f"its disk is full ({free:.0f} MiB free at {found.workdir}); make room, or set workdir= on another disk"
-    if found.leftovers:
-        left = counted(len(found.leftovers), "process", "processes")
-        return f"{left} of an earlier attempt left; run `llama405b stop` first"
+    if found.free_files is not None and found.free_files < LEAST_FREE_FILES:
+        left = f"{counted(found.free_files, 'more file')} can be created at {found.workdir}"
+        return f"its disk is out of inodes ({left}); delete files, or set workdir= on another disk"
     return ""
 
 
@@ -338,7 +342,21 @@ def _named(program: Sequence[str]) -> str:
     return " ".join(program[: 1 + program[0].startswith("-")])
 
 
+def place_words(place: RunPlace) -> str:
+    """Say what stands in the way of writing a directory."""
+    match place.fault:
+        case PlaceFault.DANGLING:
+            return f"{place.at} is a link to nothing"
+        case PlaceFault.DENIED:
+            return f"{place.at} belongs to {place.owner}, and you cannot write it"
+        case _:
+            return f"{place.at} is not a directory"
+
+
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:
     """Return one sentence about all hosts that are not fit."""
-    clauses = "; ".join(f"{name}: {why}" for name, why in faults.items())
+    alike: dict[str, list[str]] = {}
+    for name, why in faults.items():
+        alike.setdefault(why, []).append(name)
+    clauses = "; ".join(f"{fold_names(names)}: {why}" for why, names in alike.items())
     return f"{clauses}{end}" if len(faults) == 1 else f"{len(faults)} of {n_hosts} hosts are not fit: {clauses}{end}"

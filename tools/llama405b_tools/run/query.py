@@ -1,16 +1,17 @@
 """Query every host about a run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import and_more
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.status import HostRun, StatusReply, StatusRequest
 from llama405b_tools.run import judge
@@ -18,6 +19,7 @@ from llama405b_tools.run.judge import Failure, State
 from llama405b_tools.text.fold import fold_names
 
 STATUS_TIMEOUT_S = 30.0
+SHOWN_RUNS = 8  # in a message
 
 
 Seen = dict[str, HostRun | HostError | None]  # what each host knows about a run; None: the host does not know it
@@ -27,6 +29,7 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
     """Find the run that is meant, and what each host knows about it.
 
     Raises:
+        HostError: No host can be queried.
         UserError: There is no such run, or several are alive.
     """
     if run:
@@ -36,7 +39,12 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
     if not answers:
         name, fault = next(iter(outcomes.items()))
         raise HostError(f"no host can be queried: {name}: {fault}")
-    chosen = judge.choose(answers, run)
+    if run and not any(answers.values()):
+        raise no_such_run(fleet, run, names_of(all_runs(fleet)), unanswered(outcomes))
+    if not any(answers.values()):
+        lost = _silence(unanswered(outcomes))
+        raise UserError(f"no run on these hosts yet{lost}; `{fleet.typed('launch')} …` starts one")
+    chosen = run or judge.choose(answers)
     seen: Seen = {}
     for name, found in outcomes.items():
         if isinstance(found, HostError):
@@ -44,6 +52,34 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
         else:
             seen[name] = next((each for each in found.runs if each.run == chosen), None)
     return chosen, seen
+
+
+def all_runs(fleet: Fleet) -> Outcomes[StatusReply]:
+    """Return the newest runs that each host knows."""
+    return _ask_all(fleet, None)
+
+
+def names_of(outcomes: Outcomes[StatusReply]) -> list[str]:
+    """Return the runs that the hosts know, the newest first."""
+    created = {run.run: run.created for reply in replies(outcomes).values() for run in reply.runs}
+    return sorted(created, key=lambda name: -created[name])
+
+
+def no_such_run(fleet: Fleet, run: str, known: Sequence[str], lost: Mapping[str, str]) -> UserError:
+    """Return the refusal of a run that no host has: where it was looked for, and which there are."""
+    places = sorted({f"{fleet.workdir(name)}/runs" for name in fleet.hosts})
+    there = "there are none yet"
+    if known:
+        shown = ", ".join(known[:SHOWN_RUNS]) + and_more(known, SHOWN_RUNS)
+        there = f"there are {shown}; `{fleet.typed('status')} --all` tells more"
+    return UserError(f"--run: no host has {run!r} in {places[0]}{and_more(places)}; {there}{_silence(lost)}")
+
+
+def _silence(lost: Mapping[str, str]) -> str:
+    """Say which hosts could not be asked."""
+    if not lost:
+        return ""
+    return f" ({fold_names(lost)} could not be asked: {next(iter(lost.values()))})"
 
 
 def _ask_all(fleet: Fleet, run: str | None) -> dict[str, StatusReply | HostError]:

@@ -14,7 +14,6 @@ from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
@@ -55,7 +54,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
         _everywhere(plan, fleet, hard=False, discard=True)
     took = f"{time.monotonic() - began:.0f} s"
     if fault:
-        print(f"rehearsal: FAILED after {took}: {fault}; `{front_door()} logs --run {plan.run}` shows every rank")
+        print(f"rehearsal: FAILED after {took}: {fault}; `{fleet.typed('logs', plan.run)}` shows every rank")
         return FAILED
     resumed = f", resumed to the same loss ({first:.4f})" if saves else "; nothing was saved: checkpoint.every is 0"
     print(f"rehearsal: good, {took}: loaded, {STEPS} steps{resumed}; nothing is left running")
@@ -116,4 +115,4 @@ def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) 
         for node in plan.nodes
     }
     for name, why in not_ended(fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)).items():
-        raise RunError(f"{name}: {why}; `{front_door()} stop --run {plan.run}` ends what is left")
+        raise RunError(f"{name}: {why}; `{fleet.typed('stop', plan.run)}` ends what is left")

@@ -151,7 +151,7 @@ def _check_places(found: Mapping[str, NodeWhere]) -> None:
             if "$" in place.path or not place.path.startswith("/"):
                 why = f"{place.path!r} is not a full path on that node; set its variables there, or name another directory"
                 raise SystemExit(f"{name}: --{key}: {why}")
-            if not place.writable:
+            if place.fault:
                 why = f"{place.path} cannot be created or written; name a directory of your own"
                 raise SystemExit(f"{name}: --{key}: {why}")
 

@@ -90,7 +90,7 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
     """Take both steps on every host; returns what went wrong, by host."""
 
     def first(name: str) -> Started:
-        starting[name] = Dialogue(fleet.stream(name, "start", requests[name]))
+        starting[name] = fleet.dialogue(name, "start", requests[name])
         return starting[name].answer(Started, ANSWER_WITHIN_S)
 
     def second(name: str) -> Kept:

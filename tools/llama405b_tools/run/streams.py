@@ -1,15 +1,19 @@
 """The messages of a run from every host, in one queue. A broken connection is reopened and resumes where it was."""
 
 import dataclasses
+import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
 
 from llama405b.contract import reader
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import read_plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stream import Marks, News, StreamRequest
+from llama405b_tools.text.clean import hide_in_json, pieces_of
 
 RETRY_S = 2.0
 
@@ -44,6 +48,8 @@ class Streams:
         self.fleet, self.request, self.records_of = fleet, request, records_of
         self.arrivals: queue.Queue[Arrival] = queue.Queue()
         self.room = {host: threading.Semaphore(most) for host in hosts} if most else {}
+        names = read_plan(RunDir.here(request.run)).secrets  # none if it was not launched from here
+        self.secrets = pieces_of(os.environ[name] for name in names if name in os.environ)
         self.closing = threading.Event()
         self.open: dict[str, Stream] = {}
         for host in hosts:
@@ -63,16 +69,18 @@ class Streams:
     def _pump(self, host: str) -> None:
         marks: dict[str, tuple[int, int]] = {}  # how far each file was read
         while not self.closing.is_set():
-            why, ended = "the connection was lost, or nothing can be run there", True
+            ended = False
             try:
                 self.open[host] = self.fleet.stream(host, "stream", self._request(host, marks))
                 if self.closing.is_set():  # meanwhile
                     self.open[host].close()
                     return
-                if self._read(host, self.open[host], marks):
+                last = self._read(host, self.open[host], marks)
+                if last is None:
                     return
+                why, ended = str(self.fleet.fault_of(host, last)), True
             except HostError as error:
-                why, ended = str(error), False
+                why = str(error)
             if self.closing.is_set():
                 return
             self.fleet.forget(host, unless_open=ended)
@@ -82,17 +90,19 @@ class Streams:
     def _request(self, host: str, marks: Marks) -> StreamRequest:
         return dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=marks)
 
-    def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> bool:
-        """Put the stream's messages on the queue; returns whether it reached its end.
+    def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> str | None:
+        """Put the stream's messages on the queue; returns None at its end, or the last words of an agent that failed.
 
         Raises:
             HostError: The host sends something that cannot be read.
         """
+        last = ""
         for line in stream:
-            if not line.startswith("{"):  # what a shell's start-up files print
+            if not line.startswith("{"):
+                last = line.strip()[:200] or last
                 continue
             try:
-                news = reader.loads(News, line, "its news")
+                news = reader.loads(News, hide_in_json(line, self.secrets), "its news")
             except reader.MalformedError as error:
                 raise HostError(f"{error}; do both ends run the same version?") from None
             if self.room:
@@ -100,5 +110,5 @@ class Streams:
             marks.update(news.marks)
             self.arrivals.put(Arrival(host, news, time.time()))
             if news.end:
-                return True
-        return False
+                return None
+        return last

@@ -1,7 +1,10 @@
 """Make log text safe for a terminal: no escape sequences, no tokens. Pure."""
 
+import json
 import re
+from collections.abc import Iterable
 
+LEAST_SECRET, HIDDEN = 6, "…REDACTED"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 LINE_CONTROLS = re.compile(f"[\t\n]|{CONTROLS.pattern}")
@@ -18,7 +21,12 @@ NAMED = re.compile(
 def clean(text: str) -> str:
     """Clean one log block for a terminal: the last state of a progress bar, no control characters, no tokens."""
     lines = [_last_written(line) for line in text.split("\n")]
-    return redact(CONTROLS.sub("�", ESCAPES.sub("", "\n".join(lines)).expandtabs()))
+    return redact(without_controls("\n".join(lines)).expandtabs())
+
+
+def without_controls(text: str) -> str:
+    """Remove escape sequences, and replace the other control characters, except line breaks and tabs."""
+    return CONTROLS.sub("�", ESCAPES.sub("", text))
 
 
 def printable(line: str) -> str:
@@ -30,6 +38,26 @@ def redact(text: str) -> str:
     """Remove what looks like a token from ``text``, except its first letters, which tell which one it was."""
     text = TOKENS.sub(lambda match: f"{match[0][:4]}…REDACTED", text)
     return NAMED.sub(lambda match: match[0] if "REDACTED" in match[0] else f"{match[1]}…REDACTED", text)
+
+
+def pieces_of(secrets: Iterable[str]) -> list[str]:
+    """Return what to hide of secret values: each of their lines that is not too short to tell, the longest first."""
+    lines = {line.strip() for secret in secrets for line in secret.splitlines()}
+    return sorted((line for line in lines if len(line) >= LEAST_SECRET), key=len, reverse=True)
+
+
+def hide(text: str, pieces: Iterable[str]) -> str:
+    """Replace the pieces of secret values."""
+    for piece in pieces:
+        text = text.replace(piece, HIDDEN)
+    return text
+
+
+def hide_in_json(line: str, pieces: Iterable[str]) -> str:
+    """Replace the pieces of secret values in a line of JSON, where they are escaped."""
+    for piece in pieces:
+        line = line.replace(json.dumps(piece)[1:-1], json.dumps(HIDDEN)[1:-1])
+    return line
 
 
 def _last_written(line: str) -> str:

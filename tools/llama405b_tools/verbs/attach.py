@@ -1,7 +1,7 @@
-"""Open a tmux session on this machine, with one window per host.
+"""Watch the output of every host in tmux, with one window per host.
 
-Each window attaches read-only to the host's session on the run's own tmux server; --host NAME attaches to one host
-read-write, in this terminal. Detaching (Ctrl-b d) does not affect the run.
+Ctrl-b n and Ctrl-b p change the window, Ctrl-b d leaves; the run continues. The windows only show: what you type does not
+reach the run. --host NAME shows that host alone, and what you type reaches it: Ctrl-c there ends the run.
 """
 
 import os
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from llama405b.contract.errors import GOOD, UserError
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
+from llama405b_tools.hosts.typed import to_type
 from llama405b_tools.run.attach import build_session, operator_socket, window_command
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask_hosts
@@ -21,19 +22,18 @@ from llama405b_tools.verbs.arguments import verb_parser
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("attach", __doc__)
-    parser.add_argument("--host", help="attach to this host only, read-write")
-    parser.add_argument(
-        "--no-attach", action="store_true", help="create the session and print the command that attaches to it"
-    )
+    parser.add_argument("--host", help="show this host only, and pass on what is typed")
+    parser.add_argument("--no-attach", action="store_true", help="only print the command that shows the windows")
     args = parser.parse(argv)
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:
-        raise UserError("attach: a Slurm job has no tmux session; `llama405b logs -f` shows every rank")
+        logs = to_type("logs", None, args.run or "")
+        raise UserError(f"attach: a Slurm job has no tmux session; `{logs} -f` shows every rank")
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_hosts(fleet, args.run)
     live = [fleet.hosts[name] for name, found in replies(seen).items() if found and found.alive]
     if not live:
-        raise UserError(f"run {run} is not running on any host; `llama405b logs --run {run}` shows its logs")
+        raise UserError(f"run {run} is not running on any host; `{fleet.typed('logs', run)}` shows its logs")
     os.environ.pop("TMUX", None)
     if args.host:
         names = [host.name for host in live]

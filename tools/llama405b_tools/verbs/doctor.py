@@ -21,6 +21,7 @@ from llama405b_tools.doctor.stress import check
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.verbs.arguments import add_hosts
 
@@ -35,7 +36,12 @@ def main(argv: Sequence[str]) -> int:
     config.refuse_unknown(rest, parser.options)
     refuse_port(args.port)
     hosts = read_hosts(args.hosts)
-    needs = dataclasses.replace(needs_of(_config(args, settings), args.preset, hosts), hash_weights=args.deep)
+    needs = dataclasses.replace(
+        needs_of(_config(args, settings), args.preset, hosts),
+        hash_weights=args.deep,
+        program=front_door(),
+        hosts=hosts_argument(args.hosts),
+    )
     with Fleet(hosts) as fleet:
         visit = look(fleet, args.port or DEFAULT_PORT, needs)
         lost = visit.lost | {name: f"which hosts it can reach is unknown ({why})" for name, why in visit.mute.items()}

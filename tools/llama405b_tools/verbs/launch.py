@@ -122,7 +122,7 @@ def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
         )
         for host, first in zip(hosts, first_ranks(slots), strict=True)
     )
-    head = hosts[0].address or ("127.0.0.1" if hosts[0].loopback else "<measured>")
+    head = hosts[0].address or "<measured>"
     return Plan(
         run=request.run,
         attempt=1,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for
+from llama405b.contract.phrases import counted
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.logs import first_error
@@ -52,6 +53,11 @@ def main(argv: Sequence[str]) -> int:
         if unknown := [name for name in args.host if name not in fleet.hosts]:
             raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; use one of {', '.join(fleet.hosts)}")
         run, seen = ask_hosts(fleet, backend.run)
+        world = max((found.world for found in replies(seen).values() if found), default=0)
+        if world and (missing := sorted(rank for rank in show.ranks if rank >= world)):
+            raise UserError(
+                f"--rank: run {run} has {counted(world, 'rank')}, from 0 to {world - 1}, and no {missing[0]}"
+            )
         if args.first_error:
             failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
             print("\n".join(lines))

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     wheels = make_wheelhouse(root) if args.offline else None
     with Fleet(hosts) as fleet:
         made, faults = Work(fleet, root, lines, wishes, here).everywhere(wheels, args.build)
-    write_uses(args.hosts, {name: found.use for name, found in made.items()})
+    write_uses((host, made[host.name].use) for host in hosts if host.name in made)
     now = {name: found.said for name, found in made.items()} | {name: f"FAILED: {why}" for name, why in faults.items()}
     print(table(("host", "now"), [(host.name, now[host.name]) for host in hosts]), flush=True)
     if not faults:

@@ -5,18 +5,18 @@ import json
 import time
 from collections.abc import Sequence
 
-from llama405b.contract.errors import code_for
+from llama405b.contract.errors import UserError, code_for
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.status import HostRun
-from llama405b_tools.run import judge
+from llama405b_tools.run import judge, listing
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import Guard, guard_line, of_hosts
 from llama405b_tools.run.judge import Failure, State
-from llama405b_tools.run.query import Seen, ask_hosts, failures_of, progress, states_of
+from llama405b_tools.run.query import Seen, all_runs, ask_hosts, failures_of, progress, states_of
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -26,12 +26,17 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("status", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--all", action="store_true", help="list the newest runs of these hosts instead")
     args = parser.parse(argv)
+    if args.all and args.run:
+        raise UserError("--run cannot be used with --all, which lists every run")
     backend = backend_of(args.run, args.hosts)
     if waiting := backend.waiting():
         print(waiting.words)
         return code_for(waiting.is_over)
     with Fleet(backend.hosts()) as fleet:
+        if args.all:
+            return print_runs(fleet, as_json=args.json)
         run, seen = ask_hosts(fleet, backend.run)
     failures, told = failures_of(seen), [found for found in replies(seen).values() if found]
     guard = guard_of(run, told, is_needed=bool(failures))
@@ -74,6 +79,23 @@ def _record(run: str, seen: Seen, failures: Sequence[Failure], guard: Guard | No
         guarded = {"state": guard.state.state, "gone": guard.gone, "words": guard_line(guard)}
     is_good = not failures and not (guard and guard.gone)
     return {"run": run, "ok": is_good, "failures": said, "guard": guarded, "hosts": hosts}
+
+
+def print_runs(fleet: Fleet, *, as_json: bool) -> int:
+    """Print every run that the hosts know, and which hosts could not be asked."""
+    outcomes = all_runs(fleet)
+    lost, runs = unanswered(outcomes), listing.by_run(outcomes)
+    if as_json:
+        known = {name: {host: dataclasses.asdict(run) for host, run in of.items()} for name, of in runs.items()}
+        print(json.dumps({"runs": known, "lost": lost}))
+        return code_for(lost)
+    if runs:
+        print(table(listing.HEADINGS, [listing.row(name, of) for name, of in runs.items()]), flush=True)
+    elif not lost:
+        print("no run on these hosts yet")
+    for name, why in lost.items():
+        print(f"{name}: UNREACHABLE: {why}")
+    return code_for(lost)
 
 
 def print_progress(found: Sequence[HostRun]) -> None:

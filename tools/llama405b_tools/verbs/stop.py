@@ -17,7 +17,7 @@ from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, Orp
 from llama405b_tools.run import guard_record
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
 from llama405b_tools.run.endings import not_ended
-from llama405b_tools.run.query import ask_hosts, check_hosts, progress
+from llama405b_tools.run.query import all_runs, ask_hosts, check_hosts, names_of, no_such_run, progress
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -55,9 +55,9 @@ def end_run(backend: Backend, grace_s: float) -> int:
         check_hosts(fleet, run)
         guard_record.dismiss(run)
         ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
-    told = replies(ends)
-    if told.keys() == ends.keys() and not any(end.known for end in told.values()):
-        raise UserError(f"--run: no host knows a run {run!r}; `llama405b status` shows the newest")
+        told = replies(ends)
+        if told.keys() == ends.keys() and not any(end.known for end in told.values()):
+            raise no_such_run(fleet, run, names_of(all_runs(fleet)), {})
     print(f"run {run}")
     print(table(("host", "before", "now"), [_row(name, end) for name, end in ends.items()]), flush=True)
     print_saved(list(told.values()), grace_s)

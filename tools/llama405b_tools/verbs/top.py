@@ -26,6 +26,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
+from llama405b_tools.run.query import no_such_run
 from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
 from llama405b_tools.top.draw import panels
@@ -137,9 +138,25 @@ def _print(args: argparse.Namespace, session: Session) -> int:
     _await_all(session, watches=bool(args.watch))
     while True:
         pic = session.picture(logs=False)
+        if not args.watch:
+            _refuse_no_such_run(session, pic)
         if not _put(args, session, pic) or not args.watch or session.source.done():
             return pic.exit_code
         _pass(session, args.watch)
+
+
+def _refuse_no_such_run(session: Session, pic: Picture) -> None:
+    """Refuse a run that was named and that no host has, if any could be asked.
+
+    Raises:
+        UserError: There is no such run.
+    """
+    wanted, answered = session.cluster.wanted, [row for row in pic.hosts if row.state is HostState.OK]
+    if session.fleet and wanted and answered and pic.training is None:
+        frames = [session.cluster.hosts[row.name].frame for row in answered]
+        known = dict.fromkeys(name for frame in frames for name in frame.runs)
+        lost = {row.name: row.why for row in pic.hosts if row not in answered}
+        raise no_such_run(session.fleet, wanted, list(known), lost)
 
 
 def _pass(session: Session, seconds: float) -> None:

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from llama405b_tools.doctor.host_facts import HostFacts, PeerReach
+from llama405b_tools.doctor.host_facts import HostFacts, PeerReach, Reached
 from llama405b_tools.doctor.rules import of_host
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
+from llama405b_tools.hosts.inventory import LOOPBACK
 from llama405b_tools.machine.addresses import is_private
-from llama405b_tools.machine.sameness import disagreement
+from llama405b_tools.machine.sameness import disagreement, one_machine
 from llama405b_tools.text.fold import fold_names
 
 LEVELS = (BAD, WARN, NOTE)
@@ -81,7 +82,11 @@ def diagnose(
         if abs(skew) > MAX_SKEW_S:
             what = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
             found.append(Finding(WARN, (host,), what, "start chrony or systemd-timesyncd on it"))
-    found += _sameness(facts)
+    found += _sameness(facts, needs)
+    machines = {host: each.identity.machine for host, each in facts.items() if each.identity}
+    networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
+    for same in one_machine(networked):
+        found.append(Finding(WARN, same, "are one machine under several names", "delete all but one of them"))
     for host in peers.candidates:
         if others := peers.others(host):
             found += [*_address(host, others, peers), *_lookups(host, others, peers)]
@@ -90,6 +95,11 @@ def diagnose(
         merged.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
     once = [Finding(level, tuple(dict.fromkeys(hosts)), what, how) for (level, what, how), hosts in merged.items()]
     return sorted(once, key=lambda finding: LEVELS.index(finding.level))
+
+
+def _only_loopback(host: str, peers: Peers) -> bool:
+    """Whether a host is meant to be this machine: the demo's hosts are all that."""
+    return all(LOOPBACK.fullmatch(address) for address in peers.candidates.get(host, ()))
 
 
 def _told(facts: HostFacts) -> dict[str, str | int]:
@@ -110,11 +120,13 @@ def _told(facts: HostFacts) -> dict[str, str | int]:
     return told
 
 
-def _sameness(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
+def _sameness(facts: Mapping[str, HostFacts], needs: Needs) -> Iterator[Finding]:
     told = {host: _told(each) for host, each in facts.items()}
     for name, level in SAME.items():
         clause, odd = disagreement(name, {host: str(each[name]) for host, each in told.items() if name in each})
-        remedy = "make them equal: llama405b setup" if level == BAD else "make them equal"
+        remedy = "make them equal"
+        if level == BAD:
+            remedy = f"make them equal: {needs.typed('setup')}"
         if odd:
             yield Finding(level, odd, clause, remedy)
 
@@ -123,9 +135,11 @@ def _address(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding
     """Check that the others reach a host, at the address it claims."""
     address, wanted = peers.training_address(host), peers.chosen[host]
     if not address:
-        lacking, fault = _who_cannot(host, others, peers)
-        what = f"{fold_names(lacking)} cannot reach it on the training network ({fault})"
+        lacking, place, found = _who_cannot(host, others, peers)
+        what = f"{fold_names(lacking)} cannot reach it on the training network ({place}{found.fault})"
         remedy = "open TCP ports 20000-65535 between the hosts, or set address= to one they all reach"
+        if found.unresolved:
+            remedy = "put the name into /etc/hosts on all hosts, or set address= to an IP address"
         yield Finding(BAD, (host,), what, remedy)
     elif wanted and address != wanted:
         yield Finding(BAD, (host,), f"not all hosts reach it at address={wanted}", f"set address={address}")
@@ -143,12 +157,12 @@ def _lookups(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding
         yield Finding(WARN, slow, what, "fix its DNS server (/etc/resolv.conf): it delays every start")
 
 
-def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str]:
-    """The hosts that reach another at none of its addresses (all, if each reaches a different one), and why."""
+def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str, Reached]:
+    """The hosts that reach another at none of its addresses (all, if each reaches a different one), where, and why."""
     addresses = peers.candidates[host]
     lacking = [name for name in others if not any(peers.all_reach(host, each, [name]) for each in addresses)] or others
     for name in lacking:
         for place, found in peers.way(name, host).reached.items():
             if found.fault:
-                return lacking, f"{place}: {found.fault}"
-    return lacking, "it was not tried in time"
+                return lacking, f"{place}: ", found
+    return lacking, "", Reached("it was not tried in time")

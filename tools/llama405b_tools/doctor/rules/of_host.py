@@ -14,7 +14,7 @@ from llama405b_tools.machine.addresses import is_private
 BAD, WARN, NOTE = "bad", "warning", "note"
 Remarks: TypeAlias = Iterator[tuple[str, str, str]]  # level, what, remedy
 GIB = 1 << 30
-MIN_FILES = 4096
+MIN_FILES, MIN_FREE_FILES = 4096, 1000
 MIN_SHM = 1 * GIB
 LEAST = {"python": (3, 11), "torch": (2, 11), "transformers": (5, 17)}
 MIN_DRIVER = {"12": 525, "13": 580}  # CUDA's major version: the driver branch it needs (CUDA release notes)
@@ -33,19 +33,25 @@ class Needs:
     weights: str = ""  # rank 0's directory
     cuda: bool = True  # whether GPUs matter
     hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
+    program: str = "llama405b"  # as it is typed here
+    hosts: str = ""  # the argument that names these hosts
+
+    def typed(self, verb: str) -> str:
+        """Return a command about these hosts, to be typed by the user."""
+        return f"`{self.program} {verb}{self.hosts}`"
 
 
 def of_host(facts: HostFacts, needs: Needs, *, is_head: bool) -> Remarks:
     """Yield all remarks on a host."""
     for part, why in facts.failed.items():
         yield WARN, f"{part} unknown: {why}", "check it by hand"
-    yield from _programs(facts)
+    yield from _programs(facts, needs)
     yield from _disks(facts)
     yield from _mounts(facts)
-    yield from _leftovers(facts)
-    yield from _packages(facts)
+    yield from _leftovers(facts, needs)
+    yield from _packages(facts, needs)
     if needs.cuda:
-        yield from _cuda_build(facts)
+        yield from _cuda_build(facts, needs)
         yield from _gpus(facts, needs)
         yield from _fabric(facts)
     yield from _memory(facts, needs)
@@ -55,17 +61,17 @@ def of_host(facts: HostFacts, needs: Needs, *, is_head: bool) -> Remarks:
         yield from _exposure(facts)
 
 
-def _programs(facts: HostFacts) -> Remarks:
+def _programs(facts: HostFacts, needs: Needs) -> Remarks:
     who, place = facts.identity or NOBODY, facts.environment
     for program, package in (("tmux", "tmux"), ("ip", "iproute2")):
         if not who.tools.get(program, True):
             yield (
                 BAD,
                 f"there is no {program}",
-                f"apt-get update && apt-get install {package} on it, or run llama405b setup as root",
+                f"apt-get update && apt-get install {package} on it, or run {needs.typed('setup')} as root",
             )
     if place and not place.workdir_exists:
-        yield BAD, f"there is no {place.workdir}", "llama405b setup puts the project there; or set workdir="
+        yield BAD, f"there is no {place.workdir}", f"{needs.typed('setup')} puts the project there; or set workdir="
     elif place and not place.writable:
         yield BAD, f"{place.workdir} cannot be written", "set workdir= to a directory of your own"
     if facts.kill_user_processes and who.user != "root":
@@ -73,24 +79,24 @@ def _programs(facts: HostFacts) -> Remarks:
         yield BAD, what, "run there: loginctl enable-linger"
 
 
-def _packages(facts: HostFacts) -> Remarks:
+def _packages(facts: HostFacts, needs: Needs) -> Remarks:
     if facts.environment is None:
         return
     packages = facts.environment.packages
     if packages is None:
-        yield BAD, "its python cannot be run", "llama405b setup installs one; or set python= in the hosts file"
+        yield BAD, "its python cannot be run", f"{needs.typed('setup')} installs one; or set python= in the hosts file"
         return
     missing = [name for name in ("torch", "transformers", "llama405b") if packages.get(name, "missing") == "missing"]
     if missing:
-        yield BAD, f"{', '.join(missing)} is not installed", "llama405b setup installs it"
+        yield BAD, f"{', '.join(missing)} is not installed", f"{needs.typed('setup')} installs it"
     for name, least in LEAST.items():
         version = _version(packages.get(name, ""))
         if version and version < least:
-            remedy = f"at least {'.'.join(map(str, least))} is needed; llama405b setup installs it"
+            remedy = f"at least {'.'.join(map(str, least))} is needed; {needs.typed('setup')} installs it"
             yield BAD, f"{name} is {packages[name]}", remedy
 
 
-def _cuda_build(facts: HostFacts) -> Remarks:
+def _cuda_build(facts: HostFacts, needs: Needs) -> Remarks:
     """Check that the driver supports torch's CUDA version."""
     cuda = facts.packages.get("cuda", "")
     branch = MIN_DRIVER.get(cuda.partition(".")[0], 0)
@@ -101,7 +107,7 @@ def _cuda_build(facts: HostFacts) -> Remarks:
             remedy = f"install driver {branch} or newer, or a torch build for an older CUDA"
             yield BAD, f"driver {driver} is too old for torch's CUDA {cuda}", remedy
     if drivers and cuda == "none":
-        remedy = "llama405b setup installs the build that fits the driver"
+        remedy = f"{needs.typed('setup')} installs the build that fits the driver"
         yield BAD, "it has GPUs, but its torch was built without CUDA", remedy
 
 
@@ -203,6 +209,9 @@ def _disks(facts: HostFacts) -> Remarks:
     for entry in facts.filesystems:
         if entry.path and entry.free < GIB:
             yield BAD, f"{entry.path} has {entry.free / GIB:.2f} GiB free", "make room, or set workdir= on another disk"
+        if entry.path and entry.free_files is not None and entry.free_files < MIN_FREE_FILES:
+            what = f"{entry.path} is out of inodes ({counted(entry.free_files, 'more file')} can be created)"
+            yield BAD, what, "delete files, or set workdir= on another disk"
         if entry.path and not entry.writable:
             yield BAD, f"{entry.path} cannot be written", "choose another directory, or change its owner"
     for disk in (facts.disks or NO_DISKS).unmounted_nvme:
@@ -224,10 +233,11 @@ def _mounts(facts: HostFacts) -> Remarks:
             yield NOTE, what, f"if all hosts mount it, checkpoints belong there: --checkpoint.dir {entry.mount}/…"
 
 
-def _leftovers(facts: HostFacts) -> Remarks:
+def _leftovers(facts: HostFacts, needs: Needs) -> Remarks:
     for value, pids in (facts.leftovers or {}).items():
         what = f"{counted(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]}"
-        yield WARN, what, "llama405b status shows what they are; llama405b stop --orphans ends those without an owner"
+        shows = f"{needs.typed('status')} shows what they are"
+        yield WARN, what, f"{shows}; {needs.typed('stop --orphans --end')} ends those without an owner"
 
 
 def _weights(facts: HostFacts) -> Remarks:

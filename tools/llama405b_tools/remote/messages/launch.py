@@ -1,6 +1,7 @@
 """What launch must know about a host before it starts anything. Pure."""
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 
 from llama405b_tools.machine.addresses import Address
@@ -42,14 +43,25 @@ class Reach:
     fault: str  # "": it answers with its token
     mine: str = ""  # its own address on the route there
     interface: str = ""  # of that address
+    unresolved: bool = False  # the fault is that the name has no address there
+
+
+class PlaceFault(enum.StrEnum):
+    """Why a directory can be neither written nor created."""
+
+    NO_DIRECTORY = "no directory"
+    DANGLING = "dangling"  # a link to nothing
+    DENIED = "denied"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlace:
-    """A directory's full path, and whether it is writable or can be created."""
+    """A directory's full path, and what stands in the way of writing or creating it, if anything."""
 
     path: str
-    writable: bool
+    fault: PlaceFault | None = None
+    at: str = ""  # the path at fault: itself, or the nearest above it that exists
+    owner: str = ""  # of that
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +70,7 @@ class LaunchFacts:
 
     versions: Mapping[str, str]
     tmux: bool
+    tmux_fault: str  # what it answers if it does not work; "": it does
     ip: bool
     run_exists: bool
     attempt: int
@@ -74,9 +87,10 @@ class LaunchFacts:
     own: tuple[Address, ...]
     head: Mapping[str, Reach]  # by address of the head
     workdir: str
-    writable: bool
+    run_place: RunPlace
     places: Mapping[str, RunPlace]
     free_bytes: int
+    free_files: int | None  # None: the filesystem has no limit
     input_fault: str  # "": checkpoint and data can be used, or were not checked
     has_program: bool = True  # or was not asked for it
     stopped_by: str = ""  # who is stopping the run, or has

@@ -45,6 +45,7 @@ class HostRun:
     hosts: tuple[str, ...] = ()  # every host of the run
     guard: GuardState | None = None  # as last heard from it here; None: none was asked for
     blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
+    world: int = 0  # ranks on all its hosts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -131,6 +131,7 @@ class Frame:
     kernel: tuple[str, ...] | None  # new lines about GPUs and memory; None: not readable
     smi: SmiFrame
     run: RunFrame | None
+    runs: tuple[str, ...] = ()  # if it does not have the run that was requested: those it has, the newest first
     cwd: str = ""
     own: tuple[float, int] | None = None  # the sampler's CPU seconds (without nvidia-smi) and peak resident bytes
     procs: Processes | None = None  # None: unchanged

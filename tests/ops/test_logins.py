@@ -1,0 +1,71 @@
+"""Login shells as users have them: other shells than sh's kin, and start-up files that print or read."""
+
+import os
+import shutil
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
+N_HOSTS = 2
+BASHRC = "/home/alice/.bashrc"
+
+
+@pytest.fixture
+def login(hosts):
+    """Give the user of node-2 a shell and a .bashrc."""
+
+    def give(shell, bashrc):
+        if not shutil.which(shell):
+            if os.environ.get("LLAMA405B_NOTHING_SKIPPED"):
+                pytest.fail(f"NOT RUN: needs {shell}")
+            pytest.skip(f"NOT RUN: needs {shell}")
+        hosts.exec(2, "usermod", "-s", shutil.which(shell), "alice")
+        hosts.exec(2, "sh", "-c", f"cat >{BASHRC} <<'EOF'\n{bashrc}\nEOF\nchown alice {BASHRC}")
+
+    yield give
+    hosts.exec(2, "usermod", "-s", "/bin/bash", "alice")
+    hosts.exec(2, "rm", "-f", BASHRC)
+
+
+@pytest.mark.parametrize(
+    ("shell", "bashrc"),
+    [
+        ("tcsh", ""),
+        ("csh", ""),
+        ("bash", "printf 'welcome to node-2'"),
+        ("bash", "echo '{\"a\": 1}'; echo '{\"a\": 1}' >&2"),
+    ],
+    ids=["tcsh", "csh", "no newline", "JSON"],
+)
+def test_every_verb_works_whatever_the_login_shell_does(hosts, operator, login, tmp_path, shell, bashrc):
+    for i in (1, 2):
+        where = f"{hosts.workdir(i)}/p.py"
+        hosts.exec(i, "sh", "-c", f"echo 'print(\"it\\047s here!\", flush=True)' >{where}; chmod 644 {where}")
+    login(shell, bashrc)
+    done = operator("launch", "--run", "shells", "--resume", "auto", "--follow", "--", "p.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert operator("logs", "--run", "shells").stdout.count("it's here!") >= 2
+    said = operator("doctor", "--json").stdout
+    assert '"lost": {}' in said
+    assert "behind" not in said  # its clock
+    assert "node-2 OK" in operator("top", "--once").stdout
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "it's new!.txt").write_text("x")
+    pushed = operator("push", tmp_path / "code", "--to", "~/pushed")
+    assert pushed.returncode == 0, pushed.stdout + pushed.stderr
+    assert hosts.exec(2, "cat", "/home/alice/pushed/it's new!.txt").stdout == "x"
+
+
+def test_a_bashrc_that_reads_is_named(operator, login):
+    login("bash", "read answer")
+    done = operator("launch", "--run", "reads", "--", "p.py")
+    assert done.returncode == 1
+    assert "node-2: its login shell's start-up files (such as ~/.bashrc) read input or take more than" in done.stderr
+    assert "Nothing was started" in done.stderr
+
+
+def test_a_login_that_runs_no_command_is_named(operator, login):
+    login("bash", "echo maintenance; exit")
+    done = operator("launch", "--run", "ends", "--", "p.py")
+    assert done.returncode == 1
+    assert "start-up files (such as ~/.bashrc) end it before it runs a command (maintenance)" in done.stderr

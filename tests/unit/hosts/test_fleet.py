@@ -1,0 +1,77 @@
+"""Why the agent did not run on a host, in one clause: from what sh or Python said, with the command that mends it."""
+
+import shlex
+import sys
+
+import pytest
+
+from conftest import ROOT
+from llama405b_tools.hosts import fleet as fleets
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote.messages.status import StatusReply, StatusRequest
+
+WAYS = {
+    "ask": lambda fleet: fleet.ask("a", "status", StatusRequest("a"), StatusReply, 20),
+    "dialogue": lambda fleet: fleet.dialogue("a", "status", StatusRequest("a")).answer(StatusReply, 20),
+}
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A Python that does not find the project."""
+    path = tmp_path / "bare"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -S -P "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shell", ["dash", "bash"])
+@pytest.mark.parametrize(
+    ("python", "workdir", "said"),
+    [
+        ("", "/nowhere", "there is no directory /nowhere; run `llama405b setup rack`, or set workdir="),
+        ("/no/python", "", "/no/python cannot be run; run `llama405b setup rack`, or set python="),
+        ("/etc/passwd", "", "/etc/passwd cannot be run; run `llama405b setup rack`, or set python="),
+        ("BARE", "", "BARE has no llama405b in WORK; run `llama405b setup rack`, or set workdir= or python="),
+    ],
+)
+def test_a_missing_environment_is_named_with_the_command_that_makes_it(
+    tmp_path, monkeypatch, bare, way, shell, python, workdir, said
+):
+    monkeypatch.setattr(fleets, "_connect", lambda host: In(shell))
+    monkeypatch.setattr("llama405b_tools.hosts.typed.front_door", lambda: "llama405b")
+    workdir = workdir or str(tmp_path)
+    host = Host("a", "rack:1", workdir=workdir, python=python.replace("BARE", bare))
+    with Fleet([host]) as fleet, pytest.raises(HostError) as caught:
+        WAYS[way](fleet)
+    assert str(caught.value) == said.replace("BARE", bare).replace("WORK", workdir)
+
+
+class In(fleets.Local):
+    """This machine, with another sh."""
+
+    def __init__(self, shell):
+        self.shell = shell
+
+    def run(self, command, stdin, timeout_s):
+        return super().run(self.through(command), stdin, timeout_s)
+
+    def stream(self, command, stdin):
+        return super().stream(self.through(command), stdin)
+
+    def through(self, command):
+        return f"exec {self.shell} -c {shlex.quote(command)}"
+
+
+def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):
+    wrapped = tmp_path / "py"
+    wrapped.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} "$@"\n')
+    wrapped.chmod(0o755)
+    with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path), python=str(wrapped))]) as fleet:
+        stream = fleet.stream("localhost", "nonsense", StatusRequest("a"))
+        lines = list(stream)
+        assert lines == ["['nonsense']: not an action of the agent\n"]
+        assert str(fleet.fault_of("localhost", lines[-1].strip())) == f"the agent failed ({lines[-1].strip()})"

@@ -1,0 +1,52 @@
+"""What arrives from the agents of a run: why one ended, and no secret of the run."""
+
+import json
+
+import pytest
+from fakes import FakeFleet
+
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Plan
+from llama405b_tools.remote.messages.stream import News, StreamRequest
+from llama405b_tools.run.streams import Streams, Unreachable
+
+
+@pytest.fixture
+def arrives(monkeypatch, tmp_path):
+    """The first message of host a, which says this."""
+    monkeypatch.chdir(tmp_path)
+    write_json(RunDir.here("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), ("MY_KEY", "OTHER"), ()))
+    with FakeFleet(("a",)) as fleet:
+
+        def first(said):
+            fleet.fakes["a"].faults["stream"] = said
+            streams = Streams(fleet, ["a"], StreamRequest("r", ""))
+            try:
+                return streams.arrivals.get(timeout=10).news
+            finally:
+                streams.close()
+
+        yield first
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("/py: No module named llama405b_tools", "/py has no llama405b in /w; run `"),
+        ("runs/r: Permission denied", "the agent failed (runs/r: Permission denied)"),
+        ("", "the connection was lost, or the program on the host ended"),
+    ],
+)
+def test_the_last_words_of_an_agent_say_why_it_ended(arrives, said, why):
+    news = arrives(said)
+    assert isinstance(news, Unreachable)
+    assert news.why.startswith(why)
+
+
+def test_the_values_of_the_runs_secrets_are_hidden(arrives, monkeypatch):
+    monkeypatch.setenv("MY_KEY", 'zürich "q"')
+    monkeypatch.setenv("UNRELATED", "is told")
+    news = arrives(json.dumps({"entries": [[1.0, "a/0/stdout.log", 'it is zürich "q", is told']]}))
+    assert isinstance(news, News)
+    assert news.entries[0][2] == "it is …REDACTED, is told"
