@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -33,7 +33,7 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.leaving import on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
-from llama405b_tools.top.state.picture import Picture
+from llama405b_tools.top.state.picture import HostState, Picture
 
 
 def main(argv: Sequence[str]) -> int:
