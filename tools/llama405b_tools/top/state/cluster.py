@@ -14,7 +14,7 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import overall, thresholds
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import NOT_AWAY, NOT_LOADING, Away, LoadBegan, Moment, nodes_of, training
+from llama405b_tools.top.state.moment import NOT_AWAY, Away, Moment, nodes_of
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
     Change,
@@ -25,6 +25,7 @@ from llama405b_tools.top.state.picture import (
     RunPhase,
     Verdict,
 )
+from llama405b_tools.top.state.training import NOT_LOADING, LoadBegan, training
 from llama405b_tools.top.state.verdicts import BeatId, Note
 
 KEPT_METRICS, KEPT_EVENTS = 5000, 500

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.contract.records import NodeState, Phase
-from llama405b_tools.machine import gpus
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.top.state import steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
-from llama405b_tools.top.state.picture import LINK_STATES, GuardShown, HostState, RunPhase, Training, known
+from llama405b_tools.top.state.picture import LINK_STATES, HostState, RunPhase, known
 from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
@@ -296,115 +295,3 @@ class Moment:
 def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:
     """See ``Moment.nodes``."""
     return next((plan.nodes or () for host in hosts.values() if (plan := host.plans.get(run))), ())
-
-
-class LoadBegan(NamedTuple):
-    """When loading (or tokenizing) this many bytes was first seen, and how far along it was."""
-
-    time: float
-    done_bytes: float
-    total_bytes: int
-
-    def eta_s(self, now: float, done: int, total: int) -> float | None:
-        """Return the seconds until all is done, at the rate so far."""
-        if done <= self.done_bytes:
-            return None
-        return (total - done) * (now - self.time) / (done - self.done_bytes)
-
-
-NOT_LOADING = LoadBegan(0.0, math.inf, 0)
-
-
-def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | None:
-    """Describe the shown run; None if no host knows it."""
-    runs = found.told.values()
-    if not runs:
-        return None
-    phase, phase_s = found.phase
-    others = {name for run in found.heard.values() for name in run.others} - {found.run}
-    shown = Training(
-        run=found.run,
-        phase=phase,
-        phase_s=phase_s,
-        world=sum(ranks for _, _, ranks in found.nodes),
-        attempt=max(run.attempt for run in runs),
-        steps=_steps(found),
-        checkpoint_step=max(known(run.checkpoint_step for run in found.heard.values() or runs), default=None),
-        network=_network(found),
-        guard=guard,
-        others=tuple(sorted(others)),
-        odd_in=tuple(field for note in found.run_notes for field in note.fields),
-    )
-    if found.metrics:
-        shown = _stepping(shown, found, found.metrics[-1])
-    done, total = found.loaded
-    if phase is not RunPhase.LOADING or not total:
-        return shown
-    return dataclasses.replace(shown, done_bytes=done, total_bytes=total, eta_s=load.eta_s(found.now, done, total))
-
-
-def _steps(found: Moment) -> int | None:
-    """Return the number of steps in total; None if it is unknown, or smaller than the steps so far."""
-    told = (run.max_steps for run in found.told.values() if run.max_steps is not None or run.metrics)
-    so_far = max((metrics.step for metrics in found.metrics), default=1)
-    return next((steps for steps in told if steps and steps >= so_far), None)
-
-
-def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
-    """Add what its steps tell."""
-    phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
-    saved = shown.checkpoint_step or 0
-    if phase in MOVING:
-        tokens_per_s = found.median("tokens_per_s")
-        if shown.steps and step_s:
-            eta_s = (shown.steps - last.step) * step_s
-    if phase is RunPhase.DONE and shown.steps and last.step < shown.steps:
-        phase = RunPhase.STOPPED
-    return dataclasses.replace(
-        shown,
-        phase=phase,
-        step=last.step,
-        loss=last.loss,
-        losses=tuple(known(metrics.loss for metrics in found.metrics)),
-        step_s=step_s,
-        data_s=found.median("data_s"),
-        forward_s=found.median("forward_s"),
-        backward_s=found.median("backward_s"),
-        optimizer_s=found.median("optimizer_s"),
-        tokens_per_s=tokens_per_s,
-        mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
-        eta_s=eta_s,
-        lost_steps=max(0, last.step - saved),
-        lost_rank_hours=steps.seconds_since(found.metrics, saved) * shown.world / 3600,
-    )
-
-
-def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:
-    """Model FLOPs utilization: the model's FLOPs over the peak of the GPUs, if they are all the same model."""
-    peaks = {gpus.bf16_flops(gpu.name) for host in found.ours for gpu in host.gpus}
-    peak = peaks.pop() if len(peaks) == 1 else None
-    if not (tokens_per_s and flops_per_token and peak and world):
-        return None
-    share = tokens_per_s * flops_per_token / (peak * world)
-    return 100 * share if share <= 1 else None
-
-
-def _network(found: Moment) -> str:
-    """Return what the training's collectives use: "IB 8x400", "SOCKET"; "" if unknown."""
-    said = {run.net for run in found.heard.values()} - {""}
-    if "SOCKET" in said:
-        return "SOCKET"
-    told = (plan.nccl for host in found.ours if (plan := host.plans.get(found.run)))
-    named = next(told, {}).get("NCCL_IB_HCA", "")
-    if said or named:
-        return min(said, default="IB") + _ports(found.ours[0], named)
-    if found.ours and all(not host.gpus and host.frame.pci_gpus is not None for host in found.ours):
-        return "gloo"
-    return ""
-
-
-def _ports(host: HostView, named: str) -> str:
-    """Return how many active ports a host has, and their Gb/s; only the named ports, if any are named."""
-    ports = [port for port in host.frame.ib if "ACTIVE" in port.state and port.rate.strip()]
-    rates = [port.rate.split()[0] for port in ports if not named or port.device in named]
-    return f" {len(rates)}x{rates[0]}" if rates else ""
