@@ -175,7 +175,9 @@ def test_users_who_share_the_directory_of_runs_are_refused():
 def test_the_directory_of_checkpoints_is_tried_before_the_start():
     asked = preflight._probe_request(saving("--checkpoint.dir", "/shared/c"), A, 20_000, "token")
     assert asked.places == {"--checkpoint.dir": "/shared/c"}
-    said = dataclasses.replace(facts([]), places={"--checkpoint.dir": RunPlace("/shared/c", PlaceFault.DENIED, "/shared", "bob")})
+    said = dataclasses.replace(
+        facts([]), places={"--checkpoint.dir": RunPlace("/shared/c", PlaceFault.DENIED, "/shared", "bob")}
+    )
     assert "--checkpoint.dir=/shared/c cannot be created or written" in preflight._host_fault(saving(), A, said)
     assert preflight._probe_request(saving("--checkpoint.every", "0"), A, 20_000, "token").places == {}
 
