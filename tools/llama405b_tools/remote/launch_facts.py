@@ -32,7 +32,7 @@ from llama405b_tools.remote.describe import stopped_by
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, Reach, RunPlace
 
-TMUX_WITHIN_S = 10
+TMUX_WITHIN_S = 30  # of a busy machine
 
 
 def probe(request: ProbeRequest) -> None:
