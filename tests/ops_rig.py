@@ -64,12 +64,12 @@ class Terminal:
         self.run("send-keys", "-t", "t", *names)
 
     def shows(self, pattern, seconds):
-        """Wait until the screen matches."""
-        deadline = time.monotonic() + seconds
-        while not re.search(pattern, screen := self.screen(), re.MULTILINE):
-            assert time.monotonic() < deadline, f"{pattern} is not on the screen:\n{screen}"
-            time.sleep(0.1)
-        return screen
+        """Wait until the screen matches; a busy machine has longer, as in ``wait_for``."""
+
+        def found():
+            return (screen := self.screen()) and re.search(pattern, screen, re.MULTILINE) and screen
+
+        return wait_for(found, seconds, lambda: f"{pattern} is not on the screen:\n{self.screen()}")
 
     def pid(self):
         """Of the program."""

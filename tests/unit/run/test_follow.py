@@ -10,7 +10,7 @@ from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Metrics, NodeState, NodeStatus, Phase
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.remote.messages.stream import News, NodeNews
-from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, Ending, EndKind, Limits, Silence, Watch, summarise
+from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.streams import Arrival, Unreachable
 
@@ -106,50 +106,3 @@ def test_a_refusal_is_known_by_its_kind(kind, refused):
 def test_exit_codes():
     codes = {EndKind.WELL: 0, EndKind.FAILED: 1, EndKind.STOPPED: 1, EndKind.LEFT: 130}
     assert {kind: Ending(kind).code for kind in EndKind} == codes
-
-
-def test_a_silence_before_the_first_step_is_explained(watch):
-    silence = Silence(watch, 100.0)
-    assert silence.words(100.0 + QUIET_S - 1) == ""
-    assert silence.words(110.0) == "10 s: starting Python and PyTorch (ranks 0-1)"
-    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.DATA, 0.0),), now=0.0)
-    silence.broken(111.0)
-    assert silence.words(121.0) == "21 s: starting Python and PyTorch (rank 0), reading the data (rank 1)"
-    take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
-    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
-    assert silence.words(131.0) == "31 s: loading the weights (ranks 0-1)"
-    assert silence.words(131.0 + SAME_QUIET_S - 1) == ""  # the same is not repeated so often
-    assert silence.words(131.0 + SAME_QUIET_S) == "91 s: loading the weights (ranks 0-1)"
-    take(watch, "a", metrics=(metrics(1, 5.0, 2),))
-    assert silence.words(900.0) == ""
-
-
-TRACEBACK = "Traceback (most recent call last):\nKeyError: 'x'"
-
-
-def test_what_another_programs_ranks_write_to_standard_error_is_shown(watch, foreign):
-    entries = ((0.0, "r-2_0/attempt_0/0/stdout.log", "hello"), (0.0, "r-2_0/attempt_0/0/stderr.log", TRACEBACK))
-    shown = ["hello", "a │ Traceback (most recent call last):", "a │ KeyError: 'x'"]
-    assert take(foreign, "a", entries=entries) == shown
-    assert take(foreign, "b", entries=entries) == [line.replace("a │", "b │") for line in shown[1:]]
-    assert take(watch, "a", entries=entries) == ["hello"]  # ours says why it ended in one line
-
-
-def test_resuming_is_suggested_only_where_there_is_a_checkpoint(watch, foreign, capsys):
-    for each in (watch, foreign):
-        for kind in (EndKind.FAILED, EndKind.STOPPED):
-            each.failures, each.stopped_by = [], ""
-            if kind is EndKind.FAILED:
-                take(each, "a", node=ended(Cause(CauseKind.RANK_EXIT, "a", 0)))
-            else:
-                each.stopped_by = "me"
-            assert summarise(each, each.plan).kind is kind
-    assert "--resume" not in "".join(capsys.readouterr())
-    take(watch, "a", events=(RunEvent(0.0, "rank-0", EventKind.RESUMED, 2, 4, "/old"),))
-    summarise(watch, watch.plan)
-    assert "stopped by me; to continue, repeat the launch with --run r --resume auto" in capsys.readouterr().out
-
-
-def test_another_program_is_not_taken_for_training(foreign, capsys):
-    assert summarise(foreign, foreign.plan).kind is EndKind.WELL
-    assert "model" not in capsys.readouterr().out

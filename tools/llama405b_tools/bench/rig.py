@@ -98,7 +98,8 @@ def stubbed(hosts: Sequence[Host]) -> list[Host]:
 @contextlib.contextmanager
 def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Iterator[Cost]:
     """Launch a run of the stub, yield the launch's cost, and end the run."""
-    request = asked.parse([str(path), "--run", RUN, "--resume", "auto", "--", program], time.time())
+    anywhere = ["--env", "PYTHONPATH=."]  # or launch looks for the program, which is no file
+    request = asked.parse([str(path), "--run", RUN, "--resume", "auto", *anywhere, "--", program], time.time())
     stubbed_hosts = stubbed(hosts)
     with Fleet(hosts) as found:
         found.each(functools.partial(_write_stub, found))

@@ -18,6 +18,7 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
 from llama405b_tools.hosts.typed import file_of, to_type
+from llama405b_tools.machine import shells
 from llama405b_tools.text.shell import shell_path
 
 if TYPE_CHECKING:
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 
 MAX_AT_ONCE = 64
 TOO_OLD = re.compile(r"LLAMA405B_PYTHON_TOO_OLD (\S+)")  # from the agent
-NO_DIRECTORY = re.compile(r"\bcd: ")  # from dash and bash, as is the next
-NO_PROGRAM = re.compile(
-    r"\bexec: .*(not found|cannot execute|Permission denied)|\bline \d+: .*: No such file or directory$"
-)
 T = TypeVar("T")
 
 
@@ -130,11 +127,11 @@ class Fleet:
             return HostError(
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
             )
-        if "No module named" in said:
+        if shells.NO_MODULE.search(said):
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
-        if NO_DIRECTORY.search(said):
+        if shells.NO_DIRECTORY.search(said):
             return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
-        if cannot_run or NO_PROGRAM.search(said):
+        if cannot_run or shells.NO_PROGRAM.search(said):
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
         if not said:
             return HostError("the connection was lost, or the program on the host ended")

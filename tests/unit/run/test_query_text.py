@@ -1,0 +1,40 @@
+"""What is said about a run that no host has."""
+
+import pytest
+from fakes import FakeFleet
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.plan import Node, Plan
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.run.query import ask_hosts
+
+
+def plan(name="r", created=1.0):
+    nodes = tuple(Node(host, 1, i, "/w", "/py", "", "", {}) for i, host in enumerate("ab"))
+    return Plan(name, 1, created, f"{name}-1-x", "a:1", ("-m", "mine"), (), nodes)
+
+
+@pytest.fixture
+def fleet(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with FakeFleet(("a", "b")) as found:
+        for host in found.fakes.values():
+            host.plan, host.alive = plan(), True
+        yield found
+
+
+def test_a_run_that_no_host_has_is_answered_with_those_that_are_there(fleet):
+    fleet.fakes["b"].plan = None
+    with pytest.raises(UserError) as refused:
+        ask_hosts(fleet, "rr")
+    assert str(refused.value).startswith("--run: no host has 'rr' in /w/runs; there are r; `")
+    assert str(refused.value).endswith("llama405b status --all` tells more")
+    fleet.fakes["a"].plan = None
+    fleet.fakes["b"].faults["status"] = HostError("gone")
+    with pytest.raises(UserError) as refused:
+        ask_hosts(fleet, "rr")
+    assert str(refused.value) == ("--run: no host has 'rr' in /w/runs; there are none yet (b could not be asked: gone)")
+    with pytest.raises(
+        UserError, match=r"no run on these hosts yet \(b could not be asked: gone\); `.*llama405b launch …`"
+    ):
+        ask_hosts(fleet, None)
