@@ -71,7 +71,7 @@ class Holder:
             self.leaving.set()
             self.renewer.join(RENEW_S)
             with contextlib.suppress(OSError):
-                self._write(ended=True)
+                self._write(self.number, ended=True)
 
     def _wait_for(self, number: int, say: Callable[[str], None]) -> None:
         """Return once the directory is free to take; see ``take``."""
@@ -102,7 +102,7 @@ class Holder:
             with contextlib.suppress(OSError):  # the next time will do
                 if self._newest() > self.number:
                     return
-                self._write()
+                self._write(self.number)
 
     def _newest(self) -> int:
         return max((_number_of(path) for path in self.root.iterdir()), default=0)
@@ -118,12 +118,16 @@ class Holder:
             self._path(number).touch(exist_ok=False)
         except FileExistsError:
             return False
+        try:
+            self._write(number)
+        except OSError:
+            self._path(number).unlink(missing_ok=True)  # nobody is to wait for it
+            raise
         self.number = number
-        self._write()
         return True
 
-    def _write(self, *, ended: bool = False) -> None:
-        write_json(self._path(self.number), dataclasses.replace(self.lease, renewed=time.time(), ended=ended))
+    def _write(self, number: int, *, ended: bool = False) -> None:
+        write_json(self._path(number), dataclasses.replace(self.lease, renewed=time.time(), ended=ended))
 
 
 def _number_of(path: Path) -> int:

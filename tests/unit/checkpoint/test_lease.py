@@ -75,7 +75,7 @@ def test_a_higher_attempt_of_the_same_run_takes_over_at_once(clock, hold):
 @pytest.mark.parametrize("other", [("b", 9, "node:/w"), ("a", 1, "node:/w"), ("a", 2, "elsewhere:/w")])
 def test_a_living_run_is_not_replaced(clock, hold, tmp_path, other):
     take(first := hold("a", 1))
-    clock.meanwhile = first._write
+    clock.meanwhile = lambda: first._write(first.number)
     with pytest.raises(
         UserError, match=r"--checkpoint.dir: run 'a' \(attempt 1, node:/w\) is writing checkpoints into"
     ):
@@ -138,3 +138,18 @@ def test_a_run_that_holds_no_directory_needs_none(hold, tmp_path):
     holder.check()
     holder.end()
     assert leases(tmp_path) == []
+
+
+def test_a_lease_that_cannot_be_written_is_not_held_and_keeps_nobody_waiting(clock, hold, tmp_path, monkeypatch):
+    def full(path, record):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(lease, "write_json", full)
+        holder = hold("a")
+        with pytest.raises(OSError, match="No space left"):
+            take(holder)
+        holder.check()
+        holder.end()
+    assert leases(tmp_path) == []
+    assert take(hold("b")) == []
