@@ -63,6 +63,8 @@ def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver
     try:
         if not path.is_dir():
             return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
+        if foreign := _foreign(path):
+            return foreign
         manifest, digest = read_manifest((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         return damaged(f"{path}: has no manifest")
@@ -77,14 +79,21 @@ def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver
     return manifest
 
 
+def _foreign(path: Path) -> PassedOver | None:
+    """Pass over what is not this user's: a checkpoint's .metadata is a pickle."""
+    if path.stat().st_uid == os.getuid():
+        return None
+    return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
+
+
 def find_fault(path: Path, manifest: Manifest, part: int, parts: int) -> PassedOver | None:
     """Return the first fault of a checkpoint, checking every ``parts``-th block from ``part`` on.
 
     Raises:
         OSError: A disk, a mount or a permission prevents reading.
     """
-    if path.stat().st_uid != os.getuid():  # its .metadata is a pickle: read only our own
-        return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
+    if foreign := _foreign(path):
+        return foreign
     damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
     first = 0  # of the file's blocks, among all
     for name, sealed in manifest.files.items():

@@ -394,3 +394,13 @@ def test_only_its_own_checkpoints_are_retired(tiny, tmp_path):
     (root / "step-00000008").rename(tmp_path / "later")
     run_ranks(1, _save_four, tiny, root, None, 1, "other")
     assert _steps(root) == ["step-00000001", "step-00000003", "step-00000008"]
+
+
+def test_what_belongs_to_another_user_is_not_called_damaged(tmp_path):
+    from llama405b.checkpoint.seal import Fault, open_manifest
+
+    path = tmp_path / "step-00000004"
+    path.mkdir()
+    os.chown(path, 12345, -1)
+    found = open_manifest(path, {})
+    assert (found.fault, found.why) == (Fault.UNREADABLE, f"{path}: belongs to another user")
