@@ -1,20 +1,13 @@
 """What following a run prints."""
 
 import pytest
+from run_rig import ended, metrics, plan, take
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.plan import Node, Plan
-from llama405b.contract.records import Metrics, NodeState, NodeStatus, Phase
+from llama405b.contract.records import Phase
 from llama405b_tools.remote.messages.status import Beat
-from llama405b_tools.remote.messages.stream import News, NodeNews
 from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, Silence, Watch, summarise
-from llama405b_tools.run.streams import Arrival
-
-
-def plan(*program):
-    nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
-    return Plan("r", 2, 0.0, "r-2-x", "a:1", program, (), nodes)
 
 
 @pytest.fixture
@@ -26,18 +19,6 @@ def watch():
 def foreign():
     """A program of the user's own."""
     return Watch(plan("mine.py"))
-
-
-def take(watch, host, **news):
-    return watch.take(Arrival(host, News(**news), 0.0))
-
-
-def metrics(step, loss, attempt):
-    return Metrics(step, 0.0, loss, 1.0, 1e-5, 10 * step, 5.0, 2.0, 0.1, 0.2, 0.3, 0.4, attempt=attempt)
-
-
-def ended(cause, exit_code=1):
-    return NodeNews(False, NodeStatus("h", NodeState.EXITED, 2, 1, 1, exit_code=exit_code, cause=cause), "")
 
 
 def test_a_silence_before_the_first_step_is_explained(watch):

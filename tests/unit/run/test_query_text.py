@@ -2,16 +2,11 @@
 
 import pytest
 from fakes import FakeFleet
+from run_rig import plan
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run.query import ask_hosts
-
-
-def plan(name="r", created=1.0):
-    nodes = tuple(Node(host, 1, i, "/w", "/py", "", "", {}) for i, host in enumerate("ab"))
-    return Plan(name, 1, created, f"{name}-1-x", "a:1", ("-m", "mine"), (), nodes)
 
 
 @pytest.fixture
@@ -19,7 +14,7 @@ def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with FakeFleet(("a", "b")) as found:
         for host in found.fakes.values():
-            host.plan, host.alive = plan(), True
+            host.plan, host.alive = plan("-m", "mine", attempt=1, created=1.0), True
         yield found
 
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 from fakes import FakeFleet, over
+from run_rig import plan
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
-from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import NodeState, Phase
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.logs import first_error
@@ -20,17 +20,12 @@ from llama405b_tools.run.judge import Failure, Standing
 from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, states_of
 
 
-def plan(name="r", created=1.0):
-    nodes = tuple(Node(host, 1, i, "/w", "/py", "", "", {}) for i, host in enumerate("ab"))
-    return Plan(name, 1, created, f"{name}-1-x", "a:1", ("-m", "mine"), (), nodes)
-
-
 @pytest.fixture
 def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with FakeFleet(("a", "b")) as found:
         for host in found.fakes.values():
-            host.plan, host.alive = plan(), True
+            host.plan, host.alive = plan("-m", "mine", attempt=1, created=1.0), True
         yield found
 
 
@@ -76,7 +71,7 @@ def test_a_host_back_without_its_files_is_not_one_that_was_never_started(fleet):
 
 def hang(fleet):
     """Rank 1 of a run on a and b falls silent, and whoever follows the run ends it."""
-    following = dataclasses.replace(plan(), program=("-m", "llama405b.train"))
+    following = plan("-m", "llama405b.train", attempt=1, created=1.0)
     old = Beat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0, state="T")
     for name, host in fleet.fakes.items():
         beats = (old,) if name == "b" else ()
@@ -102,7 +97,11 @@ def test_a_hang_is_told_by_every_verb_as_whoever_ended_it_decided(fleet):
 def test_a_hang_of_an_attempt_before_is_told_as_well(fleet):
     decided = hang(fleet)
     for host in fleet.fakes.values():
-        host.ends, host.alive, host.plan = (host.status,), True, dataclasses.replace(plan(), attempt=2)
+        host.ends, host.alive, host.plan = (
+            (host.status,),
+            True,
+            plan("-m", "mine", created=1.0),
+        )
         host.status = dataclasses.replace(host.status, state=NodeState.RUNNING, attempt=2, cause=None)
     _, seen = ask_hosts(fleet, "r")
     assert failures_of(seen) == []

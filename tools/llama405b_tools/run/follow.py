@@ -8,7 +8,7 @@ import math
 import queue
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
@@ -28,16 +28,14 @@ from llama405b_tools.run.screen import NobodyReadsError, show
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.clean import clean
-from llama405b_tools.text.fold import fold_numbers
+from llama405b_tools.text.fold import fold_ranks
 
 MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
 SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
-QUIET_S, SAME_QUIET_S = (
-    10.0,
-    60.0,
-)  # before the first step: after which silence it is said what is going on, and said again
+QUIET_S = 10.0  # before the first step: after such a silence, it is said what is going on
+SAME_QUIET_S = 60.0  # and if that is still the same, after this one
 DOING = {
     Phase.START: "connecting to each other",
     Phase.DATA: "reading the data",
@@ -158,7 +156,7 @@ class Watch:
             for ranks in doing.values():
                 ranks.discard(beat.rank)
             doing.setdefault(DOING.get(beat.phase, beat.phase), set()).add(beat.rank)
-        return ", ".join(f"{what} ({_ranks(sorted(ranks))})" for what, ranks in doing.items() if ranks)
+        return ", ".join(f"{what} ({fold_ranks(sorted(ranks))})" for what, ranks in doing.items() if ranks)
 
     def _take_records(self, news: News) -> None:
         for metrics in news.metrics:  # a resumed run goes back: forget the steps it repeats
@@ -216,10 +214,6 @@ class Watch:
                 told = [line for line in lines if not self.plan.trains or line.startswith("llama405b train:")]
                 found += [f"{host} │ {line}" for line in told]
         return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fold_numbers(ranks)}"
 
 
 class Silence:

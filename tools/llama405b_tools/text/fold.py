@@ -111,6 +111,11 @@ def fold_numbers(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
+def fold_ranks(ranks: Sequence[int]) -> str:
+    """Name sorted ranks: ``rank 3``, ``ranks 0-3,7``."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fold_numbers(ranks)}"
+
+
 def fold_names(names: Iterable[str]) -> str:
     """Fold host names that differ in one number: ``gpu-[01-08]``."""
     families: dict[tuple[str, str], list[str]] = {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
 from llama405b_tools.remote.messages.status import Beat
-from llama405b_tools.text.fold import fold_numbers
+from llama405b_tools.text.fold import fold_ranks
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import StepMetrics
 from llama405b_tools.top.state.picture import known
@@ -74,17 +74,13 @@ def without_heartbeat(ranks: range, beats: Sequence[Beat], late: Sequence[Beat])
     """Yield which of a host's ranks have no heartbeat, or one that is ``late``, while the metrics go on."""
     if missing := sorted({*ranks} - {beat.rank for beat in beats}):
         yield Note(
-            f"no heartbeat {missing}", f"no heartbeat from {_named(missing)}, although the run trains", STEP_AND_AGE
+            f"no heartbeat {missing}", f"no heartbeat from {fold_ranks(missing)}, although the run trains", STEP_AND_AGE
         )
     if late:
-        names, step = _named([beat.rank for beat in late]), min(beat.step for beat in late)
+        names, step = fold_ranks([beat.rank for beat in late]), min(beat.step for beat in late)
         yield Note(
             f"late {names}", f"no heartbeat from {names} since step {step}, although the metrics go on", STEP_AND_AGE
         )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fold_numbers(ranks)}"
 
 
 def without_metrics(found: Measured | None, beats: Sequence[tuple[Beat, float]], patience_s: float) -> Iterator[Note]:

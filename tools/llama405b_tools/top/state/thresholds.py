@@ -23,11 +23,8 @@ COUNTERS_S = 600.0  # errors are counted over this time
 # steps, against the median of those before
 RECENT_STEPS = 20  # of which the shown median is taken
 HIGH_LOSS, HIGH_LOSS_STEPS = 3.0, 20  # times the median, for this many steps
-SLOW_STEP, SLOW_STEPS, SLOW_S = (
-    2.0,
-    10,
-    10.0,
-)  # times the median, for this many steps and seconds: a busy laptop is no news
+SLOW_STEP, SLOW_STEPS = 2.0, 10  # times the median, for this many steps
+SLOW_S = 10.0  # and seconds: a busy laptop is no news
 SLOW_RANK, SLOW_PART = 2.0, 0.2  # times the median of the ranks, and at least this share of a step more
 
 # heartbeats

@@ -1,0 +1,23 @@
+"""Values about a run on the hosts a and b, for tests of what judges and words them."""
+
+from llama405b.contract.plan import Node, Plan
+from llama405b.contract.records import Metrics, NodeState, NodeStatus
+from llama405b_tools.remote.messages.stream import News, NodeNews
+from llama405b_tools.run.streams import Arrival
+
+
+def plan(*program, name="r", attempt=2, created=0.0):
+    nodes = tuple(Node(host, 1, i, "/w", "/py", "", "", {}) for i, host in enumerate("ab"))
+    return Plan(name, attempt, created, f"{name}-{attempt}-x", "a:1", program, (), nodes)
+
+
+def take(watch, host, **news):
+    return watch.take(Arrival(host, News(**news), 0.0))
+
+
+def metrics(step, loss, attempt):
+    return Metrics(step, 0.0, loss, 1.0, 1e-5, 10 * step, 5.0, 2.0, 0.1, 0.2, 0.3, 0.4, attempt=attempt)
+
+
+def ended(cause, exit_code=1):
+    return NodeNews(False, NodeStatus("h", NodeState.EXITED, 2, 1, 1, exit_code=exit_code, cause=cause), "")
