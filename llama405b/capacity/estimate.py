@@ -96,9 +96,10 @@ def _step_s(load: Load) -> float | None:
     per_token = llama.flops_per_token(load.seq_len)
     not_recomputed = 6 * (llama.layers * llama.intermediate + llama.vocab) * llama.hidden  # down_proj, and the head
     flops = tokens * (per_token + (per_token - not_recomputed) / 3)
-    moved = (
+    each = (
         2 * BYTES_PER_PARAMETER[load.numerics] - GRADIENT[load.numerics]
-    ) * llama.parameters  # read all, write but gradients
+    )  # everything is read, all but gradients written
+    moved = each * llama.parameters
     update = moved / load.world / DEVICE_BYTES_PER_S
     if load.offload:
         update = moved / load.hosts / HOST_BYTES_PER_S
@@ -123,12 +124,14 @@ def describe_needs(load: Load) -> list[str]:
 def table_row(name: str, load: Load) -> str:
     """Return a run as a row of the README's table."""
     needs = estimate(load)
-    offload, ram = "no", "-"
+    offload, ram, time = "no", "-", "-"
     if load.offload:
         offload, ram = "yes", _gib(needs.host_bytes)
+    if needs.step_s:
+        time = f"{needs.step_s:.0f} s"
     cells = [
         name, load.numerics, offload, f"{load.world}", _gib(needs.gpu_bytes), ram, _gib(needs.weights_bytes),
-        _gib(needs.checkpoints_bytes), f"{needs.step_s or 0.0:.0f} s",
+        _gib(needs.checkpoints_bytes), time,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

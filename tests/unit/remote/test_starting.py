@@ -104,7 +104,7 @@ def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch,
     (work / "bin/tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}/bin:{os.environ['PATH']}")
     monkeypatch.setattr(starting, "TMUX_WITHIN_S", 0.5)
-    monkeypatch.setattr(ending, "TMUX_WITHIN_S", 0.5)
+    monkeypatch.setattr(ending, "END_WITHIN_S", 0.5)
     answer = start_with("exec sleep 600", work, monkeypatch)
     assert (answer["fault"], answer["detail"]) == ("tmux", said)
 
@@ -123,7 +123,7 @@ def test_a_tmux_that_does_not_work_is_found_before_the_start(work, monkeypatch, 
     (work / "tmux").write_text(f"#!/bin/sh\n{tmux}\n")
     (work / "tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}:{os.environ['PATH']}")
-    monkeypatch.setattr(launch_facts, "TMUX_WITHIN_S", 0.5)
+    monkeypatch.setattr(launch_facts, "VERSION_WITHIN_S", 0.5)
     assert launch_facts.tmux_fault() == fault
 
 

@@ -28,7 +28,7 @@ from llama405b_tools.remote.messages.end import (
     OrphansReply,
     OrphansRequest,
 )
-from llama405b_tools.remote.tmux import TMUX_WITHIN_S, remove_dead_sockets, tmux_session, tmux_socket
+from llama405b_tools.remote.tmux import END_WITHIN_S, remove_dead_sockets, tmux_session, tmux_socket
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 SLACK_S = 10.0  # beyond that, for the node runner to write how it ended
@@ -52,7 +52,7 @@ def end(request: EndRequest) -> Ended:
     session = ["kill-session", "-t", f"={tmux_session(host)}"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # tmux is gone or hangs: its processes were ended
         subprocess.run(
-            ["tmux", "-L", tmux_socket(run.name), *session], capture_output=True, timeout=TMUX_WITHIN_S, check=False
+            ["tmux", "-L", tmux_socket(run.name), *session], capture_output=True, timeout=END_WITHIN_S, check=False
         )
     remove_dead_sockets(ending=tmux_socket(run.name))
     with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ from llama405b_tools.remote.describe import stopped_by
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, Reach, RunPlace
 
-TMUX_WITHIN_S = 30  # of a busy machine
+VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
 
 
 def probe(request: ProbeRequest) -> None:
@@ -132,7 +132,7 @@ def place_of(path: str) -> RunPlace:
 def tmux_fault() -> str:
     """What tmux answers if it does not work; "" if it does, or is not installed."""
     try:
-        done = subprocess.run(["tmux", "-V"], capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
+        done = subprocess.run(["tmux", "-V"], capture_output=True, text=True, timeout=VERSION_WITHIN_S, check=False)
     except FileNotFoundError:
         return ""
     except (OSError, subprocess.TimeoutExpired) as error:

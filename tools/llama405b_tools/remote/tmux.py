@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 PREFIX = "llama405b-"
-TMUX_WITHIN_S = 10.0
+END_WITHIN_S = 10.0  # for tmux to end a session, or to list those of a run
 
 
 def tmux_socket(run: str) -> str:
@@ -41,7 +41,7 @@ def remove_own_socket(run: str) -> None:
         return
     sessions = ["tmux", "-S", str(path), "list-sessions"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(sessions, capture_output=True, timeout=TMUX_WITHIN_S, check=False)
+        found = subprocess.run(sessions, capture_output=True, timeout=END_WITHIN_S, check=False)
         if len(found.stdout.splitlines()) == 1:
             path.unlink()
 
