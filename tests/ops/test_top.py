@@ -48,7 +48,10 @@ def trains(request, hosts, operator):
     done = operator("launch", "--run", name, *DEMO)
     assert done.returncode == 0, done.stderr
     wait_for(lambda: beat(hosts, 1, name).get("step", -1) >= 3)
-    return name
+    yield name
+    operator("stop", "--run", name, "--grace", "0s")
+    for i in range(1, N_HOSTS + 1):  # a run that failed stays on the screen of the next test
+        hosts.exec(i, "rm", "-rf", f"{hosts.workdir(i)}/runs/{name}")
 
 
 def beat(hosts, i, run):
