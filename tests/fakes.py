@@ -49,6 +49,9 @@ class FakeHost:
         self.status = NodeStatus(self.name, NodeState.RUNNING, request.plan.attempt, 1, 1)
         yield Started()
 
+    def planned(self, request):
+        yield self.plan
+
     def guard(self, request):
         self.noted = request.state
         yield Noted()

@@ -15,15 +15,16 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.stop                 agent         who asked the run to stop, and the grace period
     status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
     status/.HOST.secrets             agent         until the node runner has read it
+    status/.guard.order              agent         until the guard that begins on that host has read it
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
     checkpoints/lease-<8 digits>.json   rank 0     who may write there (``checkpoints.Lease``); the highest number counts
-    events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, and guard (on the operator's machine)
+    events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, and guard (on the machine that it runs on)
     requests/ID.json                 agent         a ``RunRequest``, on the head
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
-    guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the operator's machine)
+    guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)
 
 A run that is a Slurm job also has these::
 
@@ -89,6 +90,7 @@ class RunDir:
     times = _BelowEach("logs/{}/times")
     guard = _Below("guard.json")
     guard_log = _Below("guard.log")
+    guard_order = _Below("status/.guard.order")
     job = _Below("slurm.json")
     job_request = _Below("request.json")
     job_script = _Below("job.sh")

@@ -18,7 +18,7 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import NodeState, NodeStatus
-from llama405b_tools.remote import ending, launch_facts, processes, starting
+from llama405b_tools.remote import ending, launch_facts, processes, starting, tmux
 from llama405b_tools.remote.messages.launch import PlaceFault, RunPlace
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, StartRequest
 from llama405b_tools.remote.tmux import tmux_socket
@@ -85,12 +85,12 @@ def test_a_node_runner_and_a_tmux_that_need_more_than_20_s_are_waited_for(work, 
     monkeypatch.setattr(starting.time, "sleep", sleep)
     monkeypatch.setattr(starting.time, "monotonic", lambda: len(slept) * 25.0)
     assert starting._await_torchrun(run, "a", os.getpid()).fault is None
-    assert starting.TMUX_WITHIN_S > 20
-    assert ANSWER_WITHIN_S > starting.TMUX_WITHIN_S + starting.START_WITHIN_S
+    assert tmux.TMUX_WITHIN_S > 20
+    assert ANSWER_WITHIN_S > tmux.TMUX_WITHIN_S + starting.START_WITHIN_S
 
 
 @pytest.mark.parametrize(
-    ("tmux", "said"),
+    ("program", "said"),
     [
         ("exec sleep 600", "no answer within 0.5 s"),
         ("exit 0", "exit code 0, and no output"),
@@ -98,19 +98,19 @@ def test_a_node_runner_and_a_tmux_that_need_more_than_20_s_are_waited_for(work, 
         ("echo no server running >&2; exit 1", "no server running"),
     ],
 )
-def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch, tmux, said):
+def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch, program, said):
     (work / "bin").mkdir()
-    (work / "bin/tmux").write_text(f"#!/bin/sh\n{tmux}\n")
+    (work / "bin/tmux").write_text(f"#!/bin/sh\n{program}\n")
     (work / "bin/tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(starting, "TMUX_WITHIN_S", 0.5)
+    monkeypatch.setattr(tmux, "TMUX_WITHIN_S", 0.5)
     monkeypatch.setattr(ending, "END_WITHIN_S", 0.5)
     answer = start_with("exec sleep 600", work, monkeypatch)
     assert (answer["fault"], answer["detail"]) == ("tmux", said)
 
 
 @pytest.mark.parametrize(
-    ("tmux", "fault"),
+    ("program", "fault"),
     [
         ("echo tmux 3.3a", ""),
         ("echo hello", "hello"),
@@ -119,8 +119,8 @@ def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch,
         ("echo lost >&2; exit 1", "lost"),
     ],
 )
-def test_a_tmux_that_does_not_work_is_found_before_the_start(work, monkeypatch, tmux, fault):
-    (work / "tmux").write_text(f"#!/bin/sh\n{tmux}\n")
+def test_a_tmux_that_does_not_work_is_found_before_the_start(work, monkeypatch, program, fault):
+    (work / "tmux").write_text(f"#!/bin/sh\n{program}\n")
     (work / "tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}:{os.environ['PATH']}")
     monkeypatch.setattr(launch_facts, "VERSION_WITHIN_S", 0.5)

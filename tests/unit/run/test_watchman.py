@@ -17,6 +17,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote import guarding
 from llama405b_tools.run import follow, guard, guard_record
 from llama405b_tools.run.guard import GuardOrder, Watchman
 from llama405b_tools.run.launch import launch
@@ -161,7 +162,7 @@ def test_a_malformed_answer_is_a_host_that_is_away(fleet):
 def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(fleet):
     plan = launch(request(), list(fleet.hosts.values()), fleet)
     for stage in (GuardStage.WATCHING, GuardStage.RECOVERING):
-        dead = GuardState("r", 2**22 + 1, 1, guard_record.machine_id(), 2, stage)
+        dead = GuardState("r", 2**22 + 1, 1, guarding.machine_id(), 2, stage)
         write_json(RunDir.here("r").guard, dead)
         assert guard_record.of_run("r").gone
         fleet.fakes["a"].noted = dead  # as it was last heard there, at the same moment
@@ -191,12 +192,12 @@ def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
     found = guard_record.of_hosts("r", told, 1000.0)
     assert (found.gone, found.heard_at) == (True, 1000.0 - 2 * guard_record.SILENT_AFTER_S)
     assert guard.unguarded(request(), fleet) == plan
-    assert fleet.fakes["b"].noted.machine == guard_record.machine_id()  # it is asked for here, now
+    assert fleet.fakes["b"].noted.machine == guarding.machine_id()  # it is asked for here, now
 
 
 def test_a_guard_that_ended_here_says_nothing_of_one_elsewhere(fleet):
     plan = launch(request(), list(fleet.hosts.values()), fleet)
-    write_json(RunDir.here("r").guard, GuardState("r", 5, 1, guard_record.machine_id(), 2, GuardStage.ENDED))
+    write_json(RunDir.here("r").guard, GuardState("r", 5, 1, guarding.machine_id(), 2, GuardStage.ENDED))
     guard.tell_hosts(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
     found = guard_record.of_hosts("r", [fleet.fakes["a"].run()], 1000.0)
     assert (found.guards, found.state.machine) == (True, "elsewhere x y")

@@ -188,6 +188,15 @@ def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> s
     return f"{given('{} && ', prefix)}cd {shell_path(workdir)} && {start}"
 
 
+def ssh_user(host: Host) -> str:
+    """Return the user that SSH logs in as, by the hosts file or ~/.ssh/config; "" if neither says."""
+    if host.user or is_local(host):
+        return host.user
+    from llama405b_tools.hosts.ssh import read_ssh_config
+
+    return str(read_ssh_config().lookup(host.name).get("user", ""))
+
+
 def ssh_address(host: Host) -> str:
     """Return the address that SSH uses for a host."""
     if host.loopback or is_local(host):

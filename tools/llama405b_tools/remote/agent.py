@@ -1,4 +1,4 @@
-"""The agent on a host: handles one request from the operator's machine, then exits. Standard library only.
+"""The agent on a host: handles one request from the operator's machine, then exits. Standard library, but for a guard.
 
 ``python -m llama405b_tools.remote.agent ACTION`` reads one line of JSON from standard input and prints JSON, so that no
 argument or value ever passes through a shell. Long-running actions (``stream``, ``relay``) end when their standard
@@ -23,23 +23,26 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ACTIONS = {  # action: module and function, imported on demand: most of an agent's time is Python's startup
-    "start": ("starting", "start"),
-    "status": ("describe", "status"),
-    "stop": ("ending", "end"),
-    "orphans": ("ending", "orphans"),
-    "guard": ("guarding", "take_note"),
-    "ask": ("ending", "pass_request"),
-    "stream": ("streaming", "stream"),
-    "probe": ("launch_facts", "probe"),
-    "relay": ("relay", "relay"),
-    "send": ("relay", "send_from_here"),
+    "start": ("remote.starting", "start"),
+    "status": ("remote.describe", "status"),
+    "stop": ("remote.ending", "end"),
+    "orphans": ("remote.ending", "orphans"),
+    "guard": ("remote.guarding", "take_note"),
+    "ask": ("remote.ending", "pass_request"),
+    "stream": ("remote.streaming", "stream"),
+    "probe": ("remote.launch_facts", "probe"),
+    "planned": ("remote.describe", "planned"),
+    "connect": ("run.guard_on", "connect_to_all"),  # these two need paramiko, for the host's own connections
+    "begin": ("run.guard_on", "begin"),
+    "relay": ("remote.relay", "relay"),
+    "send": ("remote.relay", "send_from_here"),
 }
 
 
 def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[DataclassInstance]"]:
     """Return the function for an action, and the type of the request that it takes."""
     module, function = ACTIONS[name]
-    act = getattr(importlib.import_module(f"llama405b_tools.remote.{module}"), function)
+    act = getattr(importlib.import_module(f"llama405b_tools.{module}"), function)
     return act, act.__annotations__["request"]
 
 

@@ -12,7 +12,7 @@ from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import Blame, GuardState, Metrics, NodeState, NodeStatus, StopMark
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages.status import Beat, HostRun, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.status import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 
 NEWEST_RUNS = 20
 LAST_BYTES = 4096  # of the metrics file, enough for its last line
@@ -27,6 +27,11 @@ def status(request: StatusRequest) -> StatusReply:
             found.append((name, plan))
     found.sort(key=lambda entry: entry[1].created, reverse=True)
     return StatusReply(tuple(describe(run_of(name), plan, request.host) for name, plan in found[:NEWEST_RUNS]))
+
+
+def planned(request: PlanRequest) -> Plan:
+    """Return the plan of a run's newest attempt."""
+    return read_plan(run_of(request.run))
 
 
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:

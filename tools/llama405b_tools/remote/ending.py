@@ -17,7 +17,7 @@ from llama405b.contract.records import Blame, NodeStatus, StopMark
 from llama405b.contract.requests import RunRequest
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
-from llama405b_tools.remote.guarding import note_guard
+from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.end import (
     Asked,
@@ -41,9 +41,11 @@ def end(request: EndRequest) -> Ended:
     if request.only not in (None, plan.rdzv_id):  # another launch's: not ours to end
         return Ended(known=True, was_alive=False, stopped_by=stopped_by(run, host))
     was_alive = is_alive(run, host)
+    guard_left: tuple[int, ...] = ()
     if request.by and run.path.is_dir():
         write_json(run.stop(host), StopMark(request.by, request.grace_s, time.time()))
         note_guard(run, host, None)
+        guard_left = dismiss(run)
     if request.blame and run.path.is_dir():
         record_blame(run, host, request.blame)
     if was_alive:
@@ -63,7 +65,7 @@ def end(request: EndRequest) -> Ended:
         known=run.path.is_dir() and (plan is NO_PLAN or plan.find(host) is not None),
         was_alive=was_alive,
         swept=ended,
-        left=tuple(left),
+        left=(*left, *guard_left),
         stopped_by=stopped_by(run, host),
         node=describe(run, plan, host),
     )

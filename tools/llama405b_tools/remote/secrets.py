@@ -1,4 +1,4 @@
-"""Secrets on their way to the ranks: a short-lived file that only its owner may read. Standard library."""
+"""Secrets on their way to the ranks or a guard: a short-lived file that only its owner may read. Standard library."""
 
 import json
 import os
@@ -6,11 +6,16 @@ from pathlib import Path
 
 
 def write_secrets(path: Path, secrets: dict[str, str]) -> None:
-    """Write secrets for the node runner, readable only by this user."""
+    """Write secrets for the node runner."""
+    write_private(path, json.dumps(secrets))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that is readable only by this user, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(secrets, file)
+        file.write(text)
 
 
 def read_secrets(path: Path) -> dict[str, str]:

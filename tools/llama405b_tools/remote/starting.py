@@ -1,10 +1,8 @@
 """Start a run's part on this host, and end it again unless the operator says to keep it. Standard library."""
 
 import contextlib
-import os
 import select
 import signal
-import subprocess
 import sys
 import time
 
@@ -24,14 +22,13 @@ from llama405b_tools.remote.messages.start import (
     KEEP,
     NOT_OURS,
     START_WITHIN_S,
-    TMUX_WITHIN_S,
     Kept,
     Started,
     StartFault,
     StartRequest,
 )
 from llama405b_tools.remote.secrets import write_secrets
-from llama405b_tools.remote.tmux import remove_dead_sockets, tmux_session, tmux_socket
+from llama405b_tools.remote.tmux import start_session, tmux_session, tmux_socket
 
 KEEP_WITHIN_S = (
     2 * ANSWER_WITHIN_S
@@ -72,8 +69,9 @@ def _start(request: StartRequest) -> Started:
         run.heartbeat(rank).unlink(missing_ok=True)
     if request.secrets:
         write_secrets(run.secrets(host), dict(request.secrets))
+    node = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
     try:
-        return _await_torchrun(run, host, _start_tmux(run, host))
+        return _await_torchrun(run, host, start_session(tmux_socket(run.name), tmux_session(host), node))
     except RunError as error:
         run.secrets(host).unlink(missing_ok=True)
         return Started(StartFault.TMUX, detail=str(error))
@@ -92,25 +90,3 @@ def _await_torchrun(run: RunDir, host: str, runner: int) -> Started:
             return Started(StartFault.ENDED)
         time.sleep(0.05)
     return Started(StartFault.SLOW, detail=f"{START_WITHIN_S:.0f}")
-
-
-def _start_tmux(run: RunDir, host: str) -> int:
-    """Start the node runner in a session of the run's own tmux server; returns its pid.
-
-    Raises:
-        RunError: tmux could not start it; says why.
-    """
-    remove_dead_sockets()
-    env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
-    server = ["tmux", "-L", tmux_socket(run.name), "-f", "/dev/null"]
-    session = ["new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", tmux_session(host), "-x", "200", "-y", "50"]
-    node = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
-    argv = [*server, *session, "--", *node]
-    try:
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise RunError(f"no answer within {TMUX_WITHIN_S:g} s") from None
-    said = (done.stdout + done.stderr).strip()
-    if done.returncode or not done.stdout.strip().isdecimal():
-        raise RunError(said or f"exit code {done.returncode}, and no output")
-    return int(done.stdout)

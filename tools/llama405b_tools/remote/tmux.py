@@ -1,4 +1,4 @@
-"""A run's tmux server: its name, a host's session on it, and its socket, which tmux leaves behind. Standard library."""
+"""The tmux servers of a run and its guard: names, sessions, and the sockets that tmux leaves behind. Standard library."""
 
 import contextlib
 import os
@@ -6,7 +6,11 @@ import re
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from llama405b.contract.errors import RunError
+from llama405b_tools.remote.messages.start import TMUX_WITHIN_S
 
 PREFIX = "llama405b-"
 END_WITHIN_S = 10.0  # for tmux to end a session, or to list those of a run
@@ -20,6 +24,31 @@ def tmux_socket(run: str) -> str:
 def tmux_session(host: str) -> str:
     """The name of a host's session; tmux allows no '.' or ':' in it."""
     return re.sub(r"[.:]", "_", host)
+
+
+def guard_socket(run: str) -> str:
+    """The name of the tmux server of a guard on a host; no run's own, as no run's name may have a '+'."""
+    return f"{tmux_socket(run)}+guard"
+
+
+def start_session(server: str, session: str, argv: Sequence[str]) -> int:
+    """Start a program in a new session of a tmux server; returns the program's pid.
+
+    Raises:
+        RunError: tmux could not start it; says why.
+    """
+    remove_dead_sockets()
+    env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
+    new = ["new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", session, "-x", "200", "-y", "50"]
+    line = ["tmux", "-L", server, "-f", "/dev/null", *new, "--", *argv]
+    try:
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"no answer within {TMUX_WITHIN_S:g} s") from None
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode or not done.stdout.strip().isdecimal():
+        raise RunError(said or f"exit code {done.returncode}, and no output")
+    return int(done.stdout)
 
 
 def remove_dead_sockets(ending: str = "", within_s: float = 0.5) -> None:

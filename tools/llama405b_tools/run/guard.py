@@ -24,19 +24,21 @@ from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import given
-from llama405b.contract.plan import Plan, read_plan
+from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote import processes
+from llama405b_tools.remote.guarding import end_own_session, machine_id
 from llama405b_tools.remote.messages.guard import GuardNote, Noted
+from llama405b_tools.remote.messages.status import PlanRequest
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, Watch, follow
 from llama405b_tools.run.guard_record import BEAT_S, asked_for, of_hosts
 from llama405b_tools.run.launch import launch, resumed
-from llama405b_tools.run.query import ask_hosts, newest_checkpoint
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 from llama405b_tools.run.start import StartError, stop_this
@@ -111,16 +113,17 @@ def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding
 def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     """Return the plan of the requested run if it is still running but its guard died, with the machine or the terminal.
 
-    Only if it is the same run: hosts, program, settings and secrets, and the launch that this machine knows.
+    Only if it is the same run, by its hosts, program, settings and the names of its secrets.
 
     Raises:
         UserError: Its guard lives.
+        HostError: A host of it was lost meanwhile.
     """
     try:
         _, seen = ask_hosts(fleet, request.run)
     except UserError:
         return None  # it is new, or launch reports what is wrong
-    found, plan = [run for run in replies(seen).values() if run], read_plan(RunDir.here(request.run))
+    found = [run for run in replies(seen).values() if run]
     known = of_hosts(request.run, found, time.time())
     if known and known.guards:
         who = f"process {known.state.pid} on {known.state.machine.partition(' ')[0]}"
@@ -128,9 +131,11 @@ def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
         raise UserError(
             f"--run: {request.run!r} already has a guard ({who}); `{stop}` ends both, or leave them running"
         )
-    if any(run.stopped_by for run in found) or not _is_same(request, fleet, plan):
+    alive = [name for name, run in replies(seen).items() if run and run.alive]
+    if not alive or any(run.stopped_by for run in found):
         return None  # which launch reports
-    if {run.created for run in found if run.alive} != {plan.created}:
+    plan = fleet.ask(alive[0], "planned", PlanRequest(request.run), Plan, STATUS_TIMEOUT_S)
+    if not _is_same(request, fleet, plan) or {run.created for run in found if run.alive} != {plan.created}:
         return None
     tell_hosts(fleet, plan, asked_for(request))
     return plan
@@ -171,8 +176,8 @@ class Watchman:
     def __init__(self, request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
         self.request, self.hosts, self.plan, self.fleet = request, hosts, plan, fleet
         began = processes.start_time(os.getpid()) or 0
-        self.record = dataclasses.replace(asked_for(request), pid=os.getpid(), pid_start=began)
-        self.telling, self.is_over = threading.Lock(), threading.Event()
+        self.record = dataclasses.replace(asked_for(request), machine=machine_id(), pid=os.getpid(), pid_start=began)
+        self.telling, self.is_over, self.has_news = threading.Lock(), threading.Event(), threading.Event()
         self.turned_at = self.notified_at = time.monotonic()
         self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
 
@@ -186,10 +191,11 @@ class Watchman:
             self.end()
 
     def beats(self) -> None:
-        """Beat until the guard ends."""
+        """Beat until the guard ends, and whenever there is news."""
         while not self.is_over.is_set():
             self.beat()
-            self.is_over.wait(min(BEAT_S, self.request.notify_every_s or BEAT_S))
+            self.has_news.wait(min(BEAT_S, self.request.notify_every_s or BEAT_S))
+            self.has_news.clear()
 
     def beat(self) -> None:
         """Let the hosts know that the guard lives, and the user if it is time; a guard that hangs is to be missed."""
@@ -214,6 +220,7 @@ class Watchman:
     def end(self) -> None:
         """Stop beating, and tell the hosts how it ended."""
         self.is_over.set()
+        self.has_news.set()
         self.tell()
 
     def watch(self) -> int:
@@ -318,6 +325,7 @@ class Watchman:
     def say(self, stage: GuardStage, message: str) -> None:
         """Write the record and a line of the log."""
         self.record = dataclasses.replace(self.record, state=stage, message=message, time=time.time())
+        self.has_news.set()
         with contextlib.suppress(OSError):  # a full disk here is no reason to leave the run alone
             write_json(RunDir.here(self.plan.run).guard, self.record)
         show(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{given(': {}', message)}")
@@ -354,6 +362,7 @@ def main() -> int:
 
         def dismissed(*_: object) -> None:
             watchman.say(GuardStage.STOPPED, "dismissed: the run is being stopped")
+            end_own_session(RunDir.here(order.plan.run))
             os._exit(FAILED)
 
         signal.signal(signal.SIGTERM, dismissed)
@@ -364,6 +373,8 @@ def main() -> int:
             watchman.tell()
             watchman.notify(Notice.GAVE_UP, watchman.record.message)
             raise
+        finally:
+            end_own_session(RunDir.here(order.plan.run))
 
 
 if __name__ == "__main__":

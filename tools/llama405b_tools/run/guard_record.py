@@ -1,12 +1,8 @@
 """What is known about a run's guard, and whether it is running: from its record here, and from what its hosts heard last."""
 
-import contextlib
 import dataclasses
 import enum
-import os
 import shlex
-import signal
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +12,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import GUARDING, GuardState
 from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote import processes
+from llama405b_tools.remote import guarding
 from llama405b_tools.remote.messages.status import HostRun
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.clean import clean
@@ -57,7 +53,13 @@ class Guard:
 def asked_for(request: LaunchRequest) -> GuardState:
     """Return the record of a guard that does not run yet, on this machine."""
     return GuardState(
-        request.run, 0, 0, machine_id(), request.restart, command=request.again, directory=str(Path.cwd())
+        request.run,
+        0,
+        0,
+        request.guard_on or guarding.machine_id(),
+        request.restart,
+        command=request.again,
+        directory=request.typed_in,
     )
 
 
@@ -84,39 +86,15 @@ def of_run(run: str) -> Guard | None:
     state = read_record(GuardState, RunDir.here(run).guard)
     if state is None:
         return None
-    machine, here = state.machine.split(), machine_id().split()
-    rebooted = machine != here and len(machine) == 3 and machine[:2] == here[:2]
-    if machine != here and not rebooted:
+    if not guarding.is_of_this_machine(state):
         return Guard(state, Life.ELSEWHERE, state.time)
-    if rebooted or not processes.same_process(state.pid, state.pid_start):
-        return Guard(state, Life.DIED, state.time)
-    return Guard(state, Life.LIVES, state.time)
+    return Guard(state, Life.LIVES if guarding.lives_here(state) else Life.DIED, state.time)
 
 
 def is_guarded(run: str) -> bool:
     """Whether a guard of this machine may bring the run back."""
     found = of_run(run)
     return found is not None and found.life is Life.LIVES
-
-
-def machine_id() -> str:
-    """Identify this boot of this machine: host name, machine ID and boot ID; two words if it has no machine ID."""
-    files = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
-    return " ".join(
-        [socket.gethostname(), *(path.read_text(encoding="ascii").strip() for path in files if path.exists())]
-    )
-
-
-def dismiss(run: str) -> None:
-    """End the guard of a run on this machine, if there is one: a run stopped on purpose must not be resumed."""
-    found = of_run(run)
-    if found is None or found.life is not Life.LIVES:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(found.state.pid, signal.SIGTERM)
-    deadline = time.monotonic() + 10
-    while processes.start_time(found.state.pid) is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def guard_line(found: Guard) -> str:
@@ -134,7 +112,7 @@ def guard_line(found: Guard) -> str:
             given(f"`{front_door()} launch {{}}`{place}", state.command)
             or "the same launch command, with --resume auto,"
         )
-        return clean(f"guard: GONE since {since} ({died}); nobody restarts this run: {again} guards it again")
+        return clean(f"guard: GONE since {since} ({died}); nothing will restart this run: {again} guards it again")
     times = counted(state.restarts, "restart")
     where = f" on {machine}" if found.life is Life.ELSEWHERE else ""
     if not state.pid:

@@ -46,6 +46,7 @@ class LaunchRequest:
     follow: bool
     restart: int  # how often without progress; 0: never
     hang_after_s: float
+    guard_on: str  # a host; "": this machine
     notify: str
     notify_every_s: float  # 0: only if something happens
     rehearse: bool
@@ -56,6 +57,7 @@ class LaunchRequest:
     flags: tuple[str, ...]  # the training settings, as flags
     program: tuple[str, ...]
     typed: tuple[str, ...]  # the command line, without --run, --resume and the program
+    typed_in: str  # the directory
 
     @property
     def again(self) -> str:
@@ -134,6 +136,8 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
     add, again = group.add_argument, "resume it on failure or hang, up to N times without a newer checkpoint [0]"
     add("--restart", type=int, default=0, metavar="N", help=again)
     add("--hang-after", default="5m", metavar="TIME", help="a rank silent this long counts as hung [5m]")
+    where = "run the guard on this host of the run, so that this machine may be switched off [this machine]"
+    add("--guard-on", default="", metavar="HOST", help=where)
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery and end")
     often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
     add("--notify-every", default="0", metavar="TIME", help=often)
@@ -193,6 +197,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         follow=known.follow,
         restart=known.restart,
         hang_after_s=seconds(known.hang_after, "--hang-after"),
+        guard_on=known.guard_on,
         notify=known.notify,
         notify_every_s=seconds(known.notify_every, "--notify-every"),
         rehearse=known.rehearse,
@@ -203,6 +208,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         flags=flags,
         program=program,
         typed=_without(argv[:end], "--run", "--resume"),
+        typed_in=str(Path.cwd()),
     )
 
 
@@ -245,6 +251,11 @@ def _check_flags(known: argparse.Namespace) -> None:
     apart = known.restart or known.rehearse or known.port
     refusals = (
         (not 0 <= known.restart <= 1000, f"--restart: {known.restart} times; use 0 to 1000"),
+        (known.guard_on and not known.restart, "--guard-on needs --restart N, which guards the run; add it"),
+        (
+            known.guard_on and known.follow,
+            "--follow cannot follow a guard on another machine; remove it, and use `llama405b logs -f` or `top`",
+        ),
         (known.notify and not known.restart, "--notify needs --restart N, which guards the run; add it"),
         (known.notify_every != "0" and not known.notify, "--notify-every needs --notify CMD; add it"),
         (known.slurm is not None and apart, "--slurm: --restart, --rehearse and --port are for SSH hosts; remove them"),

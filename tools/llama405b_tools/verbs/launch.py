@@ -8,23 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import command, config
-from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING
+from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import front_door, hosts_argument
+from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.tmux import tmux_socket
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
 from llama405b_tools.run import guard, jobs
 from llama405b_tools.run.follow import follow
-from llama405b_tools.run.guard_record import dismiss
+from llama405b_tools.run.guard_on import begin_on, check_reach
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.plan import first_ranks, places_env
 from llama405b_tools.run.rehearse import rehearse
 from llama405b_tools.run.request import LaunchRequest, parse
 from llama405b_tools.run.screen import show
+from llama405b_tools.text.fold import fold_ranks
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,16 +42,21 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(hosts) as fleet:
         if request.rehearse:
             return rehearse(request, hosts, fleet)
+        if request.guard_on:
+            check_reach(request.guard_on, request, fleet)
         plan, lines = bring_up(request, hosts, fleet)
         lines += next_lines(request.hosts_file, plan.run, saves=request.saves)
-        if request.restart:  # before anything is printed: the screen may be gone
-            guarding = guard.spawn(request, hosts, plan)
-            lines.append(f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}")
-        for line in lines:
-            show(line)
+        guarding = None
+        try:
+            if request.restart:  # before anything is printed: the screen may be gone
+                said, guarding = start_guard(request, hosts, plan, fleet)
+                lines.append(said)
+        finally:
+            for line in lines:
+                show(line)
         if request.follow and not request.restart:
             return follow(fleet, plan, hosts_argument(request.hosts_file)).code
-    if request.follow:
+    if request.follow and guarding:
         return guarding.follow(hosts_argument(request.hosts_file))
     return GOOD
 
@@ -61,9 +68,28 @@ def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tup
         lines.append(f"{plan.run}: already running, without a guard; guarding it from now on")
     else:
         plan = launch(request, hosts, fleet, say=lines.append)
-        dismiss(plan.run)  # the guard of an earlier launch of this name
+        dismiss(RunDir.here(plan.run))  # the guard of an earlier launch of this name
     RunDir.here(plan.run).guard.unlink(missing_ok=True)  # an earlier guard's
     return plan, lines
+
+
+def start_guard(
+    request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet
+) -> tuple[str, guard.Guarding | None]:
+    """Start the guard of a run that is up, here or on a host; returns a line that says where, and the one here.
+
+    Raises:
+        RunError: It does not begin on that host.
+    """
+    if not request.guard_on:
+        guarding = guard.spawn(request, hosts, plan)
+        said = f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}"
+        return said, guarding
+    try:
+        return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None
+    except RunError as error:
+        again = f"`{front_door()} launch {request.again}`"
+        raise RunError(f"the run is up, but without a guard: {error}; {again} guards it") from None
 
 
 def in_slurm(request: LaunchRequest, options: str) -> int:
@@ -95,7 +121,7 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
     if request.config:
         command.parse(plan.program[2:])
     for node in plan.nodes:
-        span = f"ranks {node.first_rank}-{node.first_rank + node.slots - 1}" if known else "one rank per GPU"
+        span = fold_ranks(range(node.first_rank, node.first_rank + node.slots)) if known else "one rank per GPU"
         print(f"{node.name}  ({span}, in {node.workdir}, tmux -L {tmux_socket(plan.run)})")
         argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
         shown = shlex.join(setup_argv(plan.setup, argv))

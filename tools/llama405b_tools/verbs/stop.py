@@ -7,14 +7,15 @@ from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import GOOD, UserError, code_for
+from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, OrphansRequest
-from llama405b_tools.run import guard_record
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.query import all_runs, ask_hosts, check_hosts, names_of, no_such_run, progress
@@ -53,7 +54,7 @@ def end_run(backend: Backend, grace_s: float) -> int:
     with Fleet(backend.hosts()) as fleet:
         run = check_run_name(backend.run or ask_hosts(fleet, None)[0])
         check_hosts(fleet, run)
-        guard_record.dismiss(run)
+        dismiss(RunDir.here(run))
         ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
         told = replies(ends)
         if told.keys() == ends.keys() and not any(end.known for end in told.values()):

@@ -14,6 +14,13 @@ class StatusRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Ask for the ``Plan`` of the run's newest attempt."""
+
+    run: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Beat(Heartbeat):
     """A rank's heartbeat, with the state of its process (R, S, D, T, …; "" if it is gone)."""
 

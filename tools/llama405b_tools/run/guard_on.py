@@ -1,0 +1,128 @@
+"""Put a run's guard on one of its hosts, where it outlives the operator's machine.
+
+``connect_to_all`` and ``begin`` are actions of the agent on that host. The guard runs in a tmux server of its own there, and makes
+its own connections to the hosts of the run, with that host's keys, ``~/.ssh/config`` and ``known_hosts``.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping
+
+from llama405b.contract import reader
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.files import read_record
+from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import last_of
+from llama405b.contract.plan import Plan
+from llama405b.contract.records import GuardState
+from llama405b_tools.hosts.fleet import Fleet, ssh_user
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.outcomes import unanswered
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote import guarding, processes
+from llama405b_tools.remote.locks import run_of
+from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, START_WITHIN_S
+from llama405b_tools.remote.secrets import write_private
+from llama405b_tools.remote.tmux import guard_socket, start_session
+from llama405b_tools.run.guard import GuardOrder
+from llama405b_tools.run.preflight import fault_list
+from llama405b_tools.run.request import LaunchRequest
+
+# $0: Python, $1: the guard's order, $2: its log. The pane only shows the log: closing it does not end the guard.
+LINE = '{ rm "$1"; exec "$0" -m llama405b_tools.run.guard; } <"$1" >>"$2" 2>&1 & exec tail --pid=$! -n 100 -F "$2"'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectRequest:
+    """Ask a host to connect to these hosts, as a guard on it would."""
+
+    hosts: tuple[Host, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connected:
+    """Hosts that could not be reached, and why."""
+
+    faults: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """The guard's process ID on its host, or why it did not begin."""
+
+    pid: int = 0
+    fault: str = ""
+
+
+def check_reach(name: str, request: LaunchRequest, fleet: Fleet) -> None:
+    """Check that a host can guard the run.
+
+    Raises:
+        UserError: It is not in the hosts file, or cannot connect to all hosts of the run.
+        RunError: It cannot be asked.
+    """
+    if name not in fleet.hosts:
+        raise UserError(f"--guard-on: {name!r} is not in {request.hosts_file}; name a host of the run")
+    try:
+        connected = fleet.ask(name, "connect", ConnectRequest(for_others(fleet)), Connected, ANSWER_WITHIN_S)
+    except HostError as error:
+        raise RunError(f"--guard-on: {name}: {error}") from None
+    if connected.faults:
+        why = fault_list(connected.faults, len(fleet.hosts), "")
+        raise UserError(
+            f"--guard-on: from {name}, {why}; a guard there uses that host's own SSH key and known_hosts. Nothing was started"
+        )
+
+
+def begin_on(name: str, request: LaunchRequest, plan: Plan, fleet: Fleet) -> str:
+    """Start the guard of a run that is up on a host; returns where it runs, for people.
+
+    Raises:
+        RunError: It did not begin.
+    """
+    order = GuardOrder(request, for_others(fleet), plan)
+    try:
+        begun = fleet.ask(name, "begin", order, Begun, ANSWER_WITHIN_S)
+    except HostError as error:
+        raise RunError(f"{name}: {error}") from None
+    if begun.fault:
+        raise RunError(f"{name}: {begun.fault}")
+    return f"on {name} as pid {begun.pid}; you can switch this machine off; its log there: {RunDir.here(plan.run).guard_log}"
+
+
+def for_others(fleet: Fleet) -> tuple[Host, ...]:
+    """Return the hosts with everything that only this machine knows: interpreter, directory and user."""
+    return tuple(
+        dataclasses.replace(host, python=fleet.python(name), workdir=fleet.workdir(name), user=ssh_user(host))
+        for name, host in fleet.hosts.items()
+    )
+
+
+def connect_to_all(request: ConnectRequest) -> Connected:
+    """Connect from this host to all others."""
+    with Fleet(request.hosts) as fleet:
+        return Connected(unanswered(fleet.each(fleet.connection)))
+
+
+def begin(request: GuardOrder) -> Begun:
+    """Start the guard on this host, and wait until it watches."""
+    run = run_of(request.plan.run)
+    guarding.dismiss(run)  # the guard of an earlier launch of this name
+    guarding.end_session(run)
+    run.guard.unlink(missing_ok=True)
+    write_private(run.guard_order, reader.dumps(request))
+    run.guard_log.touch()
+    argv = ["sh", "-c", LINE, sys.executable, str(run.guard_order), str(run.guard_log)]
+    try:
+        pane = start_session(guard_socket(run.name), guarding.SESSION, argv)
+    except RunError as error:
+        run.guard_order.unlink(missing_ok=True)
+        return Begun(fault=f"tmux could not start a session ({error})")
+    deadline = time.monotonic() + START_WITHIN_S
+    while time.monotonic() < deadline and processes.start_time(pane) is not None:
+        if (state := read_record(GuardState, run.guard)) and state.pid:
+            return Begun(state.pid)
+        time.sleep(0.05)
+    said = last_of(run.guard_log.read_text(encoding="utf-8", errors="replace").splitlines())
+    return Begun(fault=f"the guard did not begin ({said})")
