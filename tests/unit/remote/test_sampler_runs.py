@@ -36,14 +36,14 @@ def told(tmp_path):
     """Starts a sampler; hands out what it tells of after hearing something: run and others that live."""
     children = []
 
-    def start(**more):
+    def start(also="", **more):
         child = subprocess.Popen(
             ["sh", "-c", carried.command("sampler").replace("python3", sys.executable, 1)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=65536,
         )  # fmt: skip
         children.append(child)
         request = {"run": None, "interval_s": 0.05, "workdir": str(tmp_path), "host": "a"} | more
-        child.stdin.write(carried.standard_input("sampler", request))
+        child.stdin.write(carried.standard_input("sampler", request) + also)
         child.stdin.flush()
 
         def hear(text="", of=lambda run: (run["name"], run["others"])):
@@ -81,6 +81,12 @@ def test_a_run_that_is_asked_for_is_the_only_one(runs, told):
     runs("lives", 2.0, alive=True)
     assert told(run="old")('{"stay": "lives"}\n') == ("old", [])
     assert told(run="none")() == ["lives", "old"]  # those it could have been
+
+
+def test_what_is_said_together_with_the_request_is_heard(runs, told):
+    runs("old", 1.0, alive=True)
+    runs("lives", 2.0, alive=True)
+    assert told(also='{"stay": "old"}\n')() == ("old", ["lives"])
 
 
 def test_a_connection_that_is_made_again_stays(runs, told):

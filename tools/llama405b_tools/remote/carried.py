@@ -10,7 +10,7 @@ from typing import Any
 
 def command(name: str) -> str:
     """Return the shell command for a host; the program itself follows on standard input."""
-    loader = f"import sys; n = int(sys.stdin.readline()); exec(compile(sys.stdin.read(n), {name!r}, 'exec'))"
+    loader = f"import sys; f = sys.stdin.buffer; exec(compile(f.read(int(f.readline())), {name!r}, 'exec'))"
     return f"exec python3 -c {shlex.quote(loader)} 2>&1"
 
 
@@ -22,4 +22,4 @@ def program_text(name: str) -> str:
 
 def standard_input(name: str, request: Mapping[str, Any]) -> str:
     """Return what ``command`` reads: the program, and its request as a line of JSON."""
-    return f"{len(program_text(name))}\n{program_text(name)}{json.dumps(request)}\n"
+    return f"{len(program_text(name).encode())}\n{program_text(name)}{json.dumps(request)}\n"

@@ -511,7 +511,7 @@ def reach_all(peers):
 
 def main():
     """Answer one doctor command."""
-    request = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.buffer.readline().decode())
     os.umask(0o077)
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
     facts, failed = {}, {}
@@ -552,11 +552,11 @@ def main():
     facts["now"] = time.time()
     print(json.dumps(facts), flush=True)
     if select.select([sys.stdin], [], [], 3600)[0]:  # all other hosts may have their turn first
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline().decode()
         if line:
             print(json.dumps({"peers": reach_all(json.loads(line)["peers"]), "now": time.time()}), flush=True)
             select.select([sys.stdin], [], [], 30)  # others may still be calling
-            sys.stdin.read()
+            sys.stdin.buffer.read()
 
 
 if __name__ == "__main__":

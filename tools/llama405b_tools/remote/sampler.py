@@ -566,7 +566,7 @@ class Elsewhere:
 
 def main():
     """Write frames until nobody listens, or until a signal."""
-    request, smi = json.loads(sys.stdin.readline()), Smi()
+    request, smi = json.loads(sys.stdin.buffer.readline().decode()), Smi()
 
     def leave(*_):
         raise BrokenPipeError
@@ -581,10 +581,20 @@ def main():
         smi.end()
 
 
+def came_along():
+    """Return input that was read from the pipe together with the request."""
+    os.set_blocking(0, False)
+    try:
+        return sys.stdin.buffer.peek()
+    finally:
+        os.set_blocking(0, True)
+
+
 def write_frames(request, smi):
     """Write frames until nothing has been received for a while."""
     workdir, run = os.path.expanduser(request["workdir"]), Run(request)
     os.chdir(workdir if os.path.isdir(workdir) else "/")
+    run.hear(came_along())
     machine = Elsewhere(request["host"]) if request.get("elsewhere") else Machine(smi)
     heard, slow_at, tick = time.monotonic(), 0.0, time.monotonic()
     while time.monotonic() - heard < DEAF_S:
