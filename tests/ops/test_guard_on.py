@@ -67,6 +67,7 @@ def test_a_guard_on_a_host_brings_the_run_back_and_a_stop_ends_it(hosts, operato
     wait_for(lambda: read(hosts, 1, "status/node-1.json").get("attempt") == 2)
     wait_for(lambda: "watching: running again" in read(hosts, 1, "guard.log"))
     wait_for(lambda: "guard on node-1: watching, 1 restart" in operator("status", "--run", "g").stdout, 10)
+    assert "guard watching" in operator("top", "--once").stdout
     second = operator(*launch, "--resume", "auto")
     assert (second.returncode, "already has a guard" in second.stderr) == (2, True), second.stderr
 

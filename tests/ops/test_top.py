@@ -216,6 +216,11 @@ def test_it_connects_again_to_what_froze_and_after_it_was_suspended(hosts, opera
     top.shows(r"^rc=0$", 10)
 
 
+def test_a_run_that_no_host_has_is_refused_before_the_screen_opens(hosts, operator, terminal):
+    top = terminal("--run", "nosuch")
+    top.shows(r"--run: no host has 'nosuch' in (.|\n)*^rc=2$", 25)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -132,3 +132,12 @@ def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path, f
         (shared / name / "manifest.json").touch()
     runs("r", 1.0, alive=True, first_rank=first_rank, checkpoint_dir=str(shared))
     assert told()(of=lambda run: run["checkpoint_step"]) == 20
+
+
+def test_what_the_hosts_heard_of_a_guard_is_told(runs, told, tmp_path):
+    runs("r", 1.0, alive=True)
+    said = {"run": "r", "pid": 7, "pid_start": 1, "machine": "far x y", "limit": 3, "state": "watching", "time": 9.0}
+    (tmp_path / "runs/r/status/a.guard").write_text(
+        json.dumps(said | {"command": "x" * 9000, "cause": {"kind": "exited"}})
+    )
+    assert told()(of=lambda run: run["guard"]) == said

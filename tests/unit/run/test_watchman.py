@@ -168,7 +168,7 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
         fleet.fakes["a"].noted = dead  # as it was last heard there, at the same moment
         said = dataclasses.replace(dead, time=900.0)
         write_json(RunDir.here("r").guard, said)
-        found = guard_record.of_hosts("r", [fleet.fakes["a"].run()], 800.0)
+        found = guard_record.of_hosts("r", guard_record.heard_by([fleet.fakes["a"].run()]), 800.0)
         assert (found.state, found.gone, found.heard_at) == (said, True, 900.0)
         assert not guard_record.is_guarded("r")
         assert guard.unguarded(request(), fleet) == plan
@@ -182,13 +182,13 @@ def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
     other = GuardState("r", 1, 1, "elsewhere x y", 2)
     write_json(RunDir.here("r").guard, other)
     guard.tell_hosts(fleet, plan, other)
-    told = [host.run() for host in fleet.fakes.values()]
+    told = guard_record.heard_by(host.run() for host in fleet.fakes.values())
     assert guard_record.of_hosts("r", told, 1000.0).guards
     with pytest.raises(UserError):
         guard.unguarded(request(), fleet)
     for host in fleet.fakes.values():
         host.now += 2 * guard_record.SILENT_AFTER_S
-    told = [host.run() for host in fleet.fakes.values()]
+    told = guard_record.heard_by(host.run() for host in fleet.fakes.values())
     found = guard_record.of_hosts("r", told, 1000.0)
     assert (found.gone, found.heard_at) == (True, 1000.0 - 2 * guard_record.SILENT_AFTER_S)
     assert guard.unguarded(request(), fleet) == plan
@@ -199,7 +199,7 @@ def test_a_guard_that_ended_here_says_nothing_of_one_elsewhere(fleet):
     plan = launch(request(), list(fleet.hosts.values()), fleet)
     write_json(RunDir.here("r").guard, GuardState("r", 5, 1, guarding.machine_id(), 2, GuardStage.ENDED))
     guard.tell_hosts(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
-    found = guard_record.of_hosts("r", [fleet.fakes["a"].run()], 1000.0)
+    found = guard_record.of_hosts("r", guard_record.heard_by([fleet.fakes["a"].run()]), 1000.0)
     assert (found.guards, found.state.machine) == (True, "elsewhere x y")
 
 
@@ -208,7 +208,7 @@ def test_a_guard_that_never_began_is_gone(fleet):
     for now, gone in ((1.0, False), (2 * guard_record.BEGINS_WITHIN_S, True)):
         for host in fleet.fakes.values():
             host.now = now
-        found = guard_record.of_hosts("r", [host.run() for host in fleet.fakes.values()], 1000.0)
+        found = guard_record.of_hosts("r", guard_record.heard_by([host.run() for host in fleet.fakes.values()]), 1000.0)
         assert (found.guards, found.gone) == (False, gone)
 
 

@@ -66,13 +66,14 @@ def test_nobody_waits_for_a_closed_one():
 
 def test_the_pane_says_how_many_lines_are_missing_and_keeps_some_of_every_host():
     pane = LogPane()
+    pane.command = "llama405b logs my-hosts"
     pane.take("quiet", [(float(i), "f", f"calm {'x' * i}") for i in range(KEPT_OF_HOST)], 0)
     pane.settle(100.0)
     pane.take("loud", [(200.0, "f", "y" * i) for i in range(2 * KEPT)], 0)
     pane.drop("loud", 1_234_567, 200.0)
     last = pane.shown()[-1]
     assert (last.where, last.hosts) == ("loud", {"loud"})
-    assert last.text.startswith("1,234,567 lines came too fast to be shown")
+    assert last.text.startswith("1,234,567 lines came too fast to be shown; `llama405b logs my-hosts`")
     pane.settle(300.0)
     assert len(pane.lines) == KEPT + KEPT_OF_HOST
     assert sum("quiet" in line.hosts for line in pane.lines) == KEPT_OF_HOST

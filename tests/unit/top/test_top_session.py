@@ -7,10 +7,10 @@ import types
 import pytest
 
 from llama405b_tools.top import sources
-from llama405b_tools.top.session import Session
+from llama405b_tools.top.session import Session, guard_shown
 from llama405b_tools.top.sources import Live, SourceEvent
 from llama405b_tools.top.state import simulate, thresholds
-from llama405b_tools.top.state.picture import HostState, Level, Verdict
+from llama405b_tools.top.state.picture import GuardShown, HostState, Level, Verdict
 from llama405b_tools.verbs import top
 
 FRAME = json.dumps(next(simulate.incident(1))["frame"])
@@ -119,3 +119,14 @@ def test_a_host_is_given_longer_each_time_until_it_is_heard():
     quiet.opened(now)
     quiet.heard(now)
     assert (quiet.gives_up(now + 30), quiet.gives_up(now + 31)) == (False, True)
+
+
+@pytest.mark.parametrize(("silent_s", "shown"), [(5.0, GuardShown.WATCHING), (600.0, GuardShown.GONE)])
+def test_a_guard_on_another_machine_is_known_by_what_it_told_the_hosts(session, tmp_path, monkeypatch, silent_s, shown):
+    monkeypatch.chdir(tmp_path)
+    frame = next(each["frame"] for each in simulate.incident(10) if each.get("frame") and each["frame"]["run"])
+    heard = {"run": "r", "pid": 7, "pid_start": 1, "machine": "far x y", "limit": 3, "time": frame["now"] - silent_s}
+    session.take(SourceEvent(T0, "a", frame=frame | {"run": frame["run"] | {"guard": heard}}))
+    session.cluster.advance(T0)
+    assert guard_shown(session.cluster.run, session.cluster.guards_heard(T0)) is shown
+    assert guard_shown(session.cluster.run, []) is GuardShown.NONE

@@ -45,6 +45,7 @@ NETWORKS = (
 )  # NCCL's words
 MARKER = b"LLAMA405B_NODE="
 TRAINER = ["-m", "llama405b.train"]
+UNSENT = ("command", "directory", "message", "cause")  # of what a guard says
 STEP_DIR = re.compile(r"step-\d{8}$")
 
 
@@ -206,6 +207,7 @@ class Run:
         self.path = self.plan = self.node = None
         self.plan_mark, self.sent_mark = None, None
         self.metrics_at = None  # inode and offset
+        self.guard = None  # what the run's guard last told this host
         self.saved_step = None  # of the newest checkpoint
         self.logs, self.net = [], ""
         self.stay, self.said = (
@@ -227,6 +229,7 @@ class Run:
             return None
         if slow:
             self._look_at_logs()
+            self.guard = self._guard()
         if slow or self.node["first_rank"] == 0:  # often by one host alone: all others read the same directory
             self.saved_step = self._checkpoint_step()
         ranks = range(self.node["first_rank"], self.node["first_rank"] + self.node["slots"])
@@ -237,6 +240,7 @@ class Run:
             "alive": self._is_alive(),
             "status": self._status(".json") or None,
             "blame": self._blame(),
+            "guard": self.guard,
             "beats": [beat for beat in map(self._beat, ranks) if beat],
             "log_age_s": self._log_age_s(),
             "net": self.net,
@@ -268,6 +272,11 @@ class Run:
         """Return why the last attempt that failed did, if whoever ended it has recorded that."""
         lines = read("%s/status/%s.blames.jsonl" % (self.path, self.request["host"])).splitlines()
         return parse_object(lines[-1]) if lines else None
+
+    def _guard(self):
+        """Return what the run's guard, if one was asked for, last told this host."""
+        said = self._status(".guard")
+        return {key: value for key, value in said.items() if key not in UNSENT} or None
 
     def names(self):
         """The runs that there are instead of the one requested, the newest first."""

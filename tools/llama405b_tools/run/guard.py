@@ -36,7 +36,7 @@ from llama405b_tools.remote.messages.guard import GuardNote, Noted
 from llama405b_tools.remote.messages.status import PlanRequest
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, Watch, follow
-from llama405b_tools.run.guard_record import BEAT_S, asked_for, of_hosts
+from llama405b_tools.run.guard_record import BEAT_S, asked_for, heard_by, of_hosts
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
@@ -124,7 +124,7 @@ def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     except UserError:
         return None  # it is new, or launch reports what is wrong
     found = [run for run in replies(seen).values() if run]
-    known = of_hosts(request.run, found, time.time())
+    known = of_hosts(request.run, heard_by(found), time.time())
     if known and known.guards:
         who = f"process {known.state.pid} on {known.state.machine.partition(' ')[0]}"
         stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llama405b.contract.files import read_record
@@ -20,6 +20,9 @@ from llama405b_tools.text.clean import clean
 BEAT_S = 20.0  # how often a guard tells the hosts of its run that it lives
 SILENT_AFTER_S = 120.0
 BEGINS_WITHIN_S = 30.0  # after it was asked for
+
+
+Heard = Sequence[tuple[float, GuardState]]  # how many seconds ago a host heard it, and what
 
 
 class Life(enum.StrEnum):
@@ -63,10 +66,15 @@ def asked_for(request: LaunchRequest) -> GuardState:
     )
 
 
-def of_hosts(run: str, told: Iterable[HostRun], now: float) -> Guard | None:
+def heard_by(told: Iterable[HostRun]) -> Heard:
+    """Return what the hosts heard from a guard."""
+    return [(host.now - host.guard.time, host.guard) for host in told if host.guard]
+
+
+def of_hosts(run: str, heard: Heard, now: float) -> Guard | None:
     """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since."""
-    heard = [(now - (host.now - host.guard.time), host.guard) for host in told if host.guard]
-    heard_at, state = max(heard, key=lambda entry: entry[0], default=(0.0, None))
+    age_s, state = min(heard, key=lambda entry: entry[0], default=(0.0, None))
+    heard_at = now - age_s
     here = of_run(run)
     if state is None or (here and here.life is Life.LIVES):
         return here

@@ -26,6 +26,7 @@ class LogPane:
     """Takes log blocks in order of time, and keeps the folded lines."""
 
     def __init__(self) -> None:
+        self.command = "llama405b logs"  # what to type for all lines
         self.fold = Fold()
         self.lines: list[LogLine] = []
         self.dropped: dict[str, int] = {}  # by host, lines that are missing from what came last
@@ -59,7 +60,7 @@ class LogPane:
     def _missing(self) -> Iterator[LogLine]:
         if self.dropped:
             hosts, lines = sorted(self.dropped), sum(self.dropped.values())
-            words = f"{lines:,} lines came too fast to be shown; `llama405b logs` has them"
+            words = f"{lines:,} lines came too fast to be shown; `{self.command}` has them"
             yield LogLine(self.dropped_at, fold_names(hosts), words, hosts=frozenset(hosts))
 
     def _forget(self) -> None:
@@ -89,7 +90,7 @@ class LogStream:
 
     def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
         request = StreamRequest(run, "", follow=True, tail=TAIL, most_bytes=MOST_BYTES)
-        self.intake = source.intake
+        self.intake, self.command = source.intake, fleet.typed("logs", run)
         self.reader = Reader(fleet, run, first_ranks, request)
         self.counted: dict[str, int] = {}  # by host, lines that are known to be missing
         threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
@@ -108,7 +109,7 @@ class LogStream:
 
     def note(self, text: str) -> None:
         """See ``logs.Sink``. Omits the reason, so that a network failure folds into one line for all hosts."""
-        words = "(cluster-top cannot read logs from this host; `llama405b logs` says why)"
+        words = f"(cluster-top cannot read logs from this host; `{self.command}` says why)"
         self.intake.put_block(Entry(time.time(), text.partition(": ")[0], "", words))
 
     def close(self) -> None:

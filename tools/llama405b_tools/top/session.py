@@ -80,7 +80,7 @@ class Session:
         """Return the current picture; with ``logs``, start to follow the run's logs."""
         if self.fleet and time.monotonic() > self.guard_at:
             self.guard_at = time.monotonic() + GUARD_EVERY_S
-            self.cluster.guard = guard_shown(self.cluster.run)
+            self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(self.source.now()))
         if self.fleet and logs:
             self._follow_logs(self.fleet)
         moment = self.source.now()
@@ -106,6 +106,8 @@ class Session:
         self._end_logs()
         if of and self.log_of and of[0] != self.log_of[0]:  # or another run's lines would seem to be its own
             self.logs = LogPane()
+        if of and self.fleet:
+            self.logs.command = self.fleet.typed("logs", of[0])
         self.log_of, self.log_since = of, time.monotonic()
 
     def _end_logs(self) -> None:
@@ -119,9 +121,9 @@ class Session:
         self.source.close()
 
 
-def guard_shown(run: str) -> GuardShown:
-    """Return what a run's guard on this machine does."""
-    if not re.fullmatch(r"[\w.-]+", run) or not (found := guard_record.of_run(run)):
+def guard_shown(run: str, heard: guard_record.Heard) -> GuardShown:
+    """Return what a run's guard does, wherever it runs."""
+    if not re.fullmatch(r"[\w.-]+", run) or not (found := guard_record.of_hosts(run, heard, time.time())):
         return GuardShown.NONE
     if found.gone:
         return GuardShown.GONE

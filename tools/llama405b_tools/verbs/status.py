@@ -14,7 +14,7 @@ from llama405b_tools.remote.messages.status import HostRun
 from llama405b_tools.run import judge, listing
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
-from llama405b_tools.run.guard_record import Guard, guard_line, of_hosts
+from llama405b_tools.run.guard_record import Guard, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State
 from llama405b_tools.run.query import Seen, all_runs, ask_hosts, failures_of, progress, states_of
 from llama405b_tools.text.fold import fold_numbers
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> Guard | None:
     """Return the run's guard; None if there is none, or it is gone and was not needed any more."""
-    guard = of_hosts(run, told, time.time())
+    guard = of_hosts(run, heard_by(told), time.time())
     if guard and guard.gone and not (is_needed or any(found.alive for found in told)):
         return None
     return guard

@@ -126,6 +126,7 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
         session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
         streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
         at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
+        _await_run(session)
         if args.json or args.once or args.plain or args.watch or not at_terminal:
             return _print(args, session)
         from llama405b_tools.top.app import show
@@ -138,21 +139,28 @@ def _print(args: argparse.Namespace, session: Session) -> int:
     _await_all(session, watches=bool(args.watch))
     while True:
         pic = session.picture(logs=False)
-        if not args.watch:
-            _refuse_no_such_run(session, pic)
         if not _put(args, session, pic) or not args.watch or session.source.done():
             return pic.exit_code
         _pass(session, args.watch)
 
 
-def _refuse_no_such_run(session: Session, pic: Picture) -> None:
-    """Refuse a run that was named and that no host has, if any could be asked.
+def _await_run(session: Session) -> None:
+    """Wait until a host reports the run that was named, if one was.
 
     Raises:
-        UserError: There is no such run.
+        UserError: There is no such run on any host that could be asked.
     """
-    wanted, answered = session.cluster.wanted, [row for row in pic.hosts if row.state is HostState.OK]
-    if session.fleet and wanted and answered and pic.training is None:
+    wanted, source, hosts = session.cluster.wanted, session.source, session.cluster.hosts.values()
+    if not session.fleet or not wanted:
+        return
+    deadline = source.now() + FIRST_S
+    while source.now() < deadline and not all(host.is_settled for host in hosts):
+        if any(host.run(wanted) for host in hosts):
+            return
+        session.advance(source.now() + 0.2)
+    pic = session.picture(logs=False)
+    answered = [row for row in pic.hosts if row.state is HostState.OK]
+    if answered and pic.training is None:
         frames = [session.cluster.hosts[row.name].frame for row in answered]
         known = dict.fromkeys(name for frame in frames for name in frame.runs)
         lost = {row.name: row.why for row in pic.hosts if row not in answered}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from llama405b.contract import reader
 from llama405b.contract.reader import Json
+from llama405b.contract.records import GuardState
 from llama405b_tools.run import judge
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import overall, thresholds
@@ -115,6 +116,11 @@ class Cluster:
             self.load = NOT_LOADING
         elif self.load.total_bytes != found.loaded[1]:
             self.load = LoadBegan(now, *found.loaded)
+
+    def guards_heard(self, now: float) -> list[tuple[float, GuardState]]:
+        """Return what the hosts last heard from the guard of the run that is shown, and how many seconds ago."""
+        told = [(host, host.run(self.run)) for host in self.hosts.values()]
+        return [(host.clock(now) - run.guard.time, run.guard) for host, run in told if run and run.guard]
 
     def picture(self) -> Picture:
         """Return the picture at the moment last passed to ``advance``."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from llama405b.contract.reader import SoundOnly
-from llama405b.contract.records import Blame, NodeStatus
+from llama405b.contract.records import Blame, GuardState, NodeStatus
 from llama405b_tools.remote.messages.status import Beat
 
 Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, number of ranks
@@ -107,6 +107,7 @@ class RunFrame:
     log_age_s: float | None  # since the last line of any rank on this host
     net: str  # the transport NCCL reported: IB, EFA, SOCKET; "": none yet
     blame: Annotated[Blame | None, SoundOnly] = None  # on the last attempt that failed
+    guard: Annotated[GuardState | None, SoundOnly] = None  # as this host last heard from it
     others: tuple[str, ...] = ()  # other live runs on this host
     nodes: Nodes | None = None  # only if the plan is new
     trains: bool = True  # with ``nodes``: whether it runs our trainer, which writes heartbeats

@@ -79,9 +79,9 @@ class Verdict(enum.StrEnum):
 
 
 class GuardShown(enum.StrEnum):
-    """What the guard on this machine does."""
+    """What the run's guard does."""
 
-    NONE = ""  # there is none on this machine
+    NONE = ""  # there is none
     WATCHING = "watching"
     RECOVERING = "recovering"
     ENDED = "ended"
