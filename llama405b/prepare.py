@@ -21,7 +21,8 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
+from llama405b.contract.schema import BYTES_PER_PARAMETER, Config, Parallel
+from llama405b.cores import bind
 from llama405b.data.batches import open_batches
 from llama405b.heartbeat import Pulse
 from llama405b.identity import accept_changes, identity_of
@@ -43,6 +44,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     config = on_ranks(config, me.dp.size)
     accumulate = check_world(config, me.dp.size)
     journal = Journal(run, me)
+    if config.parallel.numa == "auto" and (bound := bind(me)):
+        journal.log(bound)
     files = bring_model_files(config, run, me, journal)
     pulse.phase(Phase.DATA)
     batches = open_batches(config.data, files, run.path.parent / ".cache", me, pulse.loaded, journal.log)

@@ -62,6 +62,17 @@ class Ranks:
         return self.rank == 0
 
 
+# What torch reads when CUDA and NCCL begin, unless the user has set it: less fragmentation; and when a collective times out,
+# a record of the last ones (in /tmp, where torch puts it).
+CUDA_ENV = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its older name
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+OLDER = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+
+
 def join(device: str, timeout_s: int) -> Ranks:
     """Join the process group: gloo for CPU tensors, and on CUDA also NCCL.
 
@@ -75,6 +86,9 @@ def join(device: str, timeout_s: int) -> Ranks:
         raise UserError("--parallel.device: cuda was requested, but torch sees no GPU; use cpu, or fix the driver")
     me = place(cuda=cuda and device != "cpu")
     if me.on_gpu:
+        for name, value in CUDA_ENV.items():
+            if OLDER.get(name, name) not in os.environ:
+                os.environ.setdefault(name, value)
         torch.cuda.set_device(me.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if me.on_gpu else "gloo",
@@ -82,6 +96,7 @@ def join(device: str, timeout_s: int) -> Ranks:
         rank=me.rank,
         world_size=me.world,
         timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=me.device if me.on_gpu else None,  # or each peer of a send gets an NCCL communicator of its own
     )
     return me
 

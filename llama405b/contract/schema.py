@@ -83,6 +83,7 @@ class Parallel:
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA if there is a GPU")
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
+    numa: Literal["auto", "off"] = option("auto", "auto: run on the cores of the GPU's NUMA node")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
     forward_prefetch: bool = option(False, "fsdp1 only")
     limit_all_gathers: bool = option(True, "fsdp1 only")

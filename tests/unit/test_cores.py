@@ -1,0 +1,46 @@
+"""Each rank's threads belong on the NUMA node of its GPU."""
+
+import pytest
+
+from llama405b import cores
+
+
+@pytest.fixture
+def sys(tmp_path):
+    """Two sockets of four physical cores with two threads each: CPU i and i + 8 are one core; GPUs 0, 1 on node 1, 2 on 0."""
+    for cpu in range(16):
+        node = tmp_path / f"devices/system/node/node{cpu % 8 // 4}"
+        (node / f"cpu{cpu}").mkdir(parents=True)
+        topology = tmp_path / f"devices/system/cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    for bus, node in (("0000:1b:00.0", 1), ("0000:3d:00.0", 1), ("0001:01:00.0", 0), ("0002:01:00.0", -1)):
+        device = tmp_path / "bus/pci/devices" / bus
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    return tmp_path
+
+
+def test_the_node_is_that_of_the_gpu(sys):
+    assert cores.numa_node("0000:1b:00.0", sys) == 1
+    assert cores.numa_node("0002:01:00.0", sys) == -1
+    assert cores.numa_node("0009:01:00.0", sys) == -1
+
+
+def test_ranks_of_one_node_share_its_physical_cores(sys):
+    everything = set(range(16))
+    assert cores.choose([1, 1, 0], 0, everything, sys) == cores.Binding(1, frozenset({4, 5, 6, 7, 12, 13, 14, 15}), 2)
+    assert cores.choose([1, 1, 0], 2, everything, sys) == cores.Binding(0, frozenset({0, 1, 2, 3, 8, 9, 10, 11}), 4)
+
+
+def test_a_cgroup_s_cpus_count_and_never_none(sys):
+    assert cores.choose([1], 0, {0, 1, 6, 14}, sys) == cores.Binding(1, frozenset({6, 14}), 1)
+    assert cores.choose([1], 0, {0, 1}, sys) is None
+    assert cores.choose([-1], 0, set(range(16)), sys) is None
+
+
+def test_a_rank_without_a_gpu_is_not_bound(monkeypatch):
+    from llama405b.ranks import Ranks
+
+    monkeypatch.setattr(cores.os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
+    assert cores.bind(Ranks(0, 1, 0, "a", cores.torch.device("cpu"))) == ""

@@ -1,0 +1,29 @@
+"""How a rank joins on CUDA, without a GPU: what it sets before torch reads it, and what it asks of the process group."""
+
+import os
+
+import torch
+
+from llama405b import ranks
+
+
+def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(monkeypatch):
+    asked = {}
+
+    def init(backend, **more):
+        asked.update(
+            more, backend=backend, conf=os.environ["PYTORCH_ALLOC_CONF"], ring=os.environ["TORCH_FR_BUFFER_SIZE"]
+        )
+
+    for name in ranks.CUDA_ENV:
+        monkeypatch.setenv(name, "unset")
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "5")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(ranks.dist, "init_process_group", init)
+    ranks.join("cuda", 60)
+    assert (asked["backend"], asked["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
+    assert (asked["conf"], asked["ring"]) == ("expandable_segments:True", "5")
