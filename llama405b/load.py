@@ -3,15 +3,17 @@
 ``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its rows; it never holds more than
 one unit. ``local``: each rank reads its own rows and nothing crosses the network. Knows safetensors and point-to-
 point sends; not the optimizer or the data. Weights are sent in the files' dtype and converted on arrival. Random
-weights, for a rehearsal, take the same path: only the source differs.
+weights, for a rehearsal, take the same paths: only the source differs; ``auto`` has each rank make its own.
 """
 
 import dataclasses
 import itertools
+import math
 import mmap
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from llama405b.ranks import Ranks
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCK = 1 << 20  # elements of random weights that one generator makes
 Layout = dict[str, TensorInfo]  # by name
 Unit = dict[str, nn.Parameter]  # by name
 
@@ -52,7 +55,7 @@ def load(
     """
     files: _Files
     if random:
-        how, files = "rank0", _Random(random)
+        how, files = "rank0" if how == "rank0" else "local", _Random(random)
     else:
         how, files = _choose(directory, how, me)
     materialise(model, me, offload=offload)
@@ -64,7 +67,7 @@ def load(
         fill(unit)
         progress(done, sum(sizes))
     if how == "local":
-        return "each rank read its own rows"
+        return f"each rank {files.own}"
     return f"rank 0 {files.came} and sent each rank its rows"
 
 
@@ -84,7 +87,7 @@ def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
 class _Files:
     """The checkpoint's files, each mapped once: rows are views of the page cache and cost us no memory."""
 
-    came = "read the weights"
+    came, own = "read the weights", "read its own rows"
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -110,21 +113,37 @@ class _Files:
 
 
 class _Random(_Files):
-    """Random weights instead of files: the same for the same name and rows. Norms are 1, the rest is N(0, 0.02)."""
+    """Random weights instead of files: the same for any number of ranks, as blocks of elements have generators of their own.
 
-    came = "made random weights"
+    Matrices are N(0, ``initializer_range``), norms 1 and biases 0, as transformers initializes a Llama.
+    """
+
+    came, own = "made random weights", "made its own random weights"
 
     def __init__(self, llama: weights.Llama) -> None:
         super().__init__({name: TensorInfo(Path(), "BF16", shape) for name, shape in llama.tensors().items()})
+        self.std = llama.initializer_range
+        self.threads = ThreadPoolExecutor(torch.get_num_threads(), "random")
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows ``[start, stop)`` of a tensor."""
-        info = self.layout[name]
-        if len(info.shape) == 1:
-            return torch.ones(stop - start, dtype=DTYPES[info.dtype])
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {start}".encode()))
-        empty = torch.empty((stop - start, *info.shape[1:]), dtype=DTYPES[info.dtype])
-        return empty.normal_(0, 0.02, generator=generator)
+        shape, dtype = self.layout[name].shape, DTYPES[self.layout[name].dtype]
+        if len(shape) == 1:
+            return torch.full((stop - start,), 0.0 if name.endswith(".bias") else 1.0, dtype=dtype)
+        each = math.prod(shape[1:])
+        begin, end = start * each, stop * each
+        found = torch.empty(end - begin, dtype=dtype)
+
+        def make(block: int) -> None:
+            first = block * BLOCK
+            last = min(first + BLOCK, shape[0] * each)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {block}".encode()))
+            whole = torch.empty(last - first).normal_(0, self.std, generator=generator)
+            low, high = max(begin, first), min(end, last)
+            found[low - begin : high - begin] = whole[low - first : high - first]
+
+        list(self.threads.map(make, range(begin // BLOCK, -(-end // BLOCK))))
+        return found.view(stop - start, *shape[1:])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class Llama:
     attention_bias: bool
     mlp_bias: bool
     max_positions: int
+    initializer_range: float = 0.02
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's name in a checkpoint, and its shape (out features first)."""
@@ -180,7 +181,18 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         max_positions=number("max_position_embeddings", 2048),
+        initializer_range=_initializer_range(config, where),
     )
+
+
+def _initializer_range(config: Mapping[str, Any], where: str) -> float:
+    """The standard deviation of random weights."""
+    found = config.get("initializer_range", 0.02)
+    if not isinstance(found, int | float) or not 0 < found < 1:
+        raise UserError(
+            f"{where}: initializer_range is {found!r}, not a number between 0 and 1; download config.json again"
+        )
+    return float(found)
 
 
 def _check_rope(config: Mapping[str, Any], where: str) -> None:

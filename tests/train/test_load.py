@@ -1,5 +1,6 @@
 """Loading is exact: every rank's shard equals that slice of the files, bit for bit."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -89,27 +90,36 @@ def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
     assert all("rank 1 cannot read the same files" in words for words in local)
 
 
-def _load_random_layers(me, directory):
+def _load_random_layers(me, directory, way):
     from llama405b import load
     from llama405b.contract import weights
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
     from llama405b.parallel import fsdp2
 
+    load.BLOCK = 1000  # so that blocks and rows do not agree
     module = llama.build_on_meta(llama.read_hf_config(directory, 1), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     calls = []
     how = load.load(
-        module, Path("/nonexistent"), "auto", me, lambda *c: calls.append(c), random=weights.read_llama(directory, 1)
+        module, Path("/nonexistent"), way, me, lambda *c: calls.append(c), random=weights.read_llama(directory, 1)
     )
     assert calls[-1][0] == calls[-1][1]
     assert len(module.model.layers) == 1
-    matrix, norm = module.model.layers[0].mlp.up_proj.weight.full_tensor(), module.model.norm.weight.full_tensor()
-    return how, float(matrix.std()), float(norm.min()), float(norm.max())
+    return how, {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}
 
 
-def test_random_weights_of_a_model_cut_short(tiny):
-    for how, std, low, high in run_ranks(2, _load_random_layers, tiny):
-        assert how == "rank 0 made random weights and sent each rank its rows"
-        assert 0.018 < std < 0.022
-        assert (low, high) == (1, 1)
+def test_random_weights_of_a_model_cut_short_are_the_same_for_any_number_of_ranks(tiny, tmp_path):
+    config = json.loads((tiny / "config.json").read_text()) | {"initializer_range": 0.05}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    [(_, alone)] = run_ranks(1, _load_random_layers, tmp_path, "auto")
+    assert 0.045 < alone["model.layers.0.mlp.up_proj.weight"].std() < 0.055
+    assert alone["model.norm.weight"].unique().tolist() == [1]
+    for way, said in (
+        ("auto", "each rank made its own random weights"),
+        ("rank0", "rank 0 made random weights and sent"),
+    ):
+        for how, found in run_ranks(3, _load_random_layers, tmp_path, way):
+            assert said in how
+            assert found.keys() == alone.keys()
+            assert all(torch.equal(found[name], alone[name]) for name in alone)

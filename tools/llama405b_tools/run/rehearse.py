@@ -1,6 +1,6 @@
 """``launch --rehearse``: a complete run on the real hosts, with the real layer shapes but only two layers.
 
-Start, load (random weights, sent by rank 0 as the real ones would be), two steps, save, a third step, kill -9, resume,
+Start, load (random weights, which each rank makes), two steps, save, a third step, kill -9, resume,
 the third step again with the same loss. A failure is reported with its phase and host. Its checkpoints are deleted.
 """
 
