@@ -21,7 +21,7 @@ class Pulse:
     """Writes ``heartbeat/rank-N.json``."""
 
     def __init__(self, run: RunDir, me: Ranks) -> None:
-        self.run, self.me = run, me
+        self.run, self.me, self.before = run, me, Phase.START
         now = time.time()
         self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)
         self._write()
@@ -33,6 +33,12 @@ class Pulse:
             self.record, phase=phase, phase_since=now, time=now, done_bytes=0, total_bytes=0
         )
         self._write()
+
+    def waits_for_update(self, waits: bool) -> None:
+        """Enter the phase of a long wait for the update of the weights, or leave it again."""
+        if waits:
+            self.before = self.record.phase
+        self.phase(Phase.UPDATE if waits else self.before)
 
     def stepped(self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None) -> None:
         """Record a finished or skipped step; how long the parts of a skipped one took is not known."""

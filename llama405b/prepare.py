@@ -29,7 +29,7 @@ from llama405b.identity import accept_changes, identity_of
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
-from llama405b.optim.adamw import build_optimizer
+from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
 from llama405b.ranks import Ranks
 from llama405b.trainer import StopSignal, Trainer
@@ -56,12 +56,12 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
     module = build_module(config, files, start, me, pulse, journal)
-    optimizer = build_optimizer(module, config.optimizer)
+    updater = build_updater(module, config.optimizer, config.parallel, me.device, pulse.waits_for_update)
     torch.manual_seed(config.training.seed + me.rank)
     done = 0
     if start:
         pulse.phase(Phase.RESUME)
-        done = restore(start, module, optimizer, me)
+        done = restore(start, module, updater, me)
         journal.log(f"resumed from {start}")
         journal.event(EventKind.RESUMED, step=done, path=start)
     else:
@@ -74,7 +74,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     journal.resumed_at(done, steps)
     flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
     return Trainer(
-        config, run, me, module, optimizer, batches, checkpoints, identity, range(done + 1, steps + 1), journal, pulse, stop,
+        config, run, me, module, updater, batches, checkpoints, identity, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), journal.tokens, flops,
     )  # fmt: skip
 
@@ -170,5 +170,16 @@ def build_module(
     what = f"{n:,} parameters, {parallel.numerics} at {each} bytes per parameter"
     journal.log(f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
-    journal.log(f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.cpu_offload}")
+    journal.log(
+        f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.cpu_offload}{_update_words(parallel)}"
+    )
     return module
+
+
+def _update_words(parallel: Parallel) -> str:
+    """Say when the weights are updated, with offload."""
+    if not parallel.cpu_offload:
+        return ""
+    if parallel.hides_update:
+        return ", updated under the next forward"
+    return ", updated between the steps" + " (fsdp1 cannot hide that)" * (parallel.fsdp == "fsdp1")

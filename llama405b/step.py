@@ -6,12 +6,11 @@ Shape suffixes: B sequences of a micro-batch, S positions, V vocabulary.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from llama405b.contract.errors import RunError
 from llama405b.ranks import sum_over_ranks
@@ -21,6 +20,41 @@ IGNORE_INDEX = -100  # a target that does not count: padding, or a prompt
 
 class NonFiniteError(RunError):
     """The loss or gradient of a step is NaN or infinite; the weights are still those of the previous step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdateTimes:
+    """How long hidden updates took since the last time this was asked, in seconds."""
+
+    busy_s: float | None = None  # the updates themselves; None: they are not hidden
+    exposed_s: float | None = None  # of which training waited for, with the norm
+
+
+class Updater(Protocol):
+    """Clips the gradients and updates the weights; at once, or while the next forward runs."""
+
+    optimizer: torch.optim.Optimizer
+
+    def collect(self) -> None:
+        """Take the gradients of a micro-batch, to be added to those of the micro-batches before."""
+
+    def clip(self, max_norm: float) -> float:
+        """Clip their global L2 norm to ``max_norm`` (0: no clipping); returns the norm before, over all ranks."""
+
+    def update(self) -> None:
+        """Update every weight once, in whatever order and thread; a forward never sees a weight of the step before."""
+
+    def zero(self) -> None:
+        """Drop the gradients."""
+
+    def drain(self) -> None:
+        """Wait until every update has been made; an update that failed is raised here, or earlier.
+
+        Weights and moments may be read, or replaced, only then.
+        """
+
+    def times(self) -> UpdateTimes:
+        """Return how long updates took since the last call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,12 +68,11 @@ class StepResult:
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    updater: Updater,
     microbatches: Sequence[tuple[Tensor, Tensor]],
     *,
     max_norm: float,
     dp_size: int,
-    set_to_none: bool = True,
     lap: Callable[[str], None] = lambda _: None,
 ) -> StepResult | None:
     """Run the micro-batches (``tokens_BS``, ``targets_BS``, on the device), clip, and update the weights once.
@@ -63,24 +96,16 @@ def train_step(
         # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
         (nll_micro * (dp_size / n_targets)).backward()
         nll += nll_micro.detach()
+        updater.collect()
         lap("backward")
     loss = float(sum_over_ranks(nll)) / n_targets
-    norm = _clip(model, max_norm or math.inf)
+    norm = updater.clip(max_norm)
     if not (math.isfinite(norm) and math.isfinite(loss)):
-        optimizer.zero_grad(set_to_none=set_to_none)
+        updater.zero()
         raise NonFiniteError(f"loss {loss:.4g}, gradient norm {norm:.4g}")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=set_to_none)
+    updater.update()
     lap("optimizer")
     return StepResult(loss, norm, n_targets)
-
-
-def _clip(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients so that their global L2 norm is at most ``max_norm``; returns the norm before."""
-    if isinstance(model, FullyShardedDataParallel):  # its gradients are plain tensors, of this rank's shard alone
-        return float(model.clip_grad_norm_(max_norm))
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def _nll(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from llama405b.inbox import MAX_STEPS, Inbox
 from llama405b.journal import Journal
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
-from llama405b.step import NonFiniteError, train_step
+from llama405b.step import NonFiniteError, Updater, train_step
 from llama405b.timer import Laps
 
 ENOUGH_SKIPPED = 10  # skipped steps, before skipping most steps counts as a mistake
@@ -54,7 +54,7 @@ class Trainer:
     run: RunDir
     me: Ranks
     module: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    updater: Updater
     batches: Batches
     checkpoints: Store
     identity: RunIdentity
@@ -87,7 +87,8 @@ class Trainer:
             if self.obey(step):
                 self.journal.log(f"stopped after step {step}, as requested")
                 self.journal.event(EventKind.STOPPED, step=step)
-                return
+                break
+        self.updater.drain()
 
     def skip(self, step: int) -> None:
         """Record a step in which every target is masked, for example by very long prompts.
@@ -114,18 +115,17 @@ class Trainer:
         """
         config, laps = self.config, Laps(self.me.device)
         lr = lr_at(step, self.steps.stop - 1, config.optimizer)
-        set_lr(self.optimizer, lr)
+        set_lr(self.updater.optimizer, lr)
         training = config.training
         microbatches = self.batches.microbatches(step, self.me, training.global_batch_size, training.micro_batch_size)
         laps.end("data")
         try:
             result = train_step(
                 self.module,
-                self.optimizer,
+                self.updater,
                 microbatches,
                 max_norm=config.optimizer.max_norm,
                 dp_size=self.me.dp.size,
-                set_to_none=not config.parallel.reuses_gradients,
                 lap=laps.end,
             )
         except NonFiniteError as error:
@@ -135,7 +135,7 @@ class Trainer:
             ) from None
         if result is None:
             return None
-        seconds = laps.seconds()
+        seconds, times = laps.seconds(), self.updater.times()
         step_s = sum(seconds.values())
         self.tokens += result.n_targets
         return Metrics(
@@ -154,6 +154,8 @@ class Trainer:
             step_tokens=result.n_targets,
             flops_per_token=self.flops_per_token,
             attempt=self.me.attempt,
+            update_s=times.busy_s,
+            exposed_s=times.exposed_s,
         )
 
     def obey(self, step: int) -> bool:
@@ -184,7 +186,7 @@ class Trainer:
         """
         self.pulse.phase(Phase.CHECKPOINT)
         ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
-        path = self.checkpoints.save(step, self.module, self.optimizer, self.identity)
+        path = self.checkpoints.save(step, self.module, self.updater, self.identity)
         self.journal.log(f"saved {path}")
         self.journal.event(EventKind.SAVED, step=step, path=path, digest=self.checkpoints.saved.get(str(path), ""))
         self.pulse.phase(Phase.TRAIN)

@@ -35,6 +35,7 @@ class Load:
     micro_batch: int = 1
     global_batch: int = 64
     keep: int = 2
+    overlap: bool = True  # with offload: the update runs under the next forward
 
     @property
     def hosts(self) -> int:
@@ -88,7 +89,7 @@ def _activations(load: Load, gradients: float) -> float:
 
 
 def _step_s(load: Load) -> float | None:
-    """Forward, backward with recomputation, and the update, one after the other."""
+    """Forward, backward with recomputation, and what is left of the update where the next forward does not hide it."""
     if load.numerics == "fp32":
         return None
     llama = load.llama
@@ -100,9 +101,13 @@ def _step_s(load: Load) -> float | None:
         2 * BYTES_PER_PARAMETER[load.numerics] - GRADIENT[load.numerics]
     )  # everything is read, all but gradients written
     moved = each * llama.parameters
-    update = moved / load.world / DEVICE_BYTES_PER_S
-    if load.offload:
-        update = moved / load.hosts / HOST_BYTES_PER_S
+    if not load.offload:
+        return flops / FLOPS + moved / load.world / DEVICE_BYTES_PER_S
+    update = moved / load.hosts / HOST_BYTES_PER_S
+    if load.overlap:
+        norm = GRADIENT[load.numerics] * llama.parameters / load.hosts / HOST_BYTES_PER_S
+        forward = tokens * per_token / 3 / FLOPS
+        update = norm + max(0.0, update - norm - forward)
     return flops / FLOPS + update
 
 

@@ -10,19 +10,27 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from llama405b.contract.checkpoints import step_of
 from llama405b.ranks import Ranks
+from llama405b.step import Updater
 
 
-def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> dict[str, Any]:
+def state_to_save(model: nn.Module, updater: Updater, me: Ranks) -> dict[str, Any]:
     """Return this rank's part of what DCP saves."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    updater.drain()
+    model_state, optimizer_state = get_state_dict(model, updater.optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, me: Ranks) -> int:
+def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks) -> int:
     """Load a verified checkpoint into the shards; returns its step."""
+    optimizer = updater.optimizer
+    updater.drain()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # some stay gathered after a forward without a backward
+            module.reshard()
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     files = dcp.FileSystemReader(path)

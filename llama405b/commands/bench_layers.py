@@ -15,7 +15,7 @@ from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.model import llama
-from llama405b.optim.adamw import build_optimizer
+from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp2
 from llama405b.step import train_step
 from llama405b.timer import Laps
@@ -58,15 +58,16 @@ def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: P
     fsdp2.shard(module, parallel, me.device)
     load.materialise(module, me, offload=parallel.cpu_offload)
     for parameter in module.parameters():
-        torch.nn.init.normal_(parameter.data.to_local(), std=0.02)
+        own = parameter.data.to_local()
+        own.copy_(0.02 * torch.randn(own.shape, dtype=own.dtype, device=me.device))  # on a CPU it takes minutes
     fsdp2.checkpoint_activations(module)
-    optimizer = build_optimizer(module, Optimizer())
+    updater = build_updater(module, Optimizer(), parallel, me.device)
     x = torch.randint(0, VOCAB, (1, seq_len), device=me.device)
     torch.cuda.reset_peak_memory_stats()
     timed = []
     for _ in range(steps + 1):
         laps = Laps(me.device)
-        result = train_step(module, optimizer, [(x, x.roll(-1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
+        result = train_step(module, updater, [(x, x.roll(-1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
         assert result, "every token is a target"
         timed.append(dict(laps.seconds()))
         last_loss = result.loss

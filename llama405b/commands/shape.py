@@ -76,6 +76,7 @@ def _estimate(config: Config, hf_config: LlamaConfig, world: int) -> list[str]:
         config.training.micro_batch_size,
         config.training.global_batch_size,
         config.checkpoint.keep,
+        config.parallel.hides_update,
     )
     return estimate.describe_needs(load)
 

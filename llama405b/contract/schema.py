@@ -78,15 +78,21 @@ class Parallel:
     fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fsdp2: fully_shard; fsdp1: FullyShardedDataParallel")
     wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
     cpu_offload: bool = option(False, "keep weights, gradients and optimizer state in CPU memory")
+    overlap: bool = option(True, "with cpu_offload and fsdp2: update the weights while the next forward runs")
     numerics: Numerics = option(
         "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA if there is a GPU")
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
     numa: Literal["auto", "off"] = option("auto", "auto: run on the cores of the GPU's NUMA node")
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
     forward_prefetch: bool = option(False, "fsdp1 only")
     limit_all_gathers: bool = option(True, "fsdp1 only")
+
+    @property
+    def hides_update(self) -> bool:
+        """Whether the weights are updated while the next forward runs."""
+        return self.overlap and self.cpu_offload and self.fsdp == "fsdp2"
 
     @property
     def reuses_gradients(self) -> bool:

@@ -5,6 +5,7 @@ kept gathered between forward and backward. With tied embeddings the embedding, 
 Knows modules and meshes; not weights, files or the optimizer.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llama405b.axes import Axes
@@ -75,6 +76,32 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     if not tied:
         unit([model.model.norm, model.lm_head], reshard_after_forward=False)
     unit(model, reshard_after_forward=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FsdpUnit:
+    """What FSDP gathers in one piece."""
+
+    name: str
+    modules: tuple[nn.Module, ...]  # each gathers it before its forward
+    parameters: tuple[str, ...]  # names in the model
+
+
+def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
+    """Return FSDP's own units in the order in which a forward gathers them; the root comes first, if it has parameters."""
+    wrapped = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    owned: dict[int, list[str]] = {}
+    for name, _ in model.named_parameters():
+        owner = max((prefix for prefix in wrapped if not prefix or name.startswith(f"{prefix}.")), key=len)
+        owned.setdefault(id(fully_shard.state(wrapped[owner])), []).append(name)
+    modules: dict[int, dict[str, nn.Module]] = {}
+    for name, module in wrapped.items():
+        modules.setdefault(id(fully_shard.state(module)), {})[name] = module
+    return [
+        FsdpUnit(next(iter(found)), tuple(found.values()), tuple(owned[state]))
+        for state, found in modules.items()
+        if state in owned
+    ]
 
 
 def checkpoint_activations(model: nn.Module) -> None:

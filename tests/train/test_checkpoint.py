@@ -21,7 +21,7 @@ def _trainer(me, directory, load_weights=True):
     from llama405b import load
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
-    from llama405b.optim.adamw import build_optimizer
+    from llama405b.optim.updater import build_updater
     from llama405b.parallel import fsdp2
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
@@ -31,17 +31,17 @@ def _trainer(me, directory, load_weights=True):
     else:
         load.materialise(module, me)
     fsdp2.checkpoint_activations(module)
-    return module, build_optimizer(module, Optimizer(lr=1e-2))
+    return module, build_updater(module, Optimizer(lr=1e-2), Parallel(), me.device)
 
 
-def _step(me, module, optimizer, number):
+def _step(me, module, updater, number):
     from llama405b.step import train_step
 
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(0, 131, (6, 17), generator=generator)
     each = 6 // me.world
     x, y = ids[me.rank * each :][:each, :-1], ids[me.rank * each :][:each, 1:]
-    return train_step(module, optimizer, [(x, y)], max_norm=1.0, dp_size=me.dp.size).loss
+    return train_step(module, updater, [(x, y)], max_norm=1.0, dp_size=me.dp.size).loss
 
 
 IDENTITY = ("a model", "some data", 16, 6, "fp32", 0, 0)
@@ -58,16 +58,16 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
     from llama405b.checkpoint import store as of_store
     from llama405b.contract.checkpoints import RunIdentity
 
-    module, optimizer = _trainer(me, directory)
+    module, updater = _trainer(me, directory)
     store = _store(me, root, keep, run)
     store.take()
     losses = []
     for number in range(1, 9):
-        losses.append(_step(me, module, optimizer, number))
+        losses.append(_step(me, module, updater, number))
         if number % 2 == 0:
             if number == tear_at and me.rank == 1:
                 of_store.seal = lambda path, rank: os.kill(os.getpid(), signal.SIGKILL)
-            store.save(number, module, optimizer, RunIdentity(*IDENTITY))
+            store.save(number, module, updater, RunIdentity(*IDENTITY))
     store.close()
     return losses, torch.get_rng_state().sum().item()
 
@@ -76,7 +76,7 @@ def _resume(me, directory, root, resume="auto"):
     from llama405b.checkpoint.snapshot import restore
     from llama405b.contract.errors import UserError
 
-    module, optimizer = _trainer(me, directory, load_weights=False)
+    module, updater = _trainer(me, directory, load_weights=False)
     torch.manual_seed(99 + me.rank)
     with contextlib.closing(_store(me, root)) as store:
         try:
@@ -86,8 +86,8 @@ def _resume(me, directory, root, resume="auto"):
             return str(error)
         if found is None:
             return None, passed_over, []
-        done = restore(found.path, module, optimizer, me)
-        losses = [_step(me, module, optimizer, number) for number in range(done + 1, 9)]
+        done = restore(found.path, module, updater, me)
+        losses = [_step(me, module, updater, number) for number in range(done + 1, 9)]
         return found.path.name, passed_over, losses
 
 
@@ -268,11 +268,11 @@ def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
 def _settings_after_resume(me, directory, root):
     from llama405b.checkpoint.snapshot import restore
 
-    module, optimizer = _trainer(me, directory, load_weights=False)
-    for group in optimizer.param_groups:
+    module, updater = _trainer(me, directory, load_weights=False)
+    for group in updater.optimizer.param_groups:
         group.update(weight_decay=0.5, betas=(0.8, 0.9))
-    restore(Path(root) / "step-00000008", module, optimizer, me)
-    return [(group["weight_decay"], group["betas"], len(group["params"])) for group in optimizer.param_groups]
+    restore(Path(root) / "step-00000008", module, updater, me)
+    return [(group["weight_decay"], group["betas"], len(group["params"])) for group in updater.optimizer.param_groups]
 
 
 def test_optimizer_settings_are_those_of_now(tiny, saved):
@@ -404,3 +404,25 @@ def test_what_belongs_to_another_user_is_not_called_damaged(tmp_path):
     os.chown(path, 12345, -1)
     found = open_manifest(path, {})
     assert (found.fault, found.why) == (Fault.UNREADABLE, f"{path}: belongs to another user")
+
+
+def _crc_while_saving(me, directory, root):
+    from llama405b.checkpoint import store as of_store
+    from llama405b.contract.checkpoints import RunIdentity
+
+    module, updater = _trainer(me, directory)
+    seen, save = [], of_store.dcp.save
+
+    def watched(*args, **more):
+        seen.append(torch.serialization.get_crc32_options())
+        return save(*args, **more)
+
+    of_store.dcp.save = watched
+    with contextlib.closing(_store(me, root)) as store:
+        store.take()
+        store.save(1, module, updater, RunIdentity(*IDENTITY))
+    return [*seen, torch.serialization.get_crc32_options()]
+
+
+def test_torch_computes_no_crc_of_what_has_a_sha256(tiny, tmp_path):
+    assert run_ranks(1, _crc_while_saving, tiny, tmp_path / "c") == [[False, True]]

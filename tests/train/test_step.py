@@ -42,9 +42,9 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
     return module
 
 
-def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32"):
+def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32", overlap=False):
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim.adamw import build_optimizer
+    from llama405b.optim.updater import build_updater
     from llama405b.step import train_step
 
     if kind == "fsdp1":
@@ -61,14 +61,15 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         shard.checkpoint_activations(module)
     else:
         module = _sharded(me, directory, offload=offload, numerics=numerics)
-    optimizer = build_optimizer(module, Optimizer(lr=3e-3))
+    parallel = Parallel(fsdp=kind, cpu_offload=offload, overlap=overlap)
+    updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
     each = GLOBAL_BATCH // me.world
     losses, norms = [], []
     for x, y in _batches():
         x, y = x[me.rank * each :][:each], y[me.rank * each :][:each]
         size = micro or each
         parts = [(x[i : i + size], y[i : i + size]) for i in range(0, each, size)]
-        result = train_step(module, optimizer, parts, max_norm=1.0, dp_size=me.dp.size)
+        result = train_step(module, updater, parts, max_norm=1.0, dp_size=me.dp.size)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return losses, norms
@@ -140,17 +141,17 @@ def test_bf16_numerics_learn(tiny, plain, numerics):
 def _count(me, directory):
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from llama405b.contract.schema import Optimizer
-    from llama405b.optim.adamw import build_optimizer
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.optim.updater import build_updater
     from llama405b.step import train_step
 
     module = _sharded(me, directory)
-    optimizer = build_optimizer(module, Optimizer())
+    updater = build_updater(module, Optimizer(), Parallel(), me.device)
     x, y = _batches()[0]
     counts = []
     for _ in range(2):
         with CommDebugMode() as comm:
-            train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
+            train_step(module, updater, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
         by_name = {str(op): n for op, n in comm.get_comm_counts().items()}
         counts.append(
             (
@@ -169,18 +170,18 @@ def test_each_unit_costs_what_it_must(tiny, tiny_tied):
 
 
 def _poison(me, directory):
-    from llama405b.contract.schema import Optimizer
-    from llama405b.optim.adamw import build_optimizer
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.optim.updater import build_updater
     from llama405b.step import NonFiniteError, train_step
 
     module = _sharded(me, directory)
-    optimizer = build_optimizer(module, Optimizer())
+    updater = build_updater(module, Optimizer(), Parallel(), me.device)
     before = [p.to_local().clone() for p in module.parameters()]
     if me.rank == 1:
         module.model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
     x, y = _batches()[0]
     try:
-        train_step(module, optimizer, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
+        train_step(module, updater, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
     except NonFiniteError as error:
         same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
         return ("stopped", same, "nan" in str(error))
@@ -192,18 +193,18 @@ def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
 
 
 def _masked(me, directory):
-    from llama405b.contract.schema import Optimizer
-    from llama405b.optim.adamw import build_optimizer
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.optim.updater import build_updater
     from llama405b.step import train_step
 
     module = _sharded(me, directory)
-    optimizer = build_optimizer(module, Optimizer())
+    updater = build_updater(module, Optimizer(), Parallel(), me.device)
     before = [p.to_local().clone() for p in module.parameters()]
     x, y = (each[:3] for each in _batches()[0])
-    nothing = train_step(module, optimizer, [(x, torch.full_like(y, -100))], max_norm=1.0, dp_size=me.dp.size)
+    nothing = train_step(module, updater, [(x, torch.full_like(y, -100))], max_norm=1.0, dp_size=me.dp.size)
     same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
     mine = y if me.rank == 1 else torch.full_like(y, -100)
-    one_rank = train_step(module, optimizer, [(x, mine)], max_norm=1.0, dp_size=me.dp.size)
+    one_rank = train_step(module, updater, [(x, mine)], max_norm=1.0, dp_size=me.dp.size)
     return nothing, same, one_rank.n_targets
 
 

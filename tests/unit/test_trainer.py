@@ -40,6 +40,7 @@ def take(tmp_path, monkeypatch):
         )
         pulse = Pulse(RunDir(tmp_path), me)
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
+        parts["updater"] = types.SimpleNamespace(drain=lambda: None)
         parts |= {"config": Config(), "me": me, "batches": script, "steps": range(1, 1 + len(script))}
         trainer = Scripted(**parts | {"journal": journal, "pulse": pulse})
         trainer.take_steps()

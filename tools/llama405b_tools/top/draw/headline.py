@@ -110,6 +110,8 @@ def _progress(run: Training, width: int) -> Text:
     first.append(f" {sparkline(run.losses, 16 if width >= WIDE else 8)}")
     times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
     split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
+    if run.update_s is not None:
+        split += f" hidden {number(run.update_s, '.2f')} of which waited {number(run.exposed_s, '.2f')}"
     parts = [
         (0, _marked(f"{number(run.step_s, '.2f')} s/step", run, "step_s")),
         (3, Text(f"({split})")),

@@ -80,6 +80,8 @@ class StepMetrics:
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
+    update_s: float | None = None  # of the update before, hidden under this step's forward
+    exposed_s: float | None = None  # of it, and of the norm: what the step waited for
     tokens_per_s: float | None = None
     flops_per_token: float | None = None
 
@@ -89,7 +91,15 @@ class StepMetrics:
         Raises:
             ValueError: It has a negative number.
         """
-        times = (self.step_s, self.data_s, self.forward_s, self.backward_s, self.optimizer_s)
+        times = (
+            self.step_s,
+            self.data_s,
+            self.forward_s,
+            self.backward_s,
+            self.optimizer_s,
+            self.update_s,
+            self.exposed_s,
+        )
         if min(filter(None, (self.step, *times, self.tokens_per_s, self.flops_per_token)), default=0) < 0:
             raise ValueError
 

@@ -217,6 +217,8 @@ class Training:
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
+    update_s: float | None = None  # of the updates that the forward hides; None: they are not hidden
+    exposed_s: float | None = None  # of them, and of the norm: what the steps waited for
     tokens_per_s: float | None = None
     mfu_pct: float | None = None
     eta_s: float | None = None

@@ -85,6 +85,8 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
         forward_s=found.median("forward_s"),
         backward_s=found.median("backward_s"),
         optimizer_s=found.median("optimizer_s"),
+        update_s=found.median("update_s"),
+        exposed_s=found.median("exposed_s"),
         tokens_per_s=tokens_per_s,
         mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
         eta_s=eta_s,

@@ -29,6 +29,7 @@ PHASES = {
     Phase.RESUME: RunPhase.LOADING,
     Phase.CHECKPOINT: RunPhase.CKPT,
     Phase.EVAL: RunPhase.EVAL,
+    Phase.UPDATE: RunPhase.TRAIN,
     Phase.TRAIN: RunPhase.TRAIN,
     Phase.DONE: RunPhase.DONE,
 }  # a rank's phase -> the run's, in the order in which other ranks wait for it
