@@ -3,12 +3,16 @@
 ``bench fleet``, ``bench logs`` and ``bench top`` measure the operator's side; see their --help.
 """
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llama405b.commands.bench_layers import bench_layers
 from llama405b.commands.bench_load import bench_load
+from llama405b.commands.bench_step import bench_step
+from llama405b.commands.bench_update import bench_optimizer, bench_overlap
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 
@@ -28,14 +32,51 @@ def main(argv: Sequence[str]) -> int:
     layers.add_argument("--layers", type=int, default=2, help="number of decoder layers [2]")
     layers.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence [4096]")
     layers.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
-    for verb in (load, layers):
+    optimizer = what.add_parser("optimizer", help="the CPU's AdamW against a memory triad", description="")
+    optimizer.add_argument("--elements", type=int, default=1 << 26, help="FP32 elements to update [67108864]")
+    overlap = what.add_parser(
+        "overlap", help="updates hidden under the forward, with a stand-in for the device", description=""
+    )
+    overlap.add_argument("--unit-ms", type=float, default=10.0, help="time of a unit's forward, in ms [10]")
+    overlap.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
+    overlap.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, for chrome://tracing")
+    step = what.add_parser("step", help="our step against a loop written by hand, in CPU seconds", description="")
+    for verb in (optimizer, step):
+        verb.add_argument("--pairs", type=int, default=20, help="measurements of each, in turns [20]")
+    for verb in (load, layers, optimizer, overlap, step):
         verb.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse(argv)
-    if args.what == "layers":
-        report, text = bench_layers(args.layers, args.seq_len, args.steps)
-    elif 0.01 <= args.gb <= 10_000 and 1 <= args.ranks <= 1024:
-        report, text = bench_load(args.gb, args.ranks, args.numerics, args.dir)
-    else:
-        raise UserError("bench load: --gb must be 0.01 to 10000 and --ranks 1 to 1024; correct them")
+    report, text = _measured(args)
     print(json.dumps(report) if args.json else text)
     return 0
+
+
+def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Run the benchmark; returns its report, and the same for people.
+
+    Raises:
+        UserError: A number is out of range.
+    """
+    match args.what:
+        case "layers":
+            return bench_layers(args.layers, args.seq_len, args.steps)
+        case "optimizer":
+            _check(
+                1 << 16 <= args.elements <= 1 << 36 and 1 <= args.pairs <= 10_000, "--elements or --pairs", args.what
+            )
+            return bench_optimizer(args.elements, args.pairs)
+        case "overlap":
+            _check(0 < args.unit_ms <= 10_000 and 1 <= args.steps <= 10_000, "--unit-ms or --steps", args.what)
+            return bench_overlap(args.unit_ms / 1000, args.steps, args.trace)
+        case "step":
+            _check(1 <= args.pairs <= 10_000, "--pairs", args.what)
+            return bench_step(args.pairs)
+    _check(
+        0.01 <= args.gb <= 10_000 and 1 <= args.ranks <= 1024, "--gb (0.01 to 10000) or --ranks (1 to 1024)", args.what
+    )
+    return bench_load(args.gb, args.ranks, args.numerics, args.dir)
+
+
+def _check(good: bool, flags: str, what: str) -> None:
+    if not good:
+        raise UserError(f"bench {what}: {flags} is out of range; correct it")

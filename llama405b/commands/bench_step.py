@@ -1,0 +1,82 @@
+"""What our step costs beside a loop written by hand on the same FSDP2 units: CPU seconds, in turns in one process."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+
+from llama405b import load, ranks
+from llama405b.commands.pairs import ratio_of
+from llama405b.contract import weights
+from llama405b.contract.schema import Optimizer, Parallel
+from llama405b.model import llama
+from llama405b.optim.adamw import build_optimizer
+from llama405b.optim.updater import build_updater
+from llama405b.parallel import fsdp2
+from llama405b.ranks import Ranks
+from llama405b.step import train_step
+
+SHAPE = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "num_hidden_layers": 4, "vocab_size": 8192,
+}  # fmt: skip
+SEQ, WARMUP = 128, 2
+
+
+def bench_step(pairs: int) -> tuple[dict[str, Any], str]:
+    """Take ``pairs`` steps each, in turns."""
+    me = ranks.join("cpu", 60)
+    try:
+        acts = {"ours": _ours(me), "baseline": _by_hand(me)}
+        seconds: dict[str, list[float]] = {name: [] for name in acts}
+        for i in range(WARMUP + pairs):
+            for name, act in acts.items():
+                began = time.process_time()
+                act()
+                if i >= WARMUP:
+                    seconds[name].append(time.process_time() - began)
+    finally:
+        dist.destroy_process_group()
+    ratio = ratio_of(seconds["ours"], seconds["baseline"])
+    report = {"shape": SHAPE, "cpu_seconds": seconds, "ratio": dataclasses.asdict(ratio), "torch": torch.__version__}
+    return report, f"CPU seconds of a step: ours / by hand {ratio}"
+
+
+def _model(me: Ranks) -> nn.Module:
+    config = LlamaConfig(**SHAPE)
+    module = llama.build_on_meta(config, "sdpa", torch.float32)
+    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
+    shape = weights.parse_llama(config.to_dict() | {"architectures": None}, "the benchmark's model")
+    load.load(module, Path(), "local", me, lambda *_: None, random=shape)
+    fsdp2.checkpoint_activations(module)
+    return module
+
+
+def _ours(me: Ranks) -> Callable[[], object]:
+    module = _model(me)
+    updater = build_updater(module, Optimizer(), Parallel(numerics="fp32"), me.device)
+    x = torch.randint(0, SHAPE["vocab_size"], (1, SEQ))
+    return lambda: train_step(module, updater, [(x, x.roll(-1))], max_norm=1.0, dp_size=1)
+
+
+def _by_hand(me: Ranks) -> Callable[[], object]:
+    """The loop that anyone would write."""
+    module = _model(me)
+    optimizer = build_optimizer(module, Optimizer())
+    x = torch.randint(0, SHAPE["vocab_size"], (1, SEQ))
+
+    def step() -> None:
+        logits = module(input_ids=x, use_cache=False).logits
+        F.cross_entropy(logits.flatten(0, 1).float(), x.roll(-1).flatten()).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
