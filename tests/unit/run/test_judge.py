@@ -96,6 +96,7 @@ def test_a_rank_that_is_silent_for_too_long():
     assert hung(beat(0, time=600.0, phase=Phase.LOAD)) is None
     assert hung(beat(0, time=600.0, since=600.0)) is None  # the first step takes its time
     assert hung(beat(0, time=400.0, since=400.0)) is not None
+    assert hung(beat(0, time=600.0, since=600.0, phase=Phase.UPDATE)).phase is Phase.UPDATE  # no step is so slow
     assert hung(beat(0, time=0.0, phase=Phase.DONE)) is None
     assert hung(beat(0, time=899.0), at=80.0) is None  # not heard for half a minute: nothing is known
     assert hung(beat(0, time=980.0), at=60.0) is None
