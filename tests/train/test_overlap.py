@@ -24,14 +24,14 @@ def _batch(step, me, accumulation):
     return [(part[:, :-1], part[:, 1:]) for part in mine.chunk(min(accumulation, each))]
 
 
-def _build(me, directory, *, overlap, numerics="fp32"):
+def _build(me, directory, *, overlap, numerics="fp32", wrap=("LlamaDecoderLayer", "Embedding")):
     from llama405b import load
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
     from llama405b.optim.updater import build_updater
     from llama405b.parallel import fsdp2
 
-    parallel = Parallel(numerics=numerics, cpu_offload=True, overlap=overlap)
+    parallel = Parallel(numerics=numerics, cpu_offload=True, overlap=overlap, wrap=wrap)
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.kept_dtype(numerics))
     fsdp2.shard(module, parallel, me.device)
     load.load(module, directory, "rank0", me, lambda *_: None, offload=True)
@@ -121,17 +121,24 @@ def test_hidden_equals_sequential_bit_for_bit(tiny, tmp_path, world):
             assert 10 <= clipped < seen
 
 
-def _tied(me, directory):
+def _otherwise(me, directory, more):
     bits = []
     for overlap in (False, True):
-        module, updater = _build(me, directory, overlap=overlap, numerics="pure-bf16")
+        module, updater = _build(me, directory, overlap=overlap, **more)
+        if overlap:
+            _slow(updater)
         seen = [_step(me, module, updater, step) for step in range(1, 9)]
         bits.append((seen, _bits(module, updater)))
     return bits[0][0] == bits[1][0] and _same(bits[0][1], bits[1][1])
 
 
 def test_so_it_does_with_tied_embeddings_and_bf16(tiny_tied):
-    assert run_ranks(2, _tied, tiny_tied) == [True, True]
+    assert run_ranks(2, _otherwise, tiny_tied, {"numerics": "pure-bf16"}) == [True, True]
+
+
+def test_so_it_does_with_other_units(tiny):
+    for wrap in (("LlamaAttention", "LlamaMLP", "Embedding"), ("LlamaDecoderLayer",)):
+        assert run_ranks(1, _otherwise, tiny, {"wrap": wrap}) == [True]
 
 
 def _side_by_side(me, directory):
