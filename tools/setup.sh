@@ -54,14 +54,16 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
     if [ ! -e "$gpu_device" ] && answers "$cpu_index/torch/"; then
         index=(--extra-index-url "$cpu_index") comes="PyTorch for CPU (there is no GPU) and its packages, 0.3 GB to download"
     elif [ ! -e "$gpu_device" ]; then
-        comes="PyTorch and its packages, 0.3 GB to download (2.7 GB if pip finds only PyTorch for CUDA)"
-        echo "$cpu_index does not answer; set PIP_EXTRA_INDEX_URL to another index with PyTorch for CPU, if you know one" >&2
+        comes="PyTorch and its packages, 0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA)"
+        echo "$cpu_index does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL to it (and to those in your pip.conf, which it replaces)" >&2
     fi
     echo "installing into .venv, once: $comes; unpacking takes minutes"
+    trap 'echo "interrupted; run the same command again to go on" >&2; exit 130' INT
     .venv/bin/python -m pip install --disable-pip-version-check "${index[@]}" -c constraints.txt -e ".[$1]" || {
         echo "pip could not install the packages; see its output above" >&2
         return 2
     }
+    trap - INT
     echo "$stamp" >>.venv/.set-up
 }
 

@@ -53,7 +53,8 @@ def test_training_verbs_say_what_is_missing():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stderr == "llama405b: demo needs torch, which is not installed; in a checkout: pip install '.[train]'\n"
+    said = "llama405b: demo needs torch, which is not installed; in a checkout: uv tool install '.[train]', or "
+    assert done.stderr == f"{said}.venv/bin/llama405b after `bash launch.sh`\n"
 
 
 @pytest.mark.slow

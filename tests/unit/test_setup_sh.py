@@ -121,8 +121,8 @@ def test_without_a_gpu_the_small_pytorch_is_taken_and_its_size_said(venv):
 def test_where_the_small_one_cannot_be_had_that_is_said_with_what_to_set(venv):
     venv.has("python3", "case $2 in *urlopen*) exit 1;; esac")
     _, said = venv.type("need_venv train")
-    assert "does not answer; set PIP_EXTRA_INDEX_URL" in said
-    assert "0.3 GB to download (2.7 GB if pip finds only PyTorch for CUDA);" in said
+    assert "does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL" in said
+    assert "0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA);" in said
     assert "--extra-index-url" not in venv.ran.read_text()
 
 

@@ -76,7 +76,7 @@ def _call(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
-    if args[0] == "--version":
+    if args[0] == "--version" or args[1:] == ["--version"]:
         print(f"llama405b {__version__}")
         return 0
     try:
@@ -130,7 +130,8 @@ def _verb(verb: str, args: list[str]) -> int:
         if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
             raise
         raise UserError(
-            f"{verb} needs {missing.name}, which is not installed; in a checkout: pip install '.[train]'"
+            f"{verb} needs {missing.name}, which is not installed; in a checkout: uv tool install '.[train]', "
+            "or .venv/bin/llama405b after `bash launch.sh`"
         ) from None
     return int(module.main(args))
 

@@ -53,6 +53,8 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
             window_name=hosts[0].name,
             window_command=window_command(hosts[0], run, writable=False),
         )
+        session.set_option("status-right-length", 60)
+        session.set_option("status-right", "Ctrl-b d leaves; the run continues")
         for host in hosts[1:]:
             session.new_window(host.name, attach=False, window_shell=window_command(host, run, writable=False))
     except TmuxCommandNotFound:
