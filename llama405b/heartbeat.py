@@ -21,9 +21,10 @@ class Pulse:
     """Writes ``heartbeat/rank-N.json``."""
 
     def __init__(self, run: RunDir, me: Ranks) -> None:
-        self.run, self.me, self.before = run, me, Phase.START
+        self.run, self.me = run, me
         now = time.time()
         self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)
+        self.before = self.record  # a long wait
         self._write()
 
     def phase(self, phase: Phase) -> None:
@@ -37,8 +38,11 @@ class Pulse:
     def waits_for_update(self, waits: bool) -> None:
         """Enter the phase of a long wait for the update of the weights, or leave it again."""
         if waits:
-            self.before = self.record.phase
-        self.phase(Phase.UPDATE if waits else self.before)
+            self.before = self.record
+            self.phase(Phase.UPDATE)
+        else:
+            self.record = dataclasses.replace(self.before, time=time.time())
+            self._write()
 
     def stepped(self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None) -> None:
         """Record a finished or skipped step; how long the parts of a skipped one took is not known."""

@@ -33,7 +33,7 @@ from llama405b.ranks import Ranks
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-BLOCK = 1 << 20  # elements of random weights that one generator makes
+BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
 Layout = dict[str, TensorInfo]  # by name
 Unit = dict[str, nn.Parameter]  # by name
 

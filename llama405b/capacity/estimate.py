@@ -42,6 +42,11 @@ class Load:
         """Hosts of eight ranks, or one with fewer."""
         return max(1, self.world // RANKS_PER_HOST)
 
+    @property
+    def sums_apart(self) -> bool:
+        """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
+        return self.offload and self.overlap and self.global_batch > self.micro_batch * self.world
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
@@ -63,7 +68,7 @@ def estimate(load: Load) -> Estimate:
         on_gpu, on_host = 0.0, n / load.hosts
     return Estimate(
         gpu_bytes=on_gpu * (whole - gradient) + _activations(load, on_gpu * gradient) + RUNTIME_BYTES,
-        host_bytes=on_host * whole * PINNED,
+        host_bytes=on_host * (whole + load.sums_apart * gradient) * PINNED,
         weights_bytes=2 * n,
         checkpoints_bytes=(load.keep + 1) * (whole - gradient) * n,
         step_s=_step_s(load),
@@ -106,7 +111,7 @@ def _step_s(load: Load) -> float | None:
     update = moved / load.hosts / HOST_BYTES_PER_S
     if load.overlap:
         norm = GRADIENT[load.numerics] * llama.parameters / load.hosts / HOST_BYTES_PER_S
-        forward = tokens * per_token / 3 / FLOPS
+        forward = load.micro_batch * load.seq_len * per_token / 3 / FLOPS  # of the first micro-batch
         update = norm + max(0.0, update - norm - forward)
     return flops / FLOPS + update
 

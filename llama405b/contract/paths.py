@@ -15,7 +15,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.stop                 agent         who asked the run to stop, and the grace period
     status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
     status/.HOST.secrets             agent         until the node runner has read it
-    status/.guard.order              agent         until the guard that begins on that host has read it
+    status/.HOST.guard-order         agent         until the guard that begins on that host has read it
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank
@@ -90,7 +90,7 @@ class RunDir:
     times = _BelowEach("logs/{}/times")
     guard = _Below("guard.json")
     guard_log = _Below("guard.log")
-    guard_order = _Below("status/.guard.order")
+    guard_order = _BelowEach("status/.{}.guard-order")
     job = _Below("slurm.json")
     job_request = _Below("request.json")
     job_script = _Below("job.sh")

@@ -84,6 +84,7 @@ class Part:
     name: str
     groups: list[tuple[int, list[nn.Parameter]]]  # parameter group of the optimizer -> parameters
     sums: list[list[Tensor]] = dataclasses.field(default_factory=list)  # by group, of the micro-batches so far
+    adding: "Future[None] | None" = None
     pending: "Future[None] | None" = None
 
 
@@ -102,12 +103,11 @@ class Hidden:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, waits: Waits) -> None:
         """Set up the moments, and put a hook before each unit of a model that FSDP2 has sharded."""
-        self.optimizer, self.device, self.waits, self.factor = optimizer, device, waits, 1.0
+        self.optimizer, self.waits, self.factor = optimizer, waits, 1.0
         self.busy_s, self.exposed_s, self.told = 0.0, 0.0, (0.0, 0.0)
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         named = dict(model.named_parameters())
         self.parts, self.hooks = [], []
-        self.adding: list[Future[None]] = []
         for unit in fsdp_units(model):
             groups: dict[int, list[nn.Parameter]] = {}
             for name in unit.parameters:
@@ -117,14 +117,7 @@ class Hidden:
             self.hooks += [module.register_forward_pre_hook(before, prepend=True) for module in unit.modules]
         for parameter in named.values():
             start_moments(optimizer, parameter)
-        self.worker = ThreadPoolExecutor(1, "update", self._begin, (torch.get_num_threads(),))
-
-    def _begin(self, threads: int) -> None:
-        """Set up the worker's thread."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # or freeing pinned memory would make a context on GPU 0
-            threads = max(1, threads - LAUNCHING_CORES)
-        torch.set_num_threads(threads)
+        self.worker = ThreadPoolExecutor(1, "update", _begin, (device, torch.get_num_threads()))
 
     def collect(self) -> None:
         """Take the gradients of a micro-batch from the parameters: adding to them there would block on their copy.
@@ -135,7 +128,8 @@ class Hidden:
         for part in self.parts:
             gradients = [[_taken(p) for p in parameters] for _, parameters in part.groups]
             if part.sums:
-                self.adding.append(self.worker.submit(self._timed, _add, part.sums, gradients))
+                self._finish(part.adding)  # or a slow worker would leave more and more gradients waiting
+                part.adding = self.worker.submit(self._timed, _add, part.sums, gradients)
             else:
                 self.wait(part)
                 part.sums = gradients
@@ -143,8 +137,9 @@ class Hidden:
     def clip(self, max_norm: float) -> float:
         """See ``Updater``; the worker scales each unit before it updates it."""
         began = time.perf_counter()
-        while self.adding:
-            self._finish(self.adding.pop())
+        for part in self.parts:
+            self._finish(part.adding)
+            part.adding = None
         norm = norm_over_ranks([gradient for part in self.parts for group in part.sums for gradient in group])
         self.factor = clip_factor(norm, max_norm)
         self.exposed_s += time.perf_counter() - began
@@ -175,12 +170,13 @@ class Hidden:
             Exception: It failed; the worker's own.
         """
         began = time.perf_counter()
-        if part.pending:
-            self._finish(part.pending)
-            part.pending = None
+        self._finish(part.pending)
+        part.pending = None
         self.exposed_s += time.perf_counter() - began
 
-    def _finish(self, update: "Future[None]") -> None:
+    def _finish(self, update: "Future[None] | None") -> None:
+        if update is None:
+            return
         if not concurrent.futures.wait([update], LONG_WAIT_S).done:
             self.waits(True)
             concurrent.futures.wait([update])
@@ -209,6 +205,14 @@ class Hidden:
         for (group, parameters), gradients in zip(part.groups, sums, strict=True):
             scale(gradients, factor)
             update_adamw([(p, self.optimizer.state[p]) for p in parameters], gradients, settings[group])
+
+
+def _begin(device: torch.device, threads: int) -> None:
+    """Set up the worker's thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or freeing pinned memory would make a context on GPU 0
+        threads = max(1, threads - LAUNCHING_CORES)
+    torch.set_num_threads(threads)
 
 
 def start_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> None:

@@ -56,12 +56,20 @@ def test_a_guard_on_a_host_brings_the_run_back_and_a_stop_ends_it(hosts, operato
     assert processes(hosts, 1) == []
 
     give_key(hosts, 1)
+    hosts.exec(1, "sed", "-i.bak", f"s/.* node-2$/{hosts.address(1)} node-2/", "/etc/hosts")
+    refused = operator(*launch)
+    hosts.exec(1, "cp", "/etc/hosts.bak", "/etc/hosts")
+    assert (refused.returncode, "node-2: it is another machine" in refused.stderr) == (2, True), refused.stderr
     done = operator(*launch)
     assert done.returncode == 0, done.stderr
     assert re.search(r"guard running on node-1 as pid \d+; you can switch this machine off", done.stdout)
     assert not (operator.path / "runs/g/guard.json").exists()
     assert len(guards(hosts, 1)) == 1
     assert guards(hosts, 2) == []
+    pid = hosts.exec(1, "pgrep", "-f", f"{GUARD}$").stdout.split()[0]
+    assert (
+        hosts.exec(1, "readlink", f"/proc/{pid}/fd/0").stdout.strip() == "/dev/null"
+    )  # not the order, with its secrets
     wait_for(lambda: (hosts.shared / "c/step-00000004").exists())
     hosts.exec(2, "kill", "-KILL", str(read(hosts, 2, "heartbeat/rank-1.json")["pid"]))
     wait_for(lambda: read(hosts, 1, "status/node-1.json").get("attempt") == 2)
@@ -88,9 +96,9 @@ def test_a_guard_on_a_host_brings_the_run_back_and_a_stop_ends_it(hosts, operato
 
     assert operator("stop", "--run", "g", "--grace", "0").returncode == 0
     assert processes(hosts, 1) == []
-    assert "dismissed: the run is being stopped" in read(hosts, 1, "guard.log")
+    assert "dismissed: the run is stopped" in read(hosts, 1, "guard.log")
     assert hosts.exec(1, "sh", "-c", "ls /tmp/tmux-*/ 2>/dev/null", check=False).stdout == ""
-    assert not read(hosts, 1, "status/.guard.order")
+    assert not read(hosts, 1, "status/.node-1.guard-order")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_three_users_train_together(hosts, operator):
 
 
 def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
-    canary = "canary-51d2e8-secret"
+    canary = "-".join(("canary", "51d2e8", "secret"))  # in no source, of which there may be copies
     program = (
         "import os,time,sys; print('token', len(os.environ['HF_TOKEN']), sys.argv[1:], flush=True); time.sleep(900)"
     )

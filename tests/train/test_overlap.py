@@ -291,3 +291,28 @@ def _long_wait(me, directory):
 
 def test_a_long_wait_for_an_update_is_told_while_it_lasts(tiny):
     assert run_ranks(1, _long_wait, tiny) == [[True, False]]
+
+
+def _backlog(me, directory):
+    import llama405b.optim.updater as of_updater
+
+    module, updater = _build(me, directory, overlap=True)
+    add, submit, most, adding = of_updater._add, updater.worker.submit, [], []
+
+    def slow_add(*args):
+        time.sleep(0.01)
+        add(*args)
+
+    def counted(act, *args):
+        adding.append(submit(act, *args))
+        most.append(sum(not each.done() for each in adding))
+        return adding[-1]
+
+    of_updater._add, updater.worker.submit = slow_add, counted
+    _step(me, module, updater, 1, accumulation=12)
+    return max(most), len(updater.parts)
+
+
+def test_gradients_that_wait_to_be_added_do_not_pile_up(tiny):
+    [(most, parts)] = run_ranks(1, _backlog, tiny)
+    assert most <= parts

@@ -140,4 +140,7 @@ def test_what_the_hosts_heard_of_a_guard_is_told(runs, told, tmp_path):
     (tmp_path / "runs/r/status/a.guard").write_text(
         json.dumps(said | {"command": "x" * 9000, "cause": {"kind": "exited"}})
     )
-    assert told()(of=lambda run: run["guard"]) == said
+    hear = told()
+    assert hear(of=lambda run: run["guard"]) == said
+    runs("newer", 2.0, alive=True)
+    assert hear(of=lambda run: (run["name"], run["guard"])) == ("newer", None)

@@ -17,8 +17,8 @@ from llama405b.contract import reader
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
-from llama405b.contract.records import NodeState, NodeStatus
-from llama405b_tools.remote import ending, launch_facts, processes, starting, tmux
+from llama405b.contract.records import GuardState, NodeState, NodeStatus
+from llama405b_tools.remote import ending, guarding, launch_facts, processes, starting, tmux
 from llama405b_tools.remote.messages.launch import PlaceFault, RunPlace
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, StartRequest
 from llama405b_tools.remote.tmux import tmux_socket
@@ -53,6 +53,15 @@ def start_with(node_runner: str, work: Path, monkeypatch) -> dict:
     assert subprocess.run(tmux, capture_output=True, timeout=10).returncode != 0
     assert not Path(f"/tmp/tmux-{os.getuid()}/{tmux_socket(plan.run)}").exists()
     return json.loads(said.getvalue())
+
+
+def test_a_launch_ends_the_guard_of_an_earlier_one_on_this_machine(work, monkeypatch):
+    guard = subprocess.Popen(["sleep", "600"])
+    run = RunDir(work / "runs" / f"r{os.getpid()}")
+    began = processes.start_time(guard.pid)
+    write_json(run.guard, GuardState(run.name, guard.pid, began, guarding.machine_id(), 1))
+    start_with("exit 3", work, monkeypatch)
+    assert guard.wait(10) == -signal.SIGTERM
 
 
 def test_a_node_runner_that_never_starts_torchrun_is_ended(work, monkeypatch):

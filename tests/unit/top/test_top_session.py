@@ -125,7 +125,14 @@ def test_a_host_is_given_longer_each_time_until_it_is_heard():
 def test_a_guard_on_another_machine_is_known_by_what_it_told_the_hosts(session, tmp_path, monkeypatch, silent_s, shown):
     monkeypatch.chdir(tmp_path)
     frame = next(each["frame"] for each in simulate.incident(10) if each.get("frame") and each["frame"]["run"])
-    heard = {"run": "r", "pid": 7, "pid_start": 1, "machine": "far x y", "limit": 3, "time": frame["now"] - silent_s}
+    heard = {
+        "run": frame["run"]["name"],
+        "pid": 7,
+        "pid_start": 1,
+        "machine": "far x y",
+        "limit": 3,
+        "time": frame["now"] - silent_s,
+    }
     session.take(SourceEvent(T0, "a", frame=frame | {"run": frame["run"] | {"guard": heard}}))
     session.cluster.advance(T0)
     assert guard_shown(session.cluster.run, session.cluster.guards_heard(T0)) is shown

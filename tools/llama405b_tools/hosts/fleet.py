@@ -189,12 +189,12 @@ def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> s
 
 
 def ssh_user(host: Host) -> str:
-    """Return the user that SSH logs in as, by the hosts file or ~/.ssh/config; "" if neither says."""
+    """Return the user that SSH logs in as: of the hosts file, of ~/.ssh/config, or this process's."""
     if host.user or is_local(host):
-        return host.user
+        return host.user or getpass.getuser()
     from llama405b_tools.hosts.ssh import read_ssh_config
 
-    return str(read_ssh_config().lookup(host.name).get("user", ""))
+    return str(read_ssh_config().lookup(host.name).get("user", getpass.getuser()))
 
 
 def ssh_address(host: Host) -> str:

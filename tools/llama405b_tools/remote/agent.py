@@ -32,6 +32,7 @@ ACTIONS = {  # action: module and function, imported on demand: most of an agent
     "stream": ("remote.streaming", "stream"),
     "probe": ("remote.launch_facts", "probe"),
     "planned": ("remote.describe", "planned"),
+    "identify": ("remote.guarding", "identify"),
     "connect": ("run.guard_on", "connect_to_all"),  # these two need paramiko, for the host's own connections
     "begin": ("run.guard_on", "begin"),
     "relay": ("remote.relay", "relay"),

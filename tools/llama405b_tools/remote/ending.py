@@ -59,6 +59,7 @@ def end(request: EndRequest) -> Ended:
     remove_dead_sockets(ending=tmux_socket(run.name))
     with contextlib.suppress(OSError):
         run.secrets(host).unlink()
+    run.guard_order(host).unlink(missing_ok=True)
     if request.discard and run.name.endswith(REHEARSAL) and not left:
         shutil.rmtree(checkpoints_of(run, plan), ignore_errors=True)
     return Ended(

@@ -15,7 +15,7 @@ from llama405b.contract.plan import read_plan
 from llama405b.contract.records import GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.guard import GuardNote, Noted
+from llama405b_tools.remote.messages.guard import GuardNote, Identity, IdentityRequest, Noted
 from llama405b_tools.remote.tmux import END_WITHIN_S, guard_socket, remove_dead_sockets
 
 SESSION = "guard"
@@ -46,6 +46,11 @@ def machine_id() -> str:
     )
 
 
+def identify(request: IdentityRequest) -> Identity:  # noqa: ARG001 - its type is what the agent reads
+    """Tell which machine this is."""
+    return Identity(machine_id())
+
+
 def is_of_this_machine(guard: GuardState) -> bool:
     """Whether a guard began on this machine, in this boot or, if the machine has an ID, an earlier one."""
     machine, here = guard.machine.split(), machine_id().split()
@@ -62,7 +67,7 @@ def dismiss(run: RunDir) -> tuple[int, ...]:
     guard = read_record(GuardState, run.guard)
     if guard is None or not lives_here(guard):
         return ()
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(guard.pid, signal.SIGTERM)
     deadline = time.monotonic() + DISMISS_WITHIN_S
     while processes.same_process(guard.pid, guard.pid_start) and time.monotonic() < deadline:

@@ -303,7 +303,7 @@ class Run:
             if path != self.path:
                 self.metrics_at = None
             self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
-            self.logs, self.net = [], ""
+            self.logs, self.net, self.guard = [], "", self._guard()
             self._look_at_logs()
             self.saved_step = self._checkpoint_step()
 

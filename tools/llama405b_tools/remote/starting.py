@@ -14,7 +14,7 @@ from llama405b.contract.plan import read_plan
 from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.remote import ending, processes
 from llama405b_tools.remote.describe import stopped_by
-from llama405b_tools.remote.guarding import note_guard
+from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of, take_lock
 from llama405b_tools.remote.messages.end import EndRequest
 from llama405b_tools.remote.messages.start import (
@@ -62,6 +62,7 @@ def _start(request: StartRequest) -> Started:
     elif run.stop(host).exists():
         return Started(StartFault.STOPPED, by=stopped_by(run, host))
     if not request.again:
+        dismiss(run)  # the guard of an earlier launch of this name
         note_guard(run, host, request.guard)
     write_json(run.plan, plan)
     run.status(host).unlink(missing_ok=True)

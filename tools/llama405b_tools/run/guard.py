@@ -323,9 +323,13 @@ class Watchman:
         return FAILED
 
     def say(self, stage: GuardStage, message: str) -> None:
+        """Note what the guard does, and tell the hosts soon."""
+        self.note(stage, message)
+        self.has_news.set()
+
+    def note(self, stage: GuardStage, message: str) -> None:
         """Write the record and a line of the log."""
         self.record = dataclasses.replace(self.record, state=stage, message=message, time=time.time())
-        self.has_news.set()
         with contextlib.suppress(OSError):  # a full disk here is no reason to leave the run alone
             write_json(RunDir.here(self.plan.run).guard, self.record)
         show(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{given(': {}', message)}")
@@ -355,13 +359,14 @@ def main() -> int:
     """Entry point of ``python -m llama405b_tools.run.guard``; reads what to guard from standard input."""
     os.umask(UMASK)
     order = reader.loads(GuardOrder, sys.stdin.buffer.read(), "the guard's order")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the order has secrets: its file must not live on as ours
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Fleet(order.hosts) as fleet:
         watchman = Watchman(order.request, order.hosts, order.plan, fleet)
 
         def dismissed(*_: object) -> None:
-            watchman.say(GuardStage.STOPPED, "dismissed: the run is being stopped")
+            watchman.note(GuardStage.STOPPED, "dismissed: the run is stopped, or launched anew")
             end_own_session(RunDir.here(order.plan.run))
             os._exit(FAILED)
 

@@ -18,15 +18,17 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardState
 from llama405b_tools.hosts.fleet import Fleet, ssh_user
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.outcomes import unanswered
+from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding, processes
 from llama405b_tools.remote.locks import run_of
+from llama405b_tools.remote.messages.guard import Identity, IdentityRequest
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, START_WITHIN_S
 from llama405b_tools.remote.secrets import write_private
 from llama405b_tools.remote.tmux import guard_socket, start_session
 from llama405b_tools.run.guard import GuardOrder
 from llama405b_tools.run.preflight import fault_list
+from llama405b_tools.run.query import STATUS_TIMEOUT_S
 from llama405b_tools.run.request import LaunchRequest
 
 # $0: Python, $1: the guard's order, $2: its log. The pane only shows the log: closing it does not end the guard.
@@ -42,8 +44,9 @@ class ConnectRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connected:
-    """Hosts that could not be reached, and why."""
+    """Which machine each host is, and why others could not be asked."""
 
+    machines: Mapping[str, str]
     faults: Mapping[str, str]
 
 
@@ -68,8 +71,12 @@ def check_reach(name: str, request: LaunchRequest, fleet: Fleet) -> None:
         connected = fleet.ask(name, "connect", ConnectRequest(for_others(fleet)), Connected, ANSWER_WITHIN_S)
     except HostError as error:
         raise RunError(f"--guard-on: {name}: {error}") from None
-    if connected.faults:
-        why = fault_list(connected.faults, len(fleet.hosts), "")
+    faults = dict(connected.faults)
+    for other, found in replies(_ask_machines(fleet)).items():
+        if connected.machines.get(other, found.machine) != found.machine:
+            faults[other] = f"it is another machine ({connected.machines[other].split()[0]}) than from here"
+    if faults:
+        why = fault_list(faults, len(fleet.hosts), "")
         raise UserError(
             f"--guard-on: from {name}, {why}; a guard there uses that host's own SSH key and known_hosts. Nothing was started"
         )
@@ -100,9 +107,14 @@ def for_others(fleet: Fleet) -> tuple[Host, ...]:
 
 
 def connect_to_all(request: ConnectRequest) -> Connected:
-    """Connect from this host to all others."""
+    """Ask all hosts from this one which machines they are."""
     with Fleet(request.hosts) as fleet:
-        return Connected(unanswered(fleet.each(fleet.connection)))
+        found = _ask_machines(fleet)
+        return Connected({name: each.machine for name, each in replies(found).items()}, unanswered(found))
+
+
+def _ask_machines(fleet: Fleet) -> Outcomes[Identity]:
+    return fleet.ask_all("identify", dict.fromkeys(fleet.hosts, IdentityRequest()), Identity, STATUS_TIMEOUT_S)
 
 
 def begin(request: GuardOrder) -> Begun:
@@ -111,13 +123,14 @@ def begin(request: GuardOrder) -> Begun:
     guarding.dismiss(run)  # the guard of an earlier launch of this name
     guarding.end_session(run)
     run.guard.unlink(missing_ok=True)
-    write_private(run.guard_order, reader.dumps(request))
+    order = run.guard_order(request.request.guard_on)
+    write_private(order, reader.dumps(request))
     run.guard_log.touch()
-    argv = ["sh", "-c", LINE, sys.executable, str(run.guard_order), str(run.guard_log)]
+    argv = ["sh", "-c", LINE, sys.executable, str(order), str(run.guard_log)]
     try:
         pane = start_session(guard_socket(run.name), guarding.SESSION, argv)
     except RunError as error:
-        run.guard_order.unlink(missing_ok=True)
+        order.unlink(missing_ok=True)
         return Begun(fault=f"tmux could not start a session ({error})")
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline and processes.start_time(pane) is not None:

@@ -78,15 +78,15 @@ class Session:
 
     def picture(self, *, logs: bool) -> Picture:
         """Return the current picture; with ``logs``, start to follow the run's logs."""
-        if self.fleet and time.monotonic() > self.guard_at:
-            self.guard_at = time.monotonic() + GUARD_EVERY_S
-            self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(self.source.now()))
         if self.fleet and logs:
             self._follow_logs(self.fleet)
         moment = self.source.now()
         if isinstance(self.source, Replay) and not self.source.done():
             moment = self.moment
         self.cluster.advance(moment)
+        if self.fleet and time.monotonic() > self.guard_at:  # of the run that was just chosen
+            self.guard_at = time.monotonic() + GUARD_EVERY_S
+            self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
         if isinstance(self.source, Live):
             self.source.stay(self.cluster.stay)
         return self.cluster.picture()

@@ -16,5 +16,17 @@ class GuardNote:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class IdentityRequest:
+    """Ask which machine the host is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """The machine, as ``guarding.machine_id`` names it."""
+
+    machine: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Noted:
     """The host has taken the note."""

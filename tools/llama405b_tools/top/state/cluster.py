@@ -120,7 +120,11 @@ class Cluster:
     def guards_heard(self, now: float) -> list[tuple[float, GuardState]]:
         """Return what the hosts last heard from the guard of the run that is shown, and how many seconds ago."""
         told = [(host, host.run(self.run)) for host in self.hosts.values()]
-        return [(host.clock(now) - run.guard.time, run.guard) for host, run in told if run and run.guard]
+        return [
+            (host.clock(now) - run.guard.time, run.guard)
+            for host, run in told
+            if run and run.guard and run.guard.run == run.name
+        ]
 
     def picture(self) -> Picture:
         """Return the picture at the moment last passed to ``advance``."""

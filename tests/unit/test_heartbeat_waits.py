@@ -1,0 +1,19 @@
+"""A long wait for an update is a phase of its own, and leaves no trace in the one before."""
+
+import torch
+
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Phase
+from llama405b.heartbeat import Pulse
+from llama405b.ranks import Ranks
+
+
+def test_after_a_long_wait_the_phase_has_lasted_as_long_as_before(tmp_path):
+    pulse = Pulse(RunDir(tmp_path), Ranks(0, 1, 0, "a", torch.device("cpu")))
+    pulse.phase(Phase.TRAIN)
+    began = pulse.record.phase_since
+    pulse.waits_for_update(True)
+    assert pulse.record.phase is Phase.UPDATE
+    pulse.waits_for_update(False)
+    assert (pulse.record.phase, pulse.record.phase_since) == (Phase.TRAIN, began)
+    assert pulse.record.time > began
