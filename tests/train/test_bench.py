@@ -54,7 +54,7 @@ def test_a_step_and_the_optimizer_are_measured_beside_their_baselines(tmp_path, 
 
 @pytest.mark.parametrize(
     "args",
-    [["overlap", "--unit-ms", "0"], ["optimizer", "--pairs", "0"], ["step", "--pairs", "-1"], ["load", "--ranks", "0"]],
+    [["overlap", "--unit-ms", "0"], ["optimizer", "--pairs", "0"], ["step", "--pairs", "-1"]],
 )
 def test_a_number_out_of_range_is_refused(tmp_path, cli, args):
     done = cli(tmp_path, "bench", *args)

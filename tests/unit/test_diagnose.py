@@ -16,17 +16,17 @@ def profile(run, me, step):
     return recorded.finish()
 
 
-@pytest.mark.parametrize("write", [write_stacks, write_memory, profile])
 @pytest.mark.parametrize("room", [0, 100])  # bytes
-def test_a_file_that_has_no_room(tmp_path, write, room):
-    run, me = RunDir(tmp_path), Ranks(0, 1, 0, "a", torch.device("cpu"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        with pytest.raises(OSError):
-            write(run, me, 3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    path = write(run, me, 3)
-    assert path.stat().st_size > 100
-    assert list(path.parent.iterdir()) == [path]
+def test_a_file_that_has_no_room(tmp_path, room):
+    for write in (write_stacks, write_memory, profile):
+        run, me = RunDir(tmp_path / write.__name__), Ranks(0, 1, 0, "a", torch.device("cpu"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            with pytest.raises(OSError):
+                write(run, me, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        path = write(run, me, 3)
+        assert path.stat().st_size > 100
+        assert list(path.parent.iterdir()) == [path]

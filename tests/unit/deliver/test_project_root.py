@@ -16,12 +16,10 @@ def installed_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setattr(llama405b, "__file__", str(tmp_path / "site-packages/llama405b/__init__.py"))
 
 
-def test_a_program_that_runs_from_a_checkout_sends_that(monkeypatch, tmp_path):
+def test_a_program_sends_the_checkout_that_it_runs_from_or_is_started_in(request, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert setup.project_root() == ROOT
-
-
-def test_an_installed_program_sends_the_checkout_that_it_is_started_in(installed_elsewhere, monkeypatch, tmp_path):
+    request.getfixturevalue("installed_elsewhere")
     monkeypatch.chdir(ROOT)
     assert setup.project_root() == Path.cwd()
     monkeypatch.chdir(tmp_path)

@@ -123,15 +123,15 @@ def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
     assert run._metrics() == [{"step": 4}]
 
 
-@pytest.mark.parametrize("first_rank", [0, 1])
-def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path, first_rank):
+def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path):
     shared = tmp_path / "shared"
     for name in ("step-00000010", "step-00000020", "step-00000030"):
         (shared / name).mkdir(parents=True)
     for name in ("step-00000010", "step-00000020"):
         (shared / name / "manifest.json").touch()
-    runs("r", 1.0, alive=True, first_rank=first_rank, checkpoint_dir=str(shared))
-    assert told()(of=lambda run: run["checkpoint_step"]) == 20
+    for first_rank, name in enumerate("qr"):
+        runs(name, 1.0 + first_rank, alive=True, first_rank=first_rank, checkpoint_dir=str(shared))
+        assert told()(of=lambda run: (run["name"], run["checkpoint_step"])) == (name, 20)
 
 
 def test_what_the_hosts_heard_of_a_guard_is_told(runs, told, tmp_path):
