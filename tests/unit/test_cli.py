@@ -116,7 +116,6 @@ def test_true_shape_of_405b():
             "--optimizer.lrr: 'optimizer.lrr' is not a setting (did you mean 'optimizer.lr'?)",
         ),
         (["logs", "a", "b"], "b: unknown option or argument; see `llama405b logs --help`"),
-        (["launch", "--secret", "NO_SUCH_VARIABLE", "--", "x"], "--secret: NO_SUCH_VARIABLE is not set here"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused_before_anything_is_done(words, said, capsys, tmp_path, monkeypatch):
