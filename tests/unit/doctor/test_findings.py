@@ -1,18 +1,21 @@
 """What doctor concludes from facts: every day-one fault of a host, with its remedy. GPU hardware is text in tests/data."""
 
 import copy
+import dataclasses
 import json
 import re
 
 import pytest
 
 from conftest import ROOT
-from llama405b.contract import reader
+from llama405b.contract import command, reader
 from llama405b.contract.checkup import Checkup
 from llama405b_tools.doctor.host_facts import HostFacts, PeerReach
 from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.findings import Peers
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
+from llama405b_tools.doctor.visit import needs_of
+from llama405b_tools.hosts.inventory import parse_hosts
 from llama405b_tools.machine import fabric, gpus
 
 DATA = ROOT / "tests/data/doctor"
@@ -180,6 +183,22 @@ def test_what_a_run_needs():
     found = diagnose({"a": good()}, Needs(gpu_bytes=94 << 30))
     assert "GPU 0: 80 GiB, but each rank's state takes 94" in found[0].what
     assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Needs(cuda=False)) == []
+
+
+def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
+    hosts = parse_hosts("node[01-08] slots=8", "hosts")
+    flags = ["--preset", "llama3.1-405b", "--data.paths", "x", "--parallel.numerics", "pure-bf16"]
+    resident = needs_of(command.parse([*flags, "--parallel.cpu_offload", "off"]).config, "llama3.1-405b", hosts)
+    assert resident.gpu_bytes < 48 << 30  # which fits, but its peak does not fit 40
+    assert 75 << 30 < resident.gpu_peak_bytes < 80 << 30
+    assert diagnose({"a": good()}, resident) == []
+    narrow = dataclasses.replace(resident, gpu_peak_bytes=90 << 30)
+    found = diagnose({"a": good()}, narrow)
+    assert (found[0].level, "takes about 90 at its peak" in found[0].what) == (WARN, True)
+    offloaded = needs_of(command.parse(flags).config, "llama3.1-405b", hosts)
+    assert offloaded.ram_bytes < offloaded.ram_peak_bytes < 1.1 * offloaded.ram_bytes  # pinned blocks are rounded up
+    found = diagnose({"a": good()}, dataclasses.replace(offloaded, ram_peak_bytes=3 << 40))
+    assert "takes about 3072 with pinning" in found[0].what
 
 
 def test_remedies_can_be_typed():

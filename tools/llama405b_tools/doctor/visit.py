@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from llama405b.capacity import estimate
 from llama405b.contract import config, weights
 from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
 from llama405b_tools.doctor.host_facts import HostFacts, PeersReply
@@ -36,27 +37,44 @@ class Visit:
 
 
 def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
-    """Compute what a run needs on the host with the most ranks: its state, without activations."""
+    """Compute what a run needs on the host with the most ranks: its state, and on GPUs an estimate of its peak."""
     if asked is None:
         return Needs()
-    slots = [host.slots or 8 for host in hosts]
-    each = _parameters(asked, preset) * BYTES_PER_PARAMETER[asked.parallel.numerics] // sum(slots)
     path = asked.model.path if asked.model.path != config.DEMO_MODEL else ""
     needs = Needs(weights=path, cuda=asked.parallel.device != "cpu")
-    if needs.cuda and not asked.parallel.cpu_offload:
-        return dataclasses.replace(needs, gpu_bytes=each)
-    return dataclasses.replace(needs, ram_bytes=each * max(slots))
+    slots = [host.slots or 8 for host in hosts]
+    most, world = max(slots), sum(slots)
+    if (llama := _shape(asked, preset)) is None:
+        return needs
+    each = llama.parameters * BYTES_PER_PARAMETER[asked.parallel.numerics] // world
+    if asked.parallel.cpu_offload or not needs.cuda:
+        needs = dataclasses.replace(needs, ram_bytes=each * most)
+    else:
+        needs = dataclasses.replace(needs, gpu_bytes=each)
+    if not (needs.cuda and asked.model.activation_checkpointing):
+        return needs
+    load = estimate.Load(
+        llama,
+        asked.parallel.numerics,
+        asked.parallel.cpu_offload,
+        world,
+        asked.data.seq_len,
+        asked.training.micro_batch_size,
+        asked.training.global_batch_size,
+        overlap=asked.parallel.hides_update,
+    )
+    found = estimate.estimate(load)
+    on_host = found.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
+    return dataclasses.replace(needs, gpu_peak_bytes=int(found.gpu_bytes), ram_peak_bytes=int(on_host))
 
 
-def _parameters(asked: Config, preset: str) -> int:
-    """The requested model's number of parameters; 0: unknown."""
+def _shape(asked: Config, preset: str) -> weights.Llama | None:
+    """The requested model's shape; None: unknown."""
     known = json.loads((config.PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))
     directory = Path(asked.model.path)
     if (directory / "config.json").is_file():
-        return weights.read_llama(directory).parameters
-    if preset in known:
-        return weights.parse_llama(known[preset], preset).parameters
-    return 0
+        return weights.read_llama(directory)
+    return weights.parse_llama(known[preset], preset) if preset in known else None
 
 
 class _Questions:

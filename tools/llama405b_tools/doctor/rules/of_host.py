@@ -28,8 +28,10 @@ REPLACE = "reset that GPU or reboot; if the error returns, replace the GPU"
 class Needs:
     """What the run would need on a host; 0: unknown."""
 
-    ram_bytes: int = 0
+    ram_bytes: int = 0  # of weights, gradients and moments
     gpu_bytes: int = 0
+    ram_peak_bytes: int = 0  # estimated: with what pinning and activations add
+    gpu_peak_bytes: int = 0
     weights: str = ""  # rank 0's directory
     cuda: bool = True  # whether GPUs matter
     hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
@@ -159,9 +161,17 @@ def _gpu(gpu: gpus.Gpu, needs: Needs) -> Remarks:
     if gpu.is_narrow:
         what = f"{where}: PCIe x{gpu.pcie_width} of x{gpu.pcie_width_max}"
         yield WARN, what, "reseat it, or replace the machine"
-    if gpu.memory_mib and gpu.memory_mib << 20 < needs.gpu_bytes:
-        what = f"{where}: {gpu.memory_mib / 1024:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
+    room = (gpu.memory_mib or 0) << 20
+    if room and room < needs.gpu_bytes:
+        what = f"{where}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
         yield BAD, what, "use more ranks, --parallel.cpu_offload, or pure-bf16"
+    elif room and room < needs.gpu_peak_bytes:
+        what = f"{where}: {room / GIB:.0f} GiB, but a rank takes about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
+        yield (
+            WARN,
+            what,
+            "that is an estimate: --rehearse tries it; or use more ranks, --parallel.cpu_offload, or pure-bf16",
+        )
 
 
 def _fabric(facts: HostFacts) -> Remarks:
@@ -185,6 +195,9 @@ def _memory(facts: HostFacts, needs: Needs) -> Remarks:
     if memory and needs.ram_bytes > memory.total:
         what = f"{memory.total / GIB:.0f} GiB of RAM, but the run needs {needs.ram_bytes / GIB:.0f}"
         yield BAD, what, "use more hosts, or --parallel.cpu_offload off"
+    elif memory and needs.ram_peak_bytes > memory.total:
+        what = f"{memory.total / GIB:.0f} GiB of RAM, but the run takes about {needs.ram_peak_bytes / GIB:.0f} with pinning"
+        yield WARN, what, "that is an estimate: --rehearse cannot try it; use more hosts, or --parallel.cpu_offload off"
     if memory and memory.shm_free < MIN_SHM:
         what = f"/dev/shm has {memory.shm_free / GIB:.1f} GiB free"
         yield WARN, what, "mount -o remount,size=16G /dev/shm (docker: --shm-size)"
