@@ -66,12 +66,16 @@ def load_wrapped(
 def _unwrapped(
     directory: Path | None, config: LlamaConfig, attention: str, dtype: torch.dtype, me: Ranks
 ) -> LlamaForCausalLM:
+    """Build the model, on rank 0 with its weights; the rotary frequencies are FP32 on all ranks, or they could not be sent."""
     if not me.leads:
-        return build_on_meta(config, attention, dtype)
+        meta = build_on_meta(config, attention, dtype)
+        restore_buffers(meta, config, torch.device("meta"))
+        return meta
     config.use_cache = False
     if directory:
         model = LlamaForCausalLM.from_pretrained(directory, config=config, dtype=dtype, attn_implementation=attention)
     else:
         config._attn_implementation = attention
         model = LlamaForCausalLM(config).to(dtype)
+    restore_buffers(model, config, torch.device("cpu"))
     return model.train()

@@ -261,3 +261,21 @@ def test_a_stop_that_comes_at_the_very_end_does_not_kill(demo):
         [sys.executable, "-c", code, str(demo)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _rotary_dtypes(me, directory):
+    import torch.distributed.fsdp._init_utils as init_utils
+
+    from llama405b.contract.schema import Parallel
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp1
+
+    init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
+    parallel = Parallel(numerics="pure-bf16", fsdp="fsdp1")
+    module = fsdp1.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
+    weights = {parameter.dtype for parameter in module.parameters()}
+    return weights, {buffer.dtype for name, buffer in module.named_buffers() if "inv_freq" in name}
+
+
+def test_fsdp1_in_bf16_leaves_the_rotary_frequencies_in_fp32_on_every_rank(tiny):
+    assert run_ranks(2, _rotary_dtypes, tiny) == [({torch.bfloat16}, {torch.float32})] * 2
