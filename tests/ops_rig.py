@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import time
+from pathlib import Path
 
 COUNT = itertools.count()
 
@@ -78,3 +79,4 @@ class Terminal:
 
     def close(self):
         subprocess.run([*self.tmux, "kill-server"], capture_output=True, check=False)
+        (Path(os.environ.get("TMUX_TMPDIR") or "/tmp") / f"tmux-{os.getuid()}" / self.tmux[2]).unlink(missing_ok=True)

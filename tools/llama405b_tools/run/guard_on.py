@@ -16,7 +16,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import last_of
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardState
-from llama405b_tools.hosts.fleet import Fleet, ssh_user
+from llama405b_tools.hosts.fleet import Fleet, is_local, ssh_user
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
@@ -95,7 +95,8 @@ def begin_on(name: str, request: LaunchRequest, plan: Plan, fleet: Fleet) -> str
         raise RunError(f"{name}: {error}") from None
     if begun.fault:
         raise RunError(f"{name}: {begun.fault}")
-    return f"on {name} as pid {begun.pid}; you can switch this machine off; its log there: {RunDir.here(plan.run).guard_log}"
+    may = "close this terminal" if is_local(fleet.hosts[name]) else "switch this machine off"
+    return f"on {name} as pid {begun.pid}; you can {may}; its log there: {RunDir.here(plan.run).guard_log}"
 
 
 def for_others(fleet: Fleet) -> tuple[Host, ...]:
