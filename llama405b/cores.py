@@ -30,7 +30,7 @@ def bind(me: Ranks) -> str:
     if not me.on_gpu:
         return ""
     nodes = [numa_node(bus_id(i)) for i in range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
-    found = choose(nodes, me.local_rank, os.sched_getaffinity(0))
+    found = binding_of(nodes, me.local_rank, os.sched_getaffinity(0))
     if found is None:
         return "cores: the NUMA node of this GPU is not known; not bound"
     os.sched_setaffinity(0, found.cpus)
@@ -52,7 +52,7 @@ def numa_node(bus_id: str, sys: Path = SYS) -> int:
         return -1
 
 
-def choose(nodes: Sequence[int], local_rank: int, allowed: set[int], sys: Path = SYS) -> Binding | None:
+def binding_of(nodes: Sequence[int], local_rank: int, allowed: set[int], sys: Path = SYS) -> Binding | None:
     """Choose the CPUs of a rank, of those that are allowed. ``nodes``: of the GPU of each rank on the host.
 
     None if the GPU's node is not known, or none of its CPUs is allowed.

@@ -189,7 +189,7 @@ def bench_overlap(unit_s: float, steps: int, trace_file: Path | None) -> tuple[d
             for update in (0.5, 1.0, 1.5, 2.0):
                 case = Case(unit_s, backward * unit_s, update * unit_s)
                 taken, trace = measure_overlap(case, steps)
-                found = judge(case, bare, taken)
+                found = judge_overlap(case, bare, taken)
                 results.append(found | {"backward": backward, "update": update})
                 lines.append(
                     f"{backward:.0f} x       {update:.1f} x     {found['step_ratio']:.3f}          {found['waited_ratio']:.3f}"
@@ -203,7 +203,7 @@ def bench_overlap(unit_s: float, steps: int, trace_file: Path | None) -> tuple[d
     return report, "\n".join(lines)
 
 
-def judge(case: Case, bare: Steps, taken: Steps) -> dict[str, float]:
+def judge_overlap(case: Case, bare: Steps, taken: Steps) -> dict[str, float]:
     """Compare with what is to be had, by the same steps without an update.
 
     The updates of the first two units have nothing to hide under; 2 % of a step are for waking threads.

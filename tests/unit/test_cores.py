@@ -29,14 +29,16 @@ def test_the_node_is_that_of_the_gpu(sys):
 
 def test_ranks_of_one_node_share_its_physical_cores(sys):
     everything = set(range(16))
-    assert cores.choose([1, 1, 0], 0, everything, sys) == cores.Binding(1, frozenset({4, 5, 6, 7, 12, 13, 14, 15}), 2)
-    assert cores.choose([1, 1, 0], 2, everything, sys) == cores.Binding(0, frozenset({0, 1, 2, 3, 8, 9, 10, 11}), 4)
+    assert cores.binding_of([1, 1, 0], 0, everything, sys) == cores.Binding(
+        1, frozenset({4, 5, 6, 7, 12, 13, 14, 15}), 2
+    )
+    assert cores.binding_of([1, 1, 0], 2, everything, sys) == cores.Binding(0, frozenset({0, 1, 2, 3, 8, 9, 10, 11}), 4)
 
 
 def test_a_cgroup_s_cpus_count_and_never_none(sys):
-    assert cores.choose([1], 0, {0, 1, 6, 14}, sys) == cores.Binding(1, frozenset({6, 14}), 1)
-    assert cores.choose([1], 0, {0, 1}, sys) is None
-    assert cores.choose([-1], 0, set(range(16)), sys) is None
+    assert cores.binding_of([1], 0, {0, 1, 6, 14}, sys) == cores.Binding(1, frozenset({6, 14}), 1)
+    assert cores.binding_of([1], 0, {0, 1}, sys) is None
+    assert cores.binding_of([-1], 0, set(range(16)), sys) is None
 
 
 def test_a_rank_without_a_gpu_is_not_bound(monkeypatch):

@@ -15,7 +15,7 @@ from llama405b.contract.plan import read_plan
 from llama405b.contract.records import GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.guard import GuardNote, Identity, IdentityRequest, Noted
+from llama405b_tools.remote.messages.guard import GuardNote, MachineName, MachineRequest, Noted
 from llama405b_tools.remote.tmux import END_WITHIN_S, guard_socket, remove_dead_sockets
 
 SESSION = "guard"
@@ -46,9 +46,9 @@ def machine_id() -> str:
     )
 
 
-def identify(request: IdentityRequest) -> Identity:  # noqa: ARG001 - its type is what the agent reads
+def identify(request: MachineRequest) -> MachineName:  # noqa: ARG001 - its type is what the agent reads
     """Tell which machine this is."""
-    return Identity(machine_id())
+    return MachineName(machine_id())
 
 
 def is_of_this_machine(guard: GuardState) -> bool:

@@ -22,7 +22,7 @@ from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding, processes
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.guard import Identity, IdentityRequest
+from llama405b_tools.remote.messages.guard import MachineName, MachineRequest
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, START_WITHIN_S
 from llama405b_tools.remote.secrets import write_private
 from llama405b_tools.remote.tmux import guard_socket, start_session
@@ -114,8 +114,8 @@ def connect_to_all(request: ConnectRequest) -> Connected:
         return Connected({name: each.machine for name, each in replies(found).items()}, unanswered(found))
 
 
-def _ask_machines(fleet: Fleet) -> Outcomes[Identity]:
-    return fleet.ask_all("identify", dict.fromkeys(fleet.hosts, IdentityRequest()), Identity, STATUS_TIMEOUT_S)
+def _ask_machines(fleet: Fleet) -> Outcomes[MachineName]:
+    return fleet.ask_all("identify", dict.fromkeys(fleet.hosts, MachineRequest()), MachineName, STATUS_TIMEOUT_S)
 
 
 def begin(request: GuardOrder) -> Begun:

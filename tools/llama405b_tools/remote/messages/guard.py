@@ -16,12 +16,12 @@ class GuardNote:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class IdentityRequest:
+class MachineRequest:
     """Ask which machine the host is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Identity:
+class MachineName:
     """The machine, as ``guarding.machine_id`` names it."""
 
     machine: str
