@@ -21,7 +21,7 @@ def old_runs(tmp_path_factory):
 @pytest.mark.parametrize(
     ("run", "code", "words"),
     [
-        ("good", 0, ["exited 0", "step 6, loss", "step-00000006"]),
+        ("good", 0, ["finished", "step 6, loss", "step-00000006"]),
         ("broken", 1, ["node-b  exited 1", "step 30, loss 5.8867", "rank 1 was killed by SIGKILL"]),
         ("guarded", 0, ["guard", "stopped", "step 43", "step-00000043"]),
     ],

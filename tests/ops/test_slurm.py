@@ -106,7 +106,7 @@ def test_a_job_trains_on_four_nodes(type_in):
         assert re.fullmatch(r"/tmp/job-\d+", node["env"]["TMPDIR"])
     state = type_in("status --run j")
     assert state.returncode == 0, state.stdout
-    assert state.stdout.count("exited 0") == 4
+    assert state.stdout.count("finished") == 4
     assert "step 4/4" in type_in("logs --run j").stdout
     refused = type_in(f"launch --run j --slurm '-N 4' {DEMO}")
     assert refused.returncode == 2

@@ -26,4 +26,4 @@ def test_every_run_with_its_hosts_and_states_newest_first():
     }
     rows = [listing.row(name, known) for name, known in listing.by_run(outcomes).items()]
     assert rows[0] == ("new", "2026-11-21 08:30", "gpu-[1-2]", "running", "—")
-    assert (rows[1][0], rows[1][3]) == ("old", "exited 0 on gpu-1; exited 3 on gpu-2")
+    assert (rows[1][0], rows[1][3]) == ("old", "finished on gpu-1; exited 3 on gpu-2")

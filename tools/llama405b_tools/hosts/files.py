@@ -31,7 +31,9 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         why = reason_of(error)
-        raise UserError(f"{path}: cannot be read ({why}); name a hosts file, with one host per line") from None
+        raise UserError(
+            f"{path}: cannot be read ({why}); name a hosts file, with one host per line, or go to the directory that has it"
+        ) from None
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{path}: is too large for a hosts file; name a file with one host per line")
     uses = read_uses()

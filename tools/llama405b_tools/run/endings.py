@@ -12,7 +12,7 @@ def state_words(state: State) -> str:
     if state.standing is Standing.LEFTOVERS and state.cause:
         return f"LEFTOVERS ({state.cause.count} processes)"
     if state.standing is Standing.EXITED:
-        return f"exited {state.exit_code}"
+        return f"exited {state.exit_code}" if state.exit_code else "finished"
     if state.standing is Standing.KILLED:
         return f"killed by signal {state.signal}"
     return str(state.standing)

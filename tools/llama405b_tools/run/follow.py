@@ -34,7 +34,7 @@ MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
 SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
-QUIET_S = 10.0  # before the first step: after such a silence, it is said what is going on
+QUIET_S = 3.0  # before the first step: after such a silence, it is said what is going on
 SAME_QUIET_S = 60.0  # and if that is still the same, after this one
 DOING = {
     Phase.START: "connecting to each other",
