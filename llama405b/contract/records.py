@@ -105,8 +105,8 @@ class Metrics:
     step_tokens: int = 0  # target tokens of this step, over all ranks; 0: written by version 0.1
     flops_per_token: int = 0  # of the model, forward and backward; 0: unknown
     attempt: int = 0  # launch of this run that took the step; 0: written by version 0.1
-    update_s: float | None = None  # of the update before, which ran under this step's forward; None: it was not hidden
-    exposed_s: float | None = None  # of it, and of the norm: what the step waited for
+    update_s: float | None = None  # of hidden updates since the step before; None: they are not hidden
+    exposed_s: float | None = None  # of them, and of the norm: what the step waited for
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.

@@ -49,7 +49,8 @@ def test_kill_a_rank_then_resume_to_the_same_losses(work, cli, demo, corpus):
     resumed = metrics(work, "cut")
     assert {step: m["loss"] for step, m in resumed.items()} == {step: m["loss"] for step, m in straight.items()}
     assert resumed[12]["tokens"] == straight[12]["tokens"]
-    assert (straight[12].get("update_s"), resumed[12]["update_s"] > 0) == (None, True)
+    assert straight[12].get("update_s") is None
+    assert sum(m["update_s"] for m in resumed.values()) > 0  # each counted in its own step or in the next
 
 
 def test_a_resume_that_would_learn_other_things_needs_consent(work, cli, demo, corpus):
