@@ -1,5 +1,6 @@
 """A fake host that is only values, behind the seam of every connection: runs launch, guard and stop in milliseconds."""
 
+import contextlib
 import queue
 
 from llama405b.contract import reader
@@ -165,3 +166,12 @@ class FakeFleet(Fleet):
 def _asked(command, stdin):
     action = command.rpartition(" ")[2]
     return action, reader.loads(agent.action(action)[1], stdin, "the request")
+
+
+@contextlib.contextmanager
+def running_fleet(names, plan):
+    """A fleet on which a run is alive."""
+    with FakeFleet(names) as found:
+        for host in found.fakes.values():
+            host.plan, host.alive = plan, True
+        yield found

@@ -16,6 +16,9 @@ from llama405b.commands.bench_update import bench_optimizer, bench_overlap
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 
+RANGES = {"gb": (0.01, 10_000), "ranks": (1, 1024), "steps": (1, 10_000), "pairs": (1, 10_000), "unit_ms": (0.01, 10_000),
+          "elements": (1 << 16, 1 << 36)}  # fmt: skip
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
@@ -57,26 +60,17 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     Raises:
         UserError: A number is out of range.
     """
+    for flag, (low, high) in RANGES.items():
+        if flag in args and not low <= getattr(args, flag) <= high:
+            named = f"--{flag.replace('_', '-')}: {getattr(args, flag):g}"
+            raise UserError(f"bench {args.what}: {named} is out of range; use {low:g} to {high:g}")
     match args.what:
         case "layers":
             return bench_layers(args.layers, args.seq_len, args.steps)
         case "optimizer":
-            _check(
-                1 << 16 <= args.elements <= 1 << 36 and 1 <= args.pairs <= 10_000, "--elements or --pairs", args.what
-            )
             return bench_optimizer(args.elements, args.pairs)
         case "overlap":
-            _check(0 < args.unit_ms <= 10_000 and 1 <= args.steps <= 10_000, "--unit-ms or --steps", args.what)
             return bench_overlap(args.unit_ms / 1000, args.steps, args.trace)
         case "step":
-            _check(1 <= args.pairs <= 10_000, "--pairs", args.what)
             return bench_step(args.pairs)
-    _check(
-        0.01 <= args.gb <= 10_000 and 1 <= args.ranks <= 1024, "--gb (0.01 to 10000) or --ranks (1 to 1024)", args.what
-    )
     return bench_load(args.gb, args.ranks, args.numerics, args.dir)
-
-
-def _check(good: bool, flags: str, what: str) -> None:
-    if not good:
-        raise UserError(f"bench {what}: {flags} is out of range; correct it")

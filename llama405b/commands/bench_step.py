@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llama405b import load, ranks
-from llama405b.commands.pairs import ratio_of
+from llama405b.commands.pairs import in_turns, ratio_of
 from llama405b.contract import weights
 from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.model import llama
@@ -27,24 +27,17 @@ SHAPE = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8,
     "num_hidden_layers": 4, "vocab_size": 8192,
 }  # fmt: skip
-SEQ, WARMUP = 128, 2
+SEQ = 128
 
 
 def bench_step(pairs: int) -> tuple[dict[str, Any], str]:
     """Take ``pairs`` steps each, in turns."""
     me = ranks.join("cpu", 60)
     try:
-        acts = {"ours": _ours(me), "baseline": _by_hand(me)}
-        seconds: dict[str, list[float]] = {name: [] for name in acts}
-        for i in range(WARMUP + pairs):
-            for name, act in acts.items():
-                began = time.process_time()
-                act()
-                if i >= WARMUP:
-                    seconds[name].append(time.process_time() - began)
+        ours, by_hand = in_turns(_ours(me), _by_hand(me), pairs, time.process_time)
     finally:
         dist.destroy_process_group()
-    ratio = ratio_of(seconds["ours"], seconds["baseline"])
+    ratio, seconds = ratio_of(ours, by_hand), {"ours": ours, "baseline": by_hand}
     report = {"shape": SHAPE, "cpu_seconds": seconds, "ratio": dataclasses.asdict(ratio), "torch": torch.__version__}
     return report, f"CPU seconds of a step: ours / by hand {ratio}"
 

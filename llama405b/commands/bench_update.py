@@ -14,7 +14,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from llama405b import ranks
-from llama405b.commands.pairs import ratio_of
-from llama405b.contract.phrases import counted
+from llama405b.commands.pairs import in_turns, ratio_of
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Optimizer
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.updater import Hidden, Part, Settings, update_adamw
@@ -33,7 +34,6 @@ from llama405b.optim.updater import Hidden, Part, Settings, update_adamw
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
 WIDTH = 16  # of the stand-in's layers
 UNITS = 24
-WARMUP = 2
 
 
 def bench_optimizer(elements: int, pairs: int) -> tuple[dict[str, Any], str]:
@@ -68,18 +68,6 @@ def bench_optimizer(elements: int, pairs: int) -> tuple[dict[str, Any], str]:
     }
     rates = f"update {statistics.median(speeds[0]) / 1e9:.1f} GB/s, triad {statistics.median(speeds[1]) / 1e9:.1f} GB/s"
     return report, f"{rates} on {counted(torch.get_num_threads(), 'thread')}; update / triad {ratio}"
-
-
-def in_turns(ours: Callable[[], None], baseline: Callable[[], None], pairs: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of two acts that take turns, after a warmup of each."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for i in range(WARMUP + pairs):
-        for act, series in zip((ours, baseline), seconds, strict=True):
-            began = time.perf_counter()
-            act()
-            if i >= WARMUP:
-                series.append(time.perf_counter() - began)
-    return seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,6 +169,8 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
 
 def bench_overlap(unit_s: float, steps: int, trace_file: Path | None) -> tuple[dict[str, Any], str]:
     """Compare steps with the longer of forward and update, plus the backward; write the last case's trace."""
+    if trace_file:
+        _write(trace_file, "")  # or it would be found out only after the measurement
     lines, results = ["backward  update    step / bound   waited for / bound"], []
     ranks.join("cpu", 60)
     try:
@@ -197,10 +187,19 @@ def bench_overlap(unit_s: float, steps: int, trace_file: Path | None) -> tuple[d
     finally:
         dist.destroy_process_group()
     if trace_file:
-        trace_file.write_text(json.dumps({"traceEvents": trace.events}), encoding="utf-8")
+        _write(trace_file, json.dumps({"traceEvents": trace.events}))
         lines.append(f"trace of the last case: {trace_file}")
     report = {"units": UNITS, "unit_s": unit_s, "steps": steps, "cases": results, "torch": torch.__version__}
     return report, "\n".join(lines)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"bench overlap: --trace: {file} cannot be written ({reason_of(error)}); name another file"
+        ) from None
 
 
 def judge_overlap(case: Case, bare: Steps, taken: Steps) -> dict[str, float]:

@@ -1,9 +1,12 @@
-"""Statistics of paired measurements. Pure."""
+"""Measurements in turns, and their statistics."""
 
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+
+WARMUP = 2  # of each, before measuring
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,3 +28,20 @@ def ratio_of(ours: Sequence[float], baseline: Sequence[float]) -> Ratio:
     n = len(ratios)
     off = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     return Ratio(statistics.median(ratios), ratios[off], ratios[n - 1 - off], n)
+
+
+def in_turns(
+    ours: Callable[[], object],
+    baseline: Callable[[], object],
+    pairs: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], list[float]]:
+    """Return the seconds, by this clock, of two acts that take turns, after a warmup of each."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for i in range(WARMUP + pairs):
+        for act, series in zip((ours, baseline), seconds, strict=True):
+            began = clock()
+            act()
+            if i >= WARMUP:
+                series.append(clock() - began)
+    return seconds

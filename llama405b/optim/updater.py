@@ -136,10 +136,10 @@ class Hidden:
 
     def clip(self, max_norm: float) -> float:
         """See ``Updater``; the worker scales each unit before it updates it."""
-        began = time.perf_counter()
         for part in self.parts:
             self._finish(part.adding)
             part.adding = None
+        began = time.perf_counter()
         norm = norm_over_ranks([gradient for part in self.parts for group in part.sums for gradient in group])
         self.factor = clip_factor(norm, max_norm)
         self.exposed_s += time.perf_counter() - began
@@ -169,18 +169,18 @@ class Hidden:
         Raises:
             Exception: It failed; the worker's own.
         """
-        began = time.perf_counter()
         self._finish(part.pending)
         part.pending = None
-        self.exposed_s += time.perf_counter() - began
 
     def _finish(self, update: "Future[None] | None") -> None:
         if update is None:
             return
+        began = time.perf_counter()
         if not concurrent.futures.wait([update], LONG_WAIT_S).done:
             self.waits(True)
             concurrent.futures.wait([update])
             self.waits(False)
+        self.exposed_s += time.perf_counter() - began
         update.result()
 
     def drain(self) -> None:

@@ -173,9 +173,7 @@ def _side_by_side(me, directory):
 def test_all_units_are_pending_when_the_step_returns_and_updated_beside_the_forward(tiny):
     [(pending, in_order, beside, layers)] = run_ranks(1, _side_by_side, tiny)
     assert (pending, in_order) == (True, True)
-    assert (
-        beside >= layers / 2
-    )  # layers whose forward had ended before the next one's update had; a busy machine may be late
+    assert beside >= layers / 2  # whose forward had ended before the next one's update; a busy machine may be late
 
 
 def _mutated(me, directory, root, mutate):

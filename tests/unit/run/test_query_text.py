@@ -1,7 +1,7 @@
 """What is said about a run that no host has."""
 
 import pytest
-from fakes import FakeFleet
+from fakes import running_fleet
 from run_rig import plan
 
 from llama405b.contract.errors import UserError
@@ -12,9 +12,7 @@ from llama405b_tools.run.query import ask_hosts
 @pytest.fixture
 def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with FakeFleet(("a", "b")) as found:
-        for host in found.fakes.values():
-            host.plan, host.alive = plan("-m", "mine", attempt=1, created=1.0), True
+    with running_fleet(("a", "b"), plan("-m", "mine", attempt=1, created=1.0)) as found:
         yield found
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from fakes import FakeFleet, over
+from fakes import over, running_fleet
 from run_rig import plan
 
 from llama405b.contract.causes import Cause, CauseKind
@@ -23,9 +23,7 @@ from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint,
 @pytest.fixture
 def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with FakeFleet(("a", "b")) as found:
-        for host in found.fakes.values():
-            host.plan, host.alive = plan("-m", "mine", attempt=1, created=1.0), True
+    with running_fleet(("a", "b"), plan("-m", "mine", attempt=1, created=1.0)) as found:
         yield found
 
 

@@ -192,15 +192,18 @@ def ssh_user(host: Host) -> str:
     """Return the user that SSH logs in as: of the hosts file, of ~/.ssh/config, or this process's."""
     if host.user or is_local(host):
         return host.user or getpass.getuser()
-    from llama405b_tools.hosts.ssh import read_ssh_config
-
-    return str(read_ssh_config().lookup(host.name).get("user", getpass.getuser()))
+    return _ssh_option(host, "user", getpass.getuser())
 
 
 def ssh_address(host: Host) -> str:
     """Return the address that SSH uses for a host."""
     if host.loopback or is_local(host):
         return host.name
-    from llama405b_tools.hosts.ssh import read_ssh_config
+    return _ssh_option(host, "hostname", host.name)
 
-    return str(read_ssh_config().lookup(host.name).get("hostname", host.name))
+
+def _ssh_option(host: Host, key: str, default: str) -> str:
+    """Return what ~/.ssh/config says about a host."""
+    from llama405b_tools.hosts.ssh import read_ssh_config  # paramiko takes a while to import
+
+    return str(read_ssh_config().lookup(host.name).get(key, default))

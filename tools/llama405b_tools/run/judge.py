@@ -174,9 +174,8 @@ def silent_rank(
     silent = []
     for host, each in beats.items():
         for beat, age_s in each:
-            before_first_step = (
-                beat.time == beat.phase_since and beat.phase is not Phase.UPDATE
-            )  # which compiles, connects
+            # Before the first step, which compiles and connects; a long wait for an update is one of a later step.
+            before_first_step = beat.time == beat.phase_since and beat.phase is not Phase.UPDATE
             slow = (beat.phase in SLOW_PHASES or before_first_step) and beat.state != "T"
             limit_s = slow_limit_s if slow else step_limit_s
             if beat.phase not in (Phase.DONE, Phase.FAILED) and age_s > limit_s:

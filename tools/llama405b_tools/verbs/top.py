@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -150,14 +150,16 @@ def _await_run(session: Session) -> None:
     Raises:
         UserError: There is no such run on any host that could be asked.
     """
-    wanted, source, hosts = session.cluster.wanted, session.source, session.cluster.hosts.values()
+    wanted, hosts = session.cluster.wanted, session.cluster.hosts.values()
     if not session.fleet or not wanted:
         return
-    deadline = source.now() + FIRST_S
-    while source.now() < deadline and not all(host.is_settled for host in hosts):
-        if any(host.run(wanted) for host in hosts):
-            return
-        session.advance(source.now() + 0.2)
+
+    def is_found() -> bool:
+        return any(host.run(wanted) for host in hosts)
+
+    _await_hosts(session, FIRST_S, is_found)
+    if is_found():
+        return
     pic = session.picture(logs=False)
     answered = [row for row in pic.hosts if row.state is HostState.OK]
     if answered and pic.training is None:
@@ -181,9 +183,16 @@ def _await_all(session: Session, *, watches: bool) -> None:
             session.take(event)
             session.look(event)
         return
+    _await_hosts(session, FIRST_S + 2 * session.source.interval_s)
+
+
+def _await_hosts(session: Session, within_s: float, is_enough: Callable[[], bool] = lambda: False) -> None:
+    """Take what arrives until every host has sent two frames or cannot be reached, or it is enough."""
     source, hosts = session.source, session.cluster.hosts.values()
-    deadline = source.now() + FIRST_S + 2 * source.interval_s
-    while source.now() < deadline and not source.done() and not all(host.is_settled for host in hosts):
+    deadline = source.now() + within_s
+    while source.now() < deadline and not source.done() and not is_enough():
+        if all(host.is_settled for host in hosts):
+            return
         session.advance(source.now() + 0.2)
 
 
