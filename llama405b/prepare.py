@@ -21,7 +21,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import BYTES_PER_PARAMETER, Config, Parallel
+from llama405b.contract.schema import Config, Parallel
 from llama405b.cores import bind
 from llama405b.data.batches import open_batches
 from llama405b.heartbeat import Pulse
@@ -29,8 +29,10 @@ from llama405b.identity import accept_changes, identity_of
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
+from llama405b.optim.pinned import fill_for_fsdp
 from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
+from llama405b.parallel.masters import kept_weights
 from llama405b.ranks import Ranks
 from llama405b.trainer import StopSignal, Trainer
 
@@ -55,8 +57,14 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     if me.leads:
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
-    module = build_module(config, files, start, me, pulse, journal)
-    updater = build_updater(module, config.optimizer, config.parallel, me.device, pulse.waits_for_update)
+    module, kept = build_module(config, files, start, me, pulse, journal)
+    if me.on_gpu and config.parallel.updates_on_cpu:
+        pulse.phase(Phase.PIN)
+        if config.parallel.offload == "full":
+            fill_for_fsdp(module, 1 + (accumulate > 1), pulse.loaded)
+    updater = build_updater(
+        module, config.optimizer, config.parallel, me.device, pulse.waits_for_update, kept, pulse.loaded
+    )
     torch.manual_seed(config.training.seed + me.rank)
     done = 0
     if start:
@@ -136,8 +144,8 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
 
 def build_module(
     config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse, journal: Journal
-) -> torch.nn.Module:
-    """Build the sharded model with its weights (or only their memory, if a checkpoint will fill it).
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Build the sharded model, and the weights as they are kept (or only their memory, if a checkpoint will fill it).
 
     Raises:
         UserError: The configuration does not fit the model or the device.
@@ -152,33 +160,34 @@ def build_module(
         if not me.on_gpu:
             raise UserError("--parallel.fsdp: torch does not support fsdp1 on CPU; use fsdp2")
         module = fsdp1.load_wrapped(None if random else weights_in, hf_config, attention, parallel, me)
-        how = "rank 0 broadcast the weights"
+        kept, how = module, "rank 0 broadcast the weights"
     else:
-        module = model.build_on_meta(hf_config, attention, fsdp2.kept_dtype(parallel.numerics))
+        module = model.build_on_meta(hf_config, attention, fsdp2.shard_dtype(parallel))
         fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
+        kept, offload = kept_weights(module, parallel), parallel.offload != "none"
+        if kept is not module:
+            load.materialise(module, me)
         if start:
-            load.materialise(module, me, offload=parallel.cpu_offload)
+            load.materialise(kept, me, offload=offload)
             how = "weights come from the checkpoint"
         else:
             made_up = llama if random else None
-            how = load.load(
-                module, weights_in, config.model.load, me, pulse.loaded, offload=parallel.cpu_offload, random=made_up
-            )
+            how = load.load(kept, weights_in, config.model.load, me, pulse.loaded, offload=offload, random=made_up)
     if config.model.activation_checkpointing:
         fsdp2.checkpoint_activations(module)
-    n, each = llama.parameters, BYTES_PER_PARAMETER[parallel.numerics]
+    n, each = llama.parameters, sum(parallel.state_bytes)
     what = f"{n:,} parameters, {parallel.numerics} at {each} bytes per parameter"
     journal.log(f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
     journal.log(
-        f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.cpu_offload}{_update_words(parallel)}"
+        f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{_update_words(parallel)}"
     )
-    return module
+    return module, kept
 
 
 def _update_words(parallel: Parallel) -> str:
     """Say when the weights are updated, with offload."""
-    if not parallel.cpu_offload:
+    if parallel.offload == "none":
         return ""
     if parallel.hides_update:
         return ", updated under the next forward"

@@ -22,18 +22,31 @@ class NonFiniteError(RunError):
     """The loss or gradient of a step is NaN or infinite; the weights are still those of the previous step."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class UpdateTimes:
-    """How long hidden updates took since the last time this was asked, in seconds."""
+@dataclasses.dataclass(slots=True)
+class UpdateWork:
+    """What updates on the CPU took, since the last time this was asked."""
 
-    busy_s: float | None = None  # the updates themselves; None: they are not hidden
-    exposed_s: float | None = None  # of which training waited for, with the norm
+    update_s: float = 0.0  # the updates themselves
+    exposed_s: float = 0.0  # of which training waited for, with the norm
+    update_bytes: int = 0  # read from and written to CPU memory by the updates
+    down_bytes: int = 0  # gradients that came to CPU memory
+    up_bytes: int = 0  # weights that left it; on a GPU both cross PCIe
+
+    def __sub__(self, other: "UpdateWork") -> "UpdateWork":
+        return UpdateWork(
+            self.update_s - other.update_s,
+            self.exposed_s - other.exposed_s,
+            self.update_bytes - other.update_bytes,
+            self.down_bytes - other.down_bytes,
+            self.up_bytes - other.up_bytes,
+        )
 
 
 class Updater(Protocol):
     """Clips the gradients and updates the weights; at once, or while the next forward runs."""
 
-    optimizer: torch.optim.Optimizer
+    kept: nn.Module  # its parameters are the weights as they are kept: the model, or FP32 masters of its weights
+    optimizer: torch.optim.Optimizer  # of those
 
     def collect(self) -> None:
         """Take the gradients of a micro-batch, to be added to those of the micro-batches before."""
@@ -53,8 +66,11 @@ class Updater(Protocol):
         Weights and moments may be read, or replaced, only then.
         """
 
-    def times(self) -> UpdateTimes:
-        """Return how long updates took since the last call."""
+    def publish(self) -> None:
+        """Give the model the weights as they are kept, after these were replaced."""
+
+    def work(self) -> UpdateWork | None:
+        """Return what updates took since the last call; None if they are not made unit by unit on the CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

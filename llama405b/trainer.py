@@ -135,7 +135,7 @@ class Trainer:
             ) from None
         if result is None:
             return None
-        seconds, times = laps.seconds(), self.updater.times()
+        seconds, work = laps.seconds(), self.updater.work()
         step_s = sum(seconds.values())
         self.tokens += result.n_targets
         return Metrics(
@@ -154,8 +154,7 @@ class Trainer:
             step_tokens=result.n_targets,
             flops_per_token=self.flops_per_token,
             attempt=self.me.attempt,
-            update_s=times.busy_s,
-            exposed_s=times.exposed_s,
+            **(dataclasses.asdict(work) if work else {}),
         )
 
     def obey(self, step: int) -> bool:
@@ -186,7 +185,7 @@ class Trainer:
         """
         self.pulse.phase(Phase.CHECKPOINT)
         ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
-        path = self.checkpoints.save(step, self.module, self.updater, self.identity)
+        path = self.checkpoints.save(step, self.updater, self.identity)
         self.journal.log(f"saved {path}")
         self.journal.event(EventKind.SAVED, step=step, path=path, digest=self.checkpoints.saved.get(str(path), ""))
         self.pulse.phase(Phase.TRAIN)

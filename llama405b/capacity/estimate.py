@@ -2,14 +2,14 @@
 
 Sources. Activations: coefficients read from torch's FSDPMemTracker on fake groups, sequences of 512 to 16,384. Rates: Lambda's
 published 405B run on 64 H100 (4,096 tokens per GPU: 26 s forward and backward, 4 s for AdamW in host memory). Pinned memory:
-torch rounds blocks up to powers of two, 9 % for 405B's shards on 64 ranks.
+torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
 
 h: hidden size; f: intermediate size; T: tokens of a micro-batch.
 """
 
 import dataclasses
 
-from llama405b.contract.schema import BYTES_PER_PARAMETER, COMPUTE_BYTES, Numerics
+from llama405b.contract.schema import COMPUTE_BYTES, Config, Moments, Numerics, Offload, Parallel
 from llama405b.contract.weights import Llama
 
 GIB = 1 << 30
@@ -18,7 +18,7 @@ RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
 FLOPS = 480e12  # per H100 in BF16, as attained with communication
 HOST_BYTES_PER_S = 200e9  # of one host's memory, as AdamW attains
 DEVICE_BYTES_PER_S = 3e12
-PINNED = 1.09
+PINNED = 1.19
 BYTES_PER_LOGIT = 12  # BF16, its FP32 copy, softmax and gradient
 GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
 
@@ -29,13 +29,32 @@ class Load:
 
     llama: Llama
     numerics: Numerics
-    offload: bool
+    offload: Offload
     world: int
     seq_len: int = 4096
     micro_batch: int = 1
     global_batch: int = 64
     keep: int = 2
     overlap: bool = True  # with offload: the update runs under the next forward
+    moments: Moments = "fp32"
+    wrap: tuple[str, ...] = Parallel().wrap
+
+    @classmethod
+    def of(cls, llama: Llama, config: Config, world: int) -> "Load":
+        """Return what a configuration trains, on ``world`` ranks."""
+        return cls(
+            llama,
+            config.parallel.numerics,
+            config.parallel.offload,
+            world,
+            config.data.seq_len,
+            config.training.micro_batch_size,
+            config.training.global_batch_size,
+            config.checkpoint.keep,
+            config.parallel.hides_update,
+            config.parallel.moments,
+            config.parallel.wrap,
+        )
 
     @property
     def hosts(self) -> int:
@@ -43,14 +62,45 @@ class Load:
         return max(1, self.world // RANKS_PER_HOST)
 
     @property
+    def halves(self) -> bool:
+        """Whether attention and MLP are units of their own, instead of the decoder layer."""
+        return {"LlamaAttention", "LlamaMLP"} <= {*self.wrap} and "LlamaDecoderLayer" not in self.wrap
+
+    @property
     def sums_apart(self) -> bool:
         """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
-        return self.offload and self.overlap and self.global_batch > self.micro_batch * self.world
+        return self.offload == "full" and self.overlap and self.global_batch > self.micro_batch * self.world
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a parameter as it is kept."""
+        return GRADIENT[self.numerics]  # they have one dtype
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a parameter's two moments."""
+        return 4 if self.moments == "bf16" else 2 * self.weight_bytes
+
+    @property
+    def host_bytes_per_parameter(self) -> float:
+        """Bytes in host memory per parameter, as torch pins them."""
+        weight, gradient = self.weight_bytes, GRADIENT[self.numerics]
+        if self.offload == "states":
+            return weight + gradient + self.moment_bytes
+        if self.offload == "full":
+            return (weight + gradient * (1 + self.sums_apart)) * PINNED + self.moment_bytes
+        return 0.0
+
+    @property
+    def update_bytes_per_parameter(self) -> int:
+        """Bytes that an update reads and writes."""
+        published = 2 * (self.offload == "states")
+        return 2 * (self.weight_bytes + self.moment_bytes) + GRADIENT[self.numerics] + published
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What it takes, with activation checkpointing and decoder layers as FSDP units."""
+    """What it takes, with activation checkpointing."""
 
     gpu_bytes: float  # per rank, at its peak
     host_bytes: float  # of RAM per host; 0: only what loading needs
@@ -61,16 +111,14 @@ class Estimate:
 
 def estimate(load: Load) -> Estimate:
     """Estimate what a run takes."""
-    n = load.llama.parameters
-    whole, gradient = BYTES_PER_PARAMETER[load.numerics], GRADIENT[load.numerics]
-    on_gpu, on_host = n / load.world, 0.0
-    if load.offload:
-        on_gpu, on_host = 0.0, n / load.hosts
+    n, saved = load.llama.parameters, load.weight_bytes + load.moment_bytes
+    kept, gradients = {"none": (saved, GRADIENT[load.numerics]), "states": (2, 0), "full": (0, 0)}[load.offload]
+    on_gpu = n / load.world
     return Estimate(
-        gpu_bytes=on_gpu * (whole - gradient) + _activations(load, on_gpu * gradient) + RUNTIME_BYTES,
-        host_bytes=on_host * (whole + load.sums_apart * gradient) * PINNED,
+        gpu_bytes=on_gpu * kept + _activations(load, on_gpu * gradients) + RUNTIME_BYTES,
+        host_bytes=n / load.hosts * load.host_bytes_per_parameter,
         weights_bytes=2 * n,
-        checkpoints_bytes=(load.keep + 1) * (whole - gradient) * n,
+        checkpoints_bytes=(load.keep + 1) * saved * n,
         step_s=_step_s(load),
     )
 
@@ -82,12 +130,20 @@ def _activations(load: Load, gradients: float) -> float:
     head = llama.vocab * h
     per_layer = (llama.parameters - head * (2 - llama.tied)) / llama.layers
     wide = compute / 2  # the coefficients are for BF16
-    work = max(
-        compute * per_layer + 26 * wide * h * T,
-        compute * 3 * h * f + 43 * wide * h * T,
-        compute * h * f + 67 * wide * h * T,
+    gathered, mlp_waits, attention_waits = (
+        2 * per_layer,
+        per_layer,
+        per_layer,
+    )  # with what is prefetched, or being reduced
+    attention_has = per_layer
+    if load.halves:
+        attention_has = per_layer - 3 * h * f
+        gathered, mlp_waits, attention_waits = per_layer, attention_has, 3 * h * f
+    layer = compute * gathered + max(
+        compute * attention_has + 26 * wide * h * T + GRADIENT[load.numerics] * attention_waits,
+        compute * 3 * h * f + 43 * wide * h * T + GRADIENT[load.numerics] * mlp_waits,
+        compute * h * f + 67 * wide * h * T + GRADIENT[load.numerics] * mlp_waits,
     )
-    layer = 2 * compute * per_layer + GRADIENT[load.numerics] * per_layer + work  # gathered, prefetched, reduced
     logits = BYTES_PER_LOGIT * wide * llama.vocab * T + 2 * compute * head
     inputs = llama.layers * T * h * compute
     return max(inputs + layer, gradients + layer, inputs + logits)
@@ -102,11 +158,8 @@ def _step_s(load: Load) -> float | None:
     per_token = llama.flops_per_token(load.seq_len)
     not_recomputed = 6 * (llama.layers * llama.intermediate + llama.vocab) * llama.hidden  # down_proj, and the head
     flops = tokens * (per_token + (per_token - not_recomputed) / 3)
-    each = (
-        2 * BYTES_PER_PARAMETER[load.numerics] - GRADIENT[load.numerics]
-    )  # everything is read, all but gradients written
-    moved = each * llama.parameters
-    if not load.offload:
+    moved = load.update_bytes_per_parameter * llama.parameters
+    if load.offload == "none":
         return flops / FLOPS + moved / load.world / DEVICE_BYTES_PER_S
     update = moved / load.hosts / HOST_BYTES_PER_S
     if load.overlap:
@@ -134,13 +187,13 @@ def describe_needs(load: Load) -> list[str]:
 def table_row(name: str, load: Load) -> str:
     """Return a run as a row of the README's table."""
     needs = estimate(load)
-    offload, ram, time = "no", "-", "-"
-    if load.offload:
-        offload, ram = "yes", _gib(needs.host_bytes)
+    ram, time = "-", "-"
+    if needs.host_bytes:
+        ram = _gib(needs.host_bytes)
     if needs.step_s:
         time = f"{needs.step_s:.0f} s"
     cells = [
-        name, load.numerics, offload, f"{load.world}", _gib(needs.gpu_bytes), ram, _gib(needs.weights_bytes),
+        name, load.numerics, load.offload, f"{load.world}", _gib(needs.gpu_bytes), ram, _gib(needs.weights_bytes),
         _gib(needs.checkpoints_bytes), time,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"

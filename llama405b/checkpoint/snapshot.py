@@ -10,37 +10,39 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from llama405b.contract.checkpoints import step_of
 from llama405b.ranks import Ranks
 from llama405b.step import Updater
 
 
-def state_to_save(model: nn.Module, updater: Updater, me: Ranks) -> dict[str, Any]:
+def state_to_save(updater: Updater, me: Ranks) -> dict[str, Any]:
     """Return this rank's part of what DCP saves."""
     updater.drain()
-    model_state, optimizer_state = get_state_dict(model, updater.optimizer)
+    model_state, optimizer_state = get_state_dict(updater.kept, updater.optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 
 
 def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks) -> int:
     """Load a verified checkpoint into the shards; returns its step."""
-    optimizer = updater.optimizer
+    kept, optimizer = updater.kept, updater.optimizer
     updater.drain()
     for module in model.modules():
         if isinstance(module, FSDPModule):  # some stay gathered after a forward without a backward
             module.reshard()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(kept, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     files = dcp.FileSystemReader(path)
     if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
         state["rng"] = {str(me.rank): _rng_state(me)}
     dcp.load(state, storage_reader=files)
-    asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    for group, settings in zip(optimizer.param_groups, asked, strict=True):  # the current configuration wins
-        group.update(settings)
+    if isinstance(model, FullyShardedDataParallel):  # it saves copies; all others were filled in place
+        asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        set_state_dict(kept, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        for group, settings in zip(optimizer.param_groups, asked, strict=True):  # the current configuration wins
+            group.update(settings)
+    updater.publish()
     rng = state.get("rng", {}).get(str(me.rank), {})
     if "cpu" in rng:
         torch.set_rng_state(rng["cpu"])

@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from llama405b import ranks
 from llama405b.checkpoint.lease import Holder
@@ -137,7 +136,7 @@ class Store:
         if self.me.leads:
             (self.root / token).unlink(missing_ok=True)
 
-    def save(self, step: int, model: nn.Module, updater: Updater, identity: RunIdentity) -> Path:
+    def save(self, step: int, updater: Updater, identity: RunIdentity) -> Path:
         """Write ``step-N``, then delete all but the newest ``keep`` of this run.
 
         Raises:
@@ -150,7 +149,7 @@ class Store:
         writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
         try:
             with without_crc():
-                dcp.save(state_to_save(model, updater, self.me), storage_writer=writer, process_group=self.group)
+                dcp.save(state_to_save(updater, self.me), storage_writer=writer, process_group=self.group)
         except dcp.api.CheckpointException as failed:
             causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(failed.failures.items()))
             raise UserError(

@@ -17,6 +17,7 @@ from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.model import llama
 from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp2
+from llama405b.parallel.masters import kept_weights
 from llama405b.step import train_step
 from llama405b.timer import Laps
 
@@ -35,8 +36,9 @@ def bench_layers(layers: int, seq_len: int, steps: int) -> tuple[dict[str, Any],
         raise UserError("bench layers: torch sees no GPU; run it on a GPU host")
     me = ranks.join("cuda", 600)
     results = {
-        "offload": _measure(layers, seq_len, steps, me, Parallel(cpu_offload=True)),
-        "no offload": _measure(layers, seq_len, steps, me, Parallel(numerics="pure-bf16")),
+        "full": _measure(layers, seq_len, steps, me, Parallel(offload="full")),
+        "states": _measure(layers, seq_len, steps, me, Parallel(offload="states")),
+        "none": _measure(layers, seq_len, steps, me, Parallel(numerics="pure-bf16")),
     }
     report = {
         "gpu": torch.cuda.get_device_name(),
@@ -54,14 +56,17 @@ def _measure(layers: int, seq_len: int, steps: int, me: ranks.Ranks, parallel: P
     known = json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"]
     config = LlamaConfig(**(known | {"num_hidden_layers": layers, "vocab_size": VOCAB}))
     attention, _ = llama.choose_attention("auto", me.device)
-    module = llama.build_on_meta(config, attention, fsdp2.kept_dtype(parallel.numerics))
+    module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
-    load.materialise(module, me, offload=parallel.cpu_offload)
-    for parameter in module.parameters():
+    kept = kept_weights(module, parallel)
+    load.materialise(module, me, offload=parallel.offload == "full")
+    if kept is not module:
+        load.materialise(kept, me, offload=True)
+    for parameter in kept.parameters():
         own = parameter.data.to_local()
         own.copy_(0.02 * torch.randn(own.shape, dtype=own.dtype, device=me.device))  # on a CPU it takes minutes
     fsdp2.checkpoint_activations(module)
-    updater = build_updater(module, Optimizer(), parallel, me.device)
+    updater = build_updater(module, Optimizer(), parallel, me.device, kept=kept)
     x = torch.randint(0, VOCAB, (1, seq_len), device=me.device)
     torch.cuda.reset_peak_memory_stats()
     timed = []

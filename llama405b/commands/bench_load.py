@@ -50,7 +50,8 @@ def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | No
         llama = write_random(scratch, gb)
         file_bytes = sum(info.n_bytes for info in weights.read_tensors(scratch).values())
         results = {form: _measure(form, scratch, n_ranks, numerics) for form in FORMS}
-    unit = largest_unit(llama) * fsdp2.kept_dtype(numerics).itemsize
+    dtype = fsdp2.shard_dtype(Parallel(numerics=numerics))
+    unit = largest_unit(llama) * dtype.itemsize
     report = {
         "checkpoint_bytes": file_bytes,
         "ranks": n_ranks,
@@ -60,7 +61,7 @@ def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | No
         "torch": torch.__version__,
     }
     lines = [
-        f"checkpoint {file_bytes / 1e9:.2f} GB in BF16, {n_ranks} ranks (gloo, CPU), kept in {fsdp2.kept_dtype(numerics)}, "
+        f"checkpoint {file_bytes / 1e9:.2f} GB in BF16, {n_ranks} ranks (gloo, CPU), kept in {dtype}, "
         f"largest unit {unit / GIB:.3f} GiB, torch {torch.__version__}",
         f"{'form':40} {'seconds':>8} {'rank 0 peak above its shards':>29} {'in largest units':>17}",
     ]
@@ -147,15 +148,16 @@ def _rank(
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
     me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
     config = model.read_hf_config(directory)
-    module = model.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
-    fsdp2.shard(module, Parallel(numerics=numerics), me.device)
+    parallel = Parallel(numerics=numerics)
+    module = model.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
+    fsdp2.shard(module, parallel, me.device)
     dist.barrier()  # do not count the connections and buffers of the first collective
     with _Peak() as peak:
         began = time.perf_counter()
         if form == "streamed":
             load.load(module, directory, "rank0", me, lambda *_: None)
         else:
-            _baseline(module, directory, me, fsdp2.kept_dtype(numerics))
+            _baseline(module, directory, me, fsdp2.shard_dtype(parallel))
         dist.barrier()
         seconds = time.perf_counter() - began
     shards = sum(p.data.to_local().nbytes for p in module.parameters())

@@ -28,8 +28,8 @@ from llama405b.commands.pairs import in_turns, ratio_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Optimizer
-from llama405b.optim.adamw import build_optimizer
-from llama405b.optim.updater import Hidden, Part, Settings, update_adamw
+from llama405b.optim.adamw import Settings, State, build_optimizer, update_adamw
+from llama405b.optim.offloaded import Offloaded, Part
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
 WIDTH = 16  # of the stand-in's layers
@@ -40,9 +40,10 @@ def bench_optimizer(elements: int, pairs: int) -> tuple[dict[str, Any], str]:
     """Update tensors of ``elements`` elements in all, in turns with the triad."""
     parts = [torch.randn(elements // 8) for _ in range(8)]
     moments = [torch.zeros_like(part) for part in parts for _ in range(2)]
-    states: list[tuple[nn.Parameter, dict[str, Tensor]]] = [
-        (nn.Parameter(part), {"step": torch.zeros(()), "exp_avg": moments[2 * i], "exp_avg_sq": moments[2 * i + 1]})
-        for i, part in enumerate(parts)
+    parameters = [nn.Parameter(part) for part in parts]
+    states: list[State] = [
+        {"step": torch.zeros(()), "exp_avg": moments[2 * i], "exp_avg_sq": moments[2 * i + 1]}
+        for i in range(len(parts))
     ]
     gradients = [torch.randn_like(part) for part in parts]
     settings = Settings(1e-5, (0.9, 0.95), 0.1, 1e-8)
@@ -50,7 +51,7 @@ def bench_optimizer(elements: int, pairs: int) -> tuple[dict[str, Any], str]:
 
     def update() -> None:
         with torch.no_grad():
-            update_adamw(states, gradients, settings)
+            update_adamw(parameters, states, gradients, settings)
 
     def triad() -> None:
         a.add_(b, alpha=1e-9)
@@ -142,7 +143,7 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
     for unit in model:
         fully_shard(unit, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    updater = Hidden(model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
+    updater = Offloaded(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
     update, numbers = updater._update, {part.name: i for i, part in enumerate(updater.parts)}
 
     def stand_in(part: Part, sums: Sequence[Sequence[Tensor]], settings: Sequence[Settings], factor: float) -> None:
@@ -162,7 +163,7 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
         marks.append(time.perf_counter())
         updater.update()
         laps = [end - begin for begin, end in itertools.pairwise(marks)]
-        rows.append((*laps, time.perf_counter() - marks[0], updater.times().exposed_s or 0.0))
+        rows.append((*laps, time.perf_counter() - marks[0], updater.work().exposed_s))
     updater.drain()
     return Steps(*map(statistics.median, zip(*rows[1:], strict=True))), trace
 

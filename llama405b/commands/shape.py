@@ -15,7 +15,7 @@ from llama405b.capacity import estimate
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.phrases import counted
-from llama405b.contract.schema import BYTES_PER_PARAMETER, COMPUTE_BYTES, Config
+from llama405b.contract.schema import COMPUTE_BYTES, Config
 from llama405b.model import llama
 from llama405b.parallel import fsdp2
 
@@ -35,7 +35,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     accumulate = configuration.check_world(config, world)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        module = llama.build_on_meta(hf_config, "sdpa", fsdp2.kept_dtype(config.parallel.numerics))
+        module = llama.build_on_meta(hf_config, "sdpa", fsdp2.shard_dtype(config.parallel))
         mesh = fsdp2.device_mesh(Axes(dp_shard=world), "cpu")
         fsdp2.shard(module, config.parallel, torch.device("cpu"), mesh)
         sizes = {name: sum(p.numel() for p in parameters.values()) for name, parameters in fsdp2.units(module)}
@@ -45,15 +45,19 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     layers = [size for name, size in sizes.items() if name.startswith("model.layers.")]
     others = [f"{name} {size:,}" for name, size in sizes.items() if not name.startswith("model.layers.")]
     largest = max(sizes, key=lambda name: sizes[name])
-    numerics, each = config.parallel.numerics, BYTES_PER_PARAMETER[config.parallel.numerics]
+    numerics, places = config.parallel.numerics, ("device memory", "CPU memory")
+    state = " and ".join(
+        f"{mine * each / GIB:,.1f} GiB of {place}"
+        for each, place in zip(config.parallel.state_bytes, places, strict=True)
+        if each
+    )
     gathered = sizes[largest] * COMPUTE_BYTES[numerics] / GIB
-    where = "CPU memory" if config.parallel.cpu_offload else "device memory"
     return "\n".join(
         [
             f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters",
             f"units        {len(layers)} decoder layers of {layers[0]:,}; {', '.join(others)}",
             f"ranks        {world}: {mine:,} parameters on rank 0, which holds the most",
-            f"state        {numerics}: {each} bytes per parameter, {mine * each / GIB:,.1f} GiB of {where} per rank",
+            f"state        {numerics}: {sum(config.parallel.state_bytes)} bytes per parameter, {state} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {config.training.global_batch_size} sequences of {config.data.seq_len} tokens: "
             f"{counted(accumulate, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
@@ -67,18 +71,7 @@ def _estimate(config: Config, hf_config: LlamaConfig, world: int) -> list[str]:
     if config.parallel.device == "cpu" or not config.model.activation_checkpointing:
         return []
     known = weights.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
-    load = estimate.Load(
-        known,
-        config.parallel.numerics,
-        config.parallel.cpu_offload,
-        world,
-        config.data.seq_len,
-        config.training.micro_batch_size,
-        config.training.global_batch_size,
-        config.checkpoint.keep,
-        config.parallel.hides_update,
-    )
-    return estimate.describe_needs(load)
+    return estimate.describe_needs(estimate.Load.of(known, config, world))
 
 
 def _shape(config: Config, preset: str) -> LlamaConfig:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
-from llama405b.contract.schema import TYPES, Config, Training, fields
+from llama405b.contract.schema import ALIASES, TYPES, Config, Training, fields
 from llama405b.contract.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
@@ -80,7 +80,10 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
         for key, value in table.items():
             where = f"{path}:{_line_of(text, section, key)}"
             dotted = known_key(f"{section}.{key}", where)
-            settings[dotted] = (convert(dotted, value, where), where)
+            name, setting = _read(dotted, value, where)
+            if name in settings:
+                raise UserError(f"{where}: {name} is set twice, once under an older name; keep one of them")
+            settings[name] = setting
     return settings
 
 
@@ -114,12 +117,27 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif TYPES[key] is bool:
+            elif _type_of(key) is bool:
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
-        settings[key] = (convert(key, _from_text(value, TYPES[key], flag), flag), flag)
+        name, setting = _read(key, _from_text(value, _type_of(key), flag), flag)
+        settings[name] = setting
     return settings
+
+
+def _read(key: str, value: Json, where: str) -> tuple[str, Setting]:
+    """Return a setting under its present name, if this is an older one."""
+    found = convert(key, value, where)
+    if key not in ALIASES:
+        return key, (found, where)
+    name, values = ALIASES[key]
+    return name, (values[found], where)
+
+
+def _type_of(key: str) -> Any:
+    """Return the type of a setting; older names are switches."""
+    return bool if key in ALIASES else TYPES[key]
 
 
 def resolve(settings: Mapping[str, Setting]) -> Config:
@@ -174,6 +192,8 @@ def help_text() -> str:
         if typing.get_origin(type_) is Literal and (choices := " | ".join(typing.get_args(type_))) not in text:
             text = f"{text} ({choices})"
         lines.append(f"  --{key}  [{json.dumps(default)}]  {text}")
+    for alias, (key, values) in ALIASES.items():
+        lines.append(f"  --{alias}  an older name: on is --{key} {values[True]}, off is --{key} {values[False]}")
     return "\n".join(lines)
 
 
@@ -203,9 +223,9 @@ def check_world(config: Config, world: int) -> int:
         UserError: The batch does not divide evenly, or accumulation would give wrong gradients.
     """
     forwards = accumulation(config.training, world)
-    if config.parallel.fsdp == "fsdp1" and config.parallel.cpu_offload and forwards > 1:
+    if config.parallel.reuses_gradients and forwards > 1:
         raise UserError(  # torch's FSDP1 would then use the newest gradient instead of the sum
-            f"--parallel.fsdp: fsdp1 with cpu_offload cannot accumulate {forwards} micro-batches; use fsdp2, or "
+            f"--parallel.fsdp: fsdp1 with offload cannot accumulate {forwards} micro-batches; use fsdp2, or "
             f"--training.global_batch_size {config.training.micro_batch_size * world}"
         )
     return forwards
@@ -223,7 +243,7 @@ def on_ranks(config: Config, world: int) -> Config:
 
 def known_key(key: str, where: str) -> str:
     """Return ``key``; if it is not a setting, refuse it and name the nearest one."""
-    if key not in TYPES:
+    if key not in TYPES and key not in ALIASES:
         raise UserError(f"{where}: {key!r} is not a setting{_nearest(key, TYPES)}; see `llama405b train --help`")
     return key
 
@@ -234,7 +254,7 @@ def convert(key: str, value: Json, where: str) -> Any:
     Raises:
         UserError: It is of another type, or not one of the allowed words.
     """
-    type_ = TYPES[key]
+    type_ = _type_of(key)
     if typing.get_origin(type_) is tuple:
         return _convert_list(key, value, where)
     if typing.get_origin(type_) is Literal:
@@ -303,6 +323,11 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     lr, min_lr = optimizer.lr, optimizer.min_lr
     only_bf16 = "flash-attn computes in BF16 only; use sdpa, or numerics other than fp32"
     only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
+    only_fsdp2 = "states needs fsdp2; use it, or full"
+    only_master = "states keeps FP32 weights in CPU memory and BF16 ones on the GPU; use full, or numerics fp32-master"
+    only_offload = "bf16 moments need offload states or full, and fsdp2; set them, or use fp32"
+    already_bf16 = "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
+    stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
@@ -312,6 +337,11 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),
         ("model.attention", model.attention == "flash_attention_2" and parallel.numerics == "fp32", only_bf16),
         ("parallel.fsdp", parallel.fsdp == "fsdp1" and parallel.device == "cpu", only_cuda),
+        ("parallel.offload", parallel.offload == "states" and parallel.fsdp == "fsdp1", only_fsdp2),
+        ("parallel.offload", parallel.offload == "states" and parallel.numerics != "fp32-master", only_master),
+        ("parallel.moments", parallel.moments == "bf16" and not parallel.updates_on_cpu, only_offload),
+        ("parallel.moments", parallel.moments == "bf16" and parallel.numerics == "pure-bf16", already_bf16),
+        ("parallel.forward_prefetch", parallel.forward_prefetch and parallel.fsdp == "fsdp2", stale),
     ):  # fmt: skip
         if is_wrong:
             yield key, fault

@@ -25,6 +25,7 @@ class Phase(enum.StrEnum):
     START = "start"
     DATA = "data"
     LOAD = "load"
+    PIN = "pin"  # CPU memory, for copies to and from a GPU
     RESUME = "resume"
     TRAIN = "train"
     UPDATE = "update"  # waiting unusually long for a hidden update of the weights
@@ -105,8 +106,11 @@ class Metrics:
     step_tokens: int = 0  # target tokens of this step, over all ranks; 0: written by version 0.1
     flops_per_token: int = 0  # of the model, forward and backward; 0: unknown
     attempt: int = 0  # launch of this run that took the step; 0: written by version 0.1
-    update_s: float | None = None  # of hidden updates since the step before; None: they are not hidden
+    update_s: float | None = None  # of updates on the CPU since the step before; None: not made unit by unit there
     exposed_s: float | None = None  # of them, and of the norm: what the step waited for
+    update_bytes: int | None = None  # that rank 0's updates read from and wrote to CPU memory
+    down_bytes: int | None = None  # of rank 0's gradients to CPU memory; on a GPU, over PCIe
+    up_bytes: int | None = None  # of rank 0's weights from there
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
+Offload = Literal["none", "states", "full"]
+Moments = Literal["fp32", "bf16"]
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
 BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
 COMPUTE_BYTES = {"fp32-master": 2, "pure-bf16": 2, "fp32": 4}  # of a gathered parameter
@@ -77,8 +79,15 @@ class Parallel:
 
     fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fsdp2: fully_shard; fsdp1: FullyShardedDataParallel")
     wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
-    cpu_offload: bool = option(False, "keep weights, gradients and optimizer state in CPU memory")
-    overlap: bool = option(True, "with cpu_offload and fsdp2: update the weights while the next forward runs")
+    offload: Offload = option(
+        "none",
+        "what is kept in CPU memory: states: FP32 weights, moments and the gradient sum, with BF16 weights on the GPU; "
+        "full: weights, gradients and moments",
+    )
+    overlap: bool = option(True, "with offload and fsdp2: update the weights while the next forward runs")
+    moments: Moments = option(
+        "fp32", "with offload and fsdp2; bf16: 4 bytes per parameter less of CPU memory, and rounded"
+    )
     numerics: Numerics = option(
         "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
     )
@@ -90,14 +99,25 @@ class Parallel:
     limit_all_gathers: bool = option(True, "fsdp1 only")
 
     @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes per parameter of weights, gradients and moments: on the device, and in CPU memory."""
+        whole = BYTES_PER_PARAMETER[self.numerics] - 4 * (self.moments == "bf16")
+        return {"none": (whole, 0), "states": (2, whole), "full": (0, whole)}[self.offload]
+
+    @property
+    def updates_on_cpu(self) -> bool:
+        """Whether the CPU updates the weights, unit by unit."""
+        return self.offload != "none" and self.fsdp == "fsdp2"
+
+    @property
     def hides_update(self) -> bool:
         """Whether the weights are updated while the next forward runs."""
-        return self.overlap and self.cpu_offload and self.fsdp == "fsdp2"
+        return self.overlap and self.updates_on_cpu
 
     @property
     def reuses_gradients(self) -> bool:
         """Whether gradients keep their memory between steps: FSDP1 wants it with offload, FSDP2 would then block on copies."""
-        return self.cpu_offload and self.fsdp == "fsdp1"
+        return self.offload == "full" and self.fsdp == "fsdp1"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,3 +162,5 @@ def fields() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
+# Older names of settings that are still read: the setting that each now is, and its value for on and off.
+ALIASES = {"parallel.cpu_offload": ("parallel.offload", {True: "full", False: "none"})}

@@ -1,11 +1,23 @@
-"""AdamW and its learning-rate schedule. Knows parameters and step numbers; not files, flags or ranks."""
+"""AdamW, its learning-rate schedule, and one update of it. Knows parameters and step numbers; not files, flags or ranks.
 
+Shape suffix: C elements of a chunk.
+"""
+
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from llama405b.contract.schema import Optimizer
+from llama405b.optim.norm import local
+
+CHUNK = (
+    1 << 20
+)  # elements of rounded moments that pass through FP32 at a time; a multiple of 16, or the last bits differ
+State = dict[str, Tensor]  # of one parameter: step, exp_avg, exp_avg_sq
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
@@ -38,3 +50,78 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every group, from the next update on."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """How a parameter group is updated in one step: the optimizer's may change before that has happened."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    eps: float
+
+
+def settings_of(optimizer: torch.optim.AdamW) -> list[Settings]:
+    """Return the present settings of each parameter group."""
+    return [
+        Settings(group["lr"], group["betas"], group["weight_decay"], group["eps"]) for group in optimizer.param_groups
+    ]
+
+
+def start_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Set the moments of a parameter to zero, as AdamW does in its first step."""
+    optimizer.state[parameter] = {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+    }
+
+
+def update_adamw(
+    parameters: Sequence[nn.Parameter], states: Sequence[State], gradients: Sequence[Tensor], settings: Settings
+) -> None:
+    """Update this rank's parts of parameters with torch's fused AdamW, and without DTensor's dispatch.
+
+    It takes one dtype: where moments have another than the weights they pass through FP32, chunk by chunk.
+    """
+    weights = [local(parameter) for parameter in parameters]
+    first, second = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    steps = [state["step"] for state in states]
+    if first[0].dtype == weights[0].dtype:
+        _fused(weights, gradients, first, second, steps, settings)
+        return
+    for weight, gradient, m, v, step in zip(weights, gradients, first, second, steps, strict=True):
+        chunks = [tensor.view(-1).split(CHUNK) for tensor in (weight, gradient, m, v)]
+        for w_C, g_C, m_C, v_C in zip(*chunks, strict=True):
+            m32_C, v32_C = m_C.float(), v_C.float()
+            _fused([w_C], [g_C], [m32_C], [v32_C], [step.clone()], settings)  # it counts the step
+            m_C.copy_(m32_C)
+            v_C.copy_(v32_C)
+        step += 1
+
+
+def _fused(
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    settings: Settings,
+) -> None:
+    adamw(
+        list(weights),
+        list(gradients),
+        list(first),
+        list(second),
+        [],
+        list(steps),
+        fused=True,
+        amsgrad=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.contract.schema import Parallel
 from llama405b.model.llama import build_on_meta, restore_buffers, tie_head
-from llama405b.parallel.fsdp2 import check_wrap, kept_dtype
+from llama405b.parallel.fsdp2 import check_wrap, shard_dtype
 from llama405b.ranks import Ranks
 
 
@@ -33,7 +33,7 @@ def load_wrapped(
     Raises:
         UserError: ``parallel.wrap`` names a class that the model does not have.
     """
-    model = _unwrapped(directory, config, attention, kept_dtype(parallel.numerics), me)
+    model = _unwrapped(directory, config, attention, shard_dtype(parallel), me)
     check_wrap(model, parallel.wrap)
     tied = config.tie_word_embeddings  # a weight that two modules share must stay in one unit: the root
     classes = {
@@ -53,7 +53,7 @@ def load_wrapped(
         device_id=me.device,
         sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
         mixed_precision=mixed if parallel.numerics == "fp32-master" else None,
-        cpu_offload=CPUOffload(offload_params=parallel.cpu_offload),
+        cpu_offload=CPUOffload(offload_params=parallel.offload == "full"),
         backward_prefetch=BackwardPrefetch.__members__.get(parallel.backward_prefetch),
         forward_prefetch=parallel.forward_prefetch,
         limit_all_gathers=parallel.limit_all_gathers,

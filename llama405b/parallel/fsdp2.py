@@ -28,9 +28,9 @@ from llama405b.contract.schema import Parallel
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
 
 
-def kept_dtype(numerics: str) -> torch.dtype:
-    """Return the dtype in which weights, gradients and moments are kept."""
-    return torch.bfloat16 if numerics == "pure-bf16" else torch.float32
+def shard_dtype(parallel: Parallel) -> torch.dtype:
+    """Return the dtype of the shards that FSDP gathers from."""
+    return torch.bfloat16 if parallel.numerics == "pure-bf16" or parallel.offload == "states" else torch.float32
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
@@ -63,7 +63,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     check_wrap(model, parallel.wrap)
     mesh = mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type)
     offload: OffloadPolicy = OffloadPolicy()
-    if parallel.cpu_offload:
+    if parallel.offload == "full":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=_precision(parallel.numerics), offload_policy=offload)
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
@@ -85,6 +85,7 @@ class FsdpUnit:
     name: str
     modules: tuple[nn.Module, ...]  # each gathers it before its forward
     parameters: tuple[str, ...]  # names in the model
+    gathers: int  # for each forward and backward
 
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
@@ -98,10 +99,15 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
     for name, module in wrapped.items():
         modules.setdefault(id(fully_shard.state(module)), {})[name] = module
     return [
-        FsdpUnit(next(iter(found)), tuple(found.values()), tuple(owned[state]))
+        FsdpUnit(next(iter(found)), tuple(found.values()), tuple(owned[state]), _gathers(next(iter(found.values()))))
         for state, found in modules.items()
         if state in owned
     ]
+
+
+def _gathers(module: nn.Module) -> int:
+    group = fully_shard.state(module)._fsdp_param_group
+    return 1 + (group.post_forward_mesh_info is not None and group.unshard_in_backward)
 
 
 def checkpoint_activations(model: nn.Module) -> None:

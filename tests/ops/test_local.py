@@ -17,24 +17,37 @@ from conftest import ROOT
 from ops_rig import heartbeat, metrics, settings, wait_for
 
 
-def test_kill_a_rank_then_resume_to_the_same_losses(work, cli, demo, corpus):
-    offloaded = [*settings(demo, corpus), "--parallel.cpu_offload", "true"]  # whose update a forward hides, or not
-    whole = cli(work, "launch", "--run", "whole", "--follow", *offloaded, "--parallel.overlap", "false")
+def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, corpus):
+    steps = 120
+    base = [*settings(demo, corpus, steps), "--checkpoint.every", 20, "--parallel.numerics", "fp32-master"]
+    whole = cli(
+        work,
+        "launch",
+        "--run",
+        "whole",
+        "--follow",
+        *base,
+        "--parallel.cpu_offload",
+        "true",
+        "--parallel.overlap",
+        "false",
+    )
     assert whole.returncode == 0, whole.stderr
-    assert "steps 1-12" in whole.stdout
-    assert "saved runs/whole/checkpoints/step-00000012" in whole.stdout
+    assert "steps 1-" in whole.stdout
+    assert f"saved runs/whole/checkpoints/step-{steps:08}" in whole.stdout
     straight = metrics(work, "whole")
-    assert list(straight) == list(range(1, 13))
-    assert straight[12]["loss"] < straight[1]["loss"]
+    assert list(straight) == list(range(1, steps + 1))
+    assert straight[steps]["loss"] < straight[1]["loss"]
     assert straight[12]["tokens"] == 12 * 4 * 64
     parts = ("data_s", "forward_s", "backward_s", "optimizer_s")
     assert straight[5]["step_s"] == pytest.approx(sum(straight[5][part] for part in parts))
 
+    hidden = [*base, "--parallel.offload", "states"]  # whose updates a forward hides
     follower = subprocess.Popen(
-        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *map(str, offloaded)],
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *map(str, hidden)],
         cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wait_for(lambda: (work / "runs/cut/checkpoints/step-00000004").exists())
+    wait_for(lambda: (work / "runs/cut/checkpoints/step-00000020").exists())
     os.kill(heartbeat(work, "cut", 1)["pid"], signal.SIGKILL)
     out, err = follower.communicate(timeout=90)
     assert follower.returncode == 1, out
@@ -43,14 +56,25 @@ def test_kill_a_rank_then_resume_to_the_same_losses(work, cli, demo, corpus):
     assert state.returncode == 1
     assert state.stdout.splitlines()[-1] == "node-b: exited 1: rank 1 was killed by SIGKILL"
 
-    again = cli(work, "launch", "--run", "cut", "--resume", "auto", "--follow", *offloaded)
+    assert cli(work, "launch", "--run", "cut", "--resume", "auto", *hidden).returncode == 0
+    before = heartbeat(work, "cut", 0)["step"]
+    wait_for(lambda: heartbeat(work, "cut", 0)["step"] not in (0, before))
+    assert cli(work, "stop", "--run", "cut", "--grace", "60").returncode == 0
+    stopped = max(metrics(work, "cut"))
+    assert stopped < steps
+    assert (work / f"runs/cut/checkpoints/step-{stopped:08}").exists()
+
+    again = cli(work, "launch", "--run", "cut", "--resume", "auto", "--follow", *base, "--parallel.offload", "full")
     assert again.returncode == 0, again.stderr
-    assert "resumed from runs/cut/checkpoints/step-" in again.stdout
+    assert f"resumed from runs/cut/checkpoints/step-{stopped:08}" in again.stdout
     resumed = metrics(work, "cut")
     assert {step: m["loss"] for step, m in resumed.items()} == {step: m["loss"] for step, m in straight.items()}
-    assert resumed[12]["tokens"] == straight[12]["tokens"]
-    assert straight[12].get("update_s") is None
+    assert resumed[steps]["tokens"] == straight[steps]["tokens"]
+    assert straight[steps].get("update_s") is None
     assert sum(m["update_s"] for m in resumed.values()) > 0  # each counted in its own step or in the next
+    last = resumed[steps]
+    assert last["up_bytes"] > last["down_bytes"] > 0
+    assert last["update_bytes"] > 0
 
 
 def test_a_resume_that_would_learn_other_things_needs_consent(work, cli, demo, corpus):

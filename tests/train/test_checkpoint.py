@@ -67,7 +67,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
         if number % 2 == 0:
             if number == tear_at and me.rank == 1:
                 of_store.seal = lambda path, rank: os.kill(os.getpid(), signal.SIGKILL)
-            store.save(number, module, updater, RunIdentity(*IDENTITY))
+            store.save(number, updater, RunIdentity(*IDENTITY))
     store.close()
     return losses, torch.get_rng_state().sum().item()
 
@@ -410,7 +410,7 @@ def _crc_while_saving(me, directory, root):
     from llama405b.checkpoint import store as of_store
     from llama405b.contract.checkpoints import RunIdentity
 
-    module, updater = _trainer(me, directory)
+    _, updater = _trainer(me, directory)
     seen, save = [], of_store.dcp.save
 
     def watched(*args, **more):
@@ -420,7 +420,7 @@ def _crc_while_saving(me, directory, root):
     of_store.dcp.save = watched
     with contextlib.closing(_store(me, root)) as store:
         store.take()
-        store.save(1, module, updater, RunIdentity(*IDENTITY))
+        store.save(1, updater, RunIdentity(*IDENTITY))
     return [*seen, torch.serialization.get_crc32_options()]
 
 

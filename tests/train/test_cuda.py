@@ -16,12 +16,12 @@ def _losses(directory, kind, offload, numerics="fp32"):
 
     me = ranks.join("cuda", 60)
     try:
-        parallel = Parallel(fsdp=kind, cpu_offload=offload, numerics=numerics)
+        parallel = Parallel(fsdp=kind, offload="full" if offload else "none", numerics=numerics)
         config = llama.read_hf_config(directory)
         if kind == "fsdp1":
             module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
         else:
-            module = llama.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
+            module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
             fsdp2.shard(module, parallel, me.device)
             load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
         fsdp2.checkpoint_activations(module)

@@ -29,8 +29,9 @@ def _load_and_compare(me, directory, numerics, checkpointing):
     whole, faults = _read(directory), []
     for how in ("rank0", "local"):
         config = llama.read_hf_config(directory)
-        module = llama.build_on_meta(config, "sdpa", fsdp2.kept_dtype(numerics))
-        fsdp2.shard(module, Parallel(numerics=numerics), me.device)
+        parallel = Parallel(numerics=numerics)
+        module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
+        fsdp2.shard(module, parallel, me.device)
         if checkpointing:
             fsdp2.checkpoint_activations(module)
         calls = []

@@ -1,6 +1,7 @@
 """The update hidden under the next forward: bit for bit the sequential one, whatever comes in between."""
 
 import functools
+import sys
 import threading
 import time
 import traceback
@@ -9,141 +10,82 @@ import pytest
 import torch
 
 from ranks_rig import run_ranks
+from update_rig import batch, bits, build, same, slow, take
 
-STEPS, BATCH, SEQ, VOCABULARY = 50, 12, 16, 131
+STEPS = 50
 SAVED, RESUMED, LOOKED = 20, 31, 7  # the step that is saved; after which it is resumed; how often a forward only looks
+FORMS = {  # each with torch's AdamW between the steps first
+    "full": [{"offload": "full", "overlap": False}, {"offload": "full", "overlap": True}],
+    "states": [{"offload": "none", "overlap": False}, {"offload": "states", "overlap": True}],
+}
 
 
-def _batch(step, me, accumulation):
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=generator)
-    if step % 3:
-        ids = (ids[:, :1] + torch.arange(SEQ + 1)) % VOCABULARY  # each token foretells the next
-    each = BATCH // me.world
-    mine = ids[me.rank * each :][:each]
-    return [(part[:, :-1], part[:, 1:]) for part in mine.chunk(min(accumulation, each))]
-
-
-def _build(me, directory, *, overlap, numerics="fp32", wrap=("LlamaDecoderLayer", "Embedding")):
-    from llama405b import load
-    from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.model import llama
-    from llama405b.optim.updater import build_updater
-    from llama405b.parallel import fsdp2
-
-    parallel = Parallel(numerics=numerics, cpu_offload=True, overlap=overlap, wrap=wrap)
-    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.kept_dtype(numerics))
-    fsdp2.shard(module, parallel, me.device)
-    load.load(module, directory, "rank0", me, lambda *_: None, offload=True)
-    fsdp2.checkpoint_activations(module)
-    return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
-
-
-def _step(me, module, updater, step, accumulation=1, max_norm=0.5):
-    from llama405b.optim.adamw import set_lr
-    from llama405b.step import train_step
-
-    set_lr(updater.optimizer, 3e-3 / (1 + step / 50))  # each step another, as a schedule has it
-    micro = _batch(step, me, accumulation)
-    result = train_step(module, updater, micro, max_norm=max_norm, dp_size=me.dp.size)
-    return result.loss, result.grad_norm
-
-
-def _bits(module, updater):
-    """Weights and moments of this rank."""
-    from llama405b.optim.norm import local
-
-    updater.drain()
-    found = {}
-    for name, parameter in module.named_parameters():
-        state = updater.optimizer.state[parameter]
-        found[name] = [local(parameter), *(local(state[key]) for key in ("exp_avg", "exp_avg_sq", "step"))]
-    return {name: [tensor.detach().clone() for tensor in tensors] for name, tensors in found.items()}
-
-
-def _slow(updater, seconds=0.001):
-    """Slow every update down, so that it would still run where nobody waited for it."""
-    update = updater._update
-
-    def slow(*args):
-        time.sleep(seconds)
-        update(*args)
-
-    updater._update = slow
-
-
-def _train(me, directory, root, *, overlap, accumulation):
+def _train(me, directory, root, *, accumulation, overlap, **form):
     """Train 50 steps with a save, a resume and forwards that only look; returns what was seen, and the bits at the end."""
     from llama405b.checkpoint.snapshot import restore, state_to_save
 
-    module, updater = _build(me, directory, overlap=overlap)
+    module, updater = build(me, directory, overlap=overlap, **form)
     if overlap:
-        _slow(updater)
+        slow(updater)
     seen, saved, order, again = [], root / f"step-{SAVED:08d}", list(range(1, STEPS + 1)), True
     while order:
         step = order.pop(0)
-        seen.append(_step(me, module, updater, step, accumulation))
+        seen.append(take(me, module, updater, step, accumulation))
         if step % LOOKED == 0:
             with torch.no_grad():
-                seen.append(float(module(input_ids=_batch(0, me, 1)[0][0], use_cache=False).logits.sum()))
+                seen.append(float(module(input_ids=batch(0, me, 1)[0][0], use_cache=False).logits.sum()))
         if step == SAVED and again:
-            torch.distributed.checkpoint.save(state_to_save(module, updater, me), checkpoint_id=saved)
+            torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=saved)
         if step == RESUMED and again:
             again = False
             assert restore(saved, module, updater, me) == SAVED
             order = list(range(SAVED + 1, STEPS + 1))
-    return seen, _bits(module, updater)
+    return seen, bits(module, updater)
 
 
-def _same(one, other):
-    return one.keys() == other.keys() and all(
-        torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
-    )
+def _compare(me, directory, root, accumulation):
+    forms = [{"offload": "none", "overlap": False}, *({"offload": name, "overlap": True} for name in FORMS)]
+    runs = [
+        _train(me, directory, root / form["offload"], accumulation=accumulation, numerics="fp32-master", **form)
+        for form in forms
+    ]
+    clipped = sum(each[1] > 0.5 for each in runs[0][0] if isinstance(each, tuple))
+    return [(run[0] == runs[0][0], same(run[1], runs[0][1])) for run in runs], clipped, len(runs[0][0])
 
 
-def _compare(me, directory, root):
-    outcomes = []
-    for accumulation in (1, 3):
-        runs = [
-            _train(me, directory, root / f"{accumulation}-{overlap}", overlap=overlap, accumulation=accumulation)
-            for overlap in (False, True)
-        ]
-        clipped = sum(each[1] > 0.5 for each in runs[0][0] if isinstance(each, tuple))
-        outcomes.append((runs[0][0] == runs[1][0], _same(runs[0][1], runs[1][1]), clipped, len(runs[0][0])))
-    return outcomes
-
-
+@pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_hidden_equals_sequential_bit_for_bit(tiny, tmp_path, world):
-    for outcomes in run_ranks(world, _compare, tiny, tmp_path):
-        for same_numbers, same_bits, clipped, seen in outcomes:
-            assert (same_numbers, same_bits) == (True, True)
-            assert 10 <= clipped < seen
+def test_hidden_equals_sequential_bit_for_bit(tiny, tmp_path, world, accumulation):
+    for equal, clipped, seen in run_ranks(world, _compare, tiny, tmp_path, accumulation):
+        assert equal == [(True, True)] * 3
+        assert 10 <= clipped < seen
 
 
-def _otherwise(me, directory, more):
-    bits = []
-    for overlap in (False, True):
-        module, updater = _build(me, directory, overlap=overlap, **more)
-        if overlap:
-            _slow(updater)
-        seen = [_step(me, module, updater, step) for step in range(1, 9)]
-        bits.append((seen, _bits(module, updater)))
-    return bits[0][0] == bits[1][0] and _same(bits[0][1], bits[1][1])
+def _otherwise(me, directory, form, more):
+    outcomes = []
+    for each in FORMS[form]:
+        module, updater = build(me, directory, **each, **more)
+        if each["overlap"]:
+            slow(updater)
+        seen = [take(me, module, updater, step) for step in range(1, 9)]
+        outcomes.append((seen, bits(module, updater)))
+    return outcomes[0][0] == outcomes[1][0] and same(outcomes[0][1], outcomes[1][1])
 
 
 def test_so_it_does_with_tied_embeddings_and_bf16(tiny_tied):
-    assert run_ranks(2, _otherwise, tiny_tied, {"numerics": "pure-bf16"}) == [True, True]
+    assert run_ranks(2, _otherwise, tiny_tied, "full", {"numerics": "pure-bf16"}) == [True, True]
+    assert run_ranks(2, _otherwise, tiny_tied, "states", {}) == [True, True]
 
 
-def test_so_it_does_with_other_units(tiny):
+@pytest.mark.parametrize("form", FORMS)
+def test_so_it_does_with_other_units(tiny, form):
     for wrap in (("LlamaAttention", "LlamaMLP", "Embedding"), ("LlamaDecoderLayer",)):
-        assert run_ranks(1, _otherwise, tiny, {"wrap": wrap}) == [True]
+        assert run_ranks(1, _otherwise, tiny, form, {"wrap": wrap}) == [True]
 
 
-def _side_by_side(me, directory):
+def _side_by_side(me, directory, form):
     """What was pending when a step returned; then when units were updated, and when the layers of the next forward ended."""
-    module, updater = _build(me, directory, overlap=True)
+    module, updater = build(me, directory, **FORMS[form][1])
     gate, updates, forwards, update = threading.Event(), {}, [], updater._update
 
     def timed(part, *args):
@@ -158,42 +100,47 @@ def _side_by_side(me, directory):
     updater._update = timed
     for layer in module.model.layers:
         layer.register_forward_hook(ended)
-    _step(me, module, updater, 1)
+    take(me, module, updater, 1)
     pending = [not part.pending.done() for part in updater.parts]
     forwards.clear()
     gate.set()
     with torch.no_grad():
-        module(input_ids=_batch(0, me, 1)[0][0], use_cache=False)
+        module(input_ids=batch(0, me, 1)[0][0], use_cache=False)
     updater.drain()
     layers = [updates[part.name] for part in updater.parts if ".layers." in part.name]
     beside = sum(ended < later for ended, later in zip(forwards, layers[1:], strict=False))
     return all(pending), list(updates) == [part.name for part in updater.parts], beside, len(layers)
 
 
-def test_all_units_are_pending_when_the_step_returns_and_updated_beside_the_forward(tiny):
-    [(pending, in_order, beside, layers)] = run_ranks(1, _side_by_side, tiny)
+@pytest.mark.parametrize("form", FORMS)
+def test_all_units_are_pending_when_the_step_returns_and_updated_beside_the_forward(tiny, form):
+    [(pending, in_order, beside, layers)] = run_ranks(1, _side_by_side, tiny, form)
     assert (pending, in_order) == (True, True)
     assert beside >= layers / 2  # whose forward had ended before the next one's update; a busy machine may be late
 
 
-def _mutated(me, directory, root, mutate):
+def _mutated(me, directory, root, form, mutate):
     """Whether the result still is the sequential one."""
     from llama405b.checkpoint.snapshot import restore, state_to_save
 
     outcomes = []
-    for overlap in (False, True):
-        module, updater = _build(me, directory, overlap=overlap)
-        if overlap:
-            _slow(updater, 0.02)
+    for each in FORMS[form]:
+        module, updater = build(me, directory, **each)
+        if each["overlap"]:
+            slow(updater, 0.02)
             mutate(updater)
-        path = root / f"{overlap}" / "step-00000001"
-        seen = [_step(me, module, updater, 1)]
-        torch.distributed.checkpoint.save(state_to_save(module, updater, me), checkpoint_id=path)
-        seen += [_step(me, module, updater, step) for step in (2, 3)]
+        path = root / f"{each['overlap']}" / "step-00000001"
+        seen = [take(me, module, updater, 1)]
+        torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+        seen += [take(me, module, updater, step) for step in (2, 3)]
         restore(path, module, updater, me)
         type(updater).drain(updater)
-        outcomes.append((seen, _bits(module, updater)))
-    return outcomes[0][0] == outcomes[1][0] and _same(outcomes[0][1], outcomes[1][1])
+        outcomes.append((seen, bits(module, updater)))
+    return outcomes[0][0] == outcomes[1][0] and same(outcomes[0][1], outcomes[1][1])
+
+
+def _all_mutated(me, directory, root, form, mutations):
+    return [_mutated(me, directory, root / f"{i}", form, mutate) for i, mutate in enumerate(mutations)]
 
 
 def _nothing(_updater):
@@ -208,22 +155,15 @@ def _without_waiting(updater):
     updater.drain = lambda: None
 
 
-@pytest.mark.parametrize(
-    ("mutate", "same"),
-    [
-        (_nothing, True),
-        (functools.partial(_without_hook, 0), False),  # of the embedding
-        (functools.partial(_without_hook, 2), False),  # of a layer
-        (functools.partial(_without_hook, -2), False),  # of norm and head
-        (_without_waiting, False),
-    ],
-)
-def test_the_tests_see_a_wait_that_is_missing(tiny, tmp_path, mutate, same):
-    assert run_ranks(1, _mutated, tiny, tmp_path, mutate) == [same]
+@pytest.mark.parametrize("form", FORMS)
+def test_the_tests_see_a_wait_that_is_missing(tiny, tmp_path, form):
+    hooks = [functools.partial(_without_hook, number) for number in (0, 2, -2)]  # of the embedding, a layer, the head
+    found = run_ranks(1, _all_mutated, tiny, tmp_path, form, [_nothing, *hooks, _without_waiting])
+    assert found == [[True, False, False, False, False]]
 
 
-def _raises(me, directory):
-    module, updater = _build(me, directory, overlap=True)
+def _raises(me, directory, form):
+    module, updater = build(me, directory, **FORMS[form][1])
     update, said = updater._update, []
 
     def fail_in_the_third(part, *args):
@@ -232,8 +172,8 @@ def _raises(me, directory):
         update(part, *args)
 
     updater._update = fail_in_the_third
-    _step(me, module, updater, 1)
-    for act in (updater.drain, functools.partial(module, input_ids=_batch(0, me, 1)[0][0])):
+    take(me, module, updater, 1)
+    for act in (updater.drain, functools.partial(module, input_ids=batch(0, me, 1)[0][0])):
         try:
             act()
         except MemoryError as error:
@@ -241,35 +181,37 @@ def _raises(me, directory):
     return said
 
 
-def test_an_error_of_the_worker_is_raised_in_the_training_thread_with_its_traceback(tiny):
-    assert run_ranks(1, _raises, tiny) == [[True, True]]
+@pytest.mark.parametrize("form", FORMS)
+def test_an_error_of_the_worker_is_raised_in_the_training_thread_with_its_traceback(tiny, form):
+    assert run_ranks(1, _raises, tiny, form) == [[True, True]]
 
 
-def _not_finite(me, directory):
+def _not_finite(me, directory, form):
     from llama405b.step import NonFiniteError
 
     outcomes = []
-    for overlap in (False, True):
-        module, updater = _build(me, directory, overlap=overlap)
-        _step(me, module, updater, 1, 3)
-        before = _bits(module, updater)
+    for each in FORMS[form]:
+        module, updater = build(me, directory, **each)
+        take(me, module, updater, 1, 3)
+        before = bits(module, updater)
         poison = module.lm_head.register_forward_hook(lambda *args: args[2] * float("nan"))
         with pytest.raises(NonFiniteError):
-            _step(me, module, updater, 2, 3)
+            take(me, module, updater, 2, 3)
         poison.remove()
-        unchanged = _same(before, _bits(module, updater))
-        outcomes.append((unchanged, _step(me, module, updater, 3, 3)))
+        unchanged = same(before, bits(module, updater))
+        outcomes.append((unchanged, take(me, module, updater, 3, 3)))
     return outcomes
 
 
-def test_a_norm_that_is_not_finite_changes_nothing(tiny):
-    [sequential, hidden] = run_ranks(1, _not_finite, tiny)[0]
+@pytest.mark.parametrize("form", FORMS)
+def test_a_norm_that_is_not_finite_changes_nothing(tiny, form):
+    [sequential, hidden] = run_ranks(1, _not_finite, tiny, form)[0]
     assert sequential == hidden
     assert hidden[0]
 
 
 def _long_wait(me, directory):
-    module, updater = _build(me, directory, overlap=True)
+    module, updater = build(me, directory, overlap=True)
     heard, gate, update = [], threading.Event(), updater._update
 
     def gated(*args):
@@ -281,11 +223,11 @@ def _long_wait(me, directory):
         gate.set()
 
     updater._update, updater.waits = gated, waits
-    import llama405b.optim.updater as of_updater
+    import llama405b.optim.offloaded as of_updater
 
     of_updater.LONG_WAIT_S = 0.05
     for step in (1, 2):
-        _step(me, module, updater, step)
+        take(me, module, updater, step)
     return heard
 
 
@@ -293,10 +235,9 @@ def test_a_long_wait_for_an_update_is_told_while_it_lasts(tiny):
     assert run_ranks(1, _long_wait, tiny) == [[True, False]]
 
 
-def _backlog(me, directory):
-    import llama405b.optim.updater as of_updater
-
-    module, updater = _build(me, directory, overlap=True)
+def _backlog(me, directory, form):
+    module, updater = build(me, directory, **FORMS[form][1])
+    of_updater = sys.modules[type(updater).__module__]
     add, submit, most, adding = of_updater._add, updater.worker.submit, [], []
 
     def slow_add(*args):
@@ -304,15 +245,19 @@ def _backlog(me, directory):
         add(*args)
 
     def counted(act, *args):
-        adding.append(submit(act, *args))
-        most.append(sum(not each.done() for each in adding))
-        return adding[-1]
+        future = submit(act, *args)
+        if args[0] is slow_add:
+            adding.append(future)
+            most.append(sum(not each.done() for each in adding))
+        return future
 
     of_updater._add, updater.worker.submit = slow_add, counted
-    _step(me, module, updater, 1, accumulation=12)
+    take(me, module, updater, 1, accumulation=12)
     return max(most), len(updater.parts)
 
 
 def test_gradients_that_wait_to_be_added_do_not_pile_up(tiny):
-    [(most, parts)] = run_ranks(1, _backlog, tiny)
+    [(most, parts)] = run_ranks(1, _backlog, tiny, "full")
     assert most <= parts
+    [(most, _)] = run_ranks(1, _backlog, tiny, "states")
+    assert most <= 1  # they have one slot

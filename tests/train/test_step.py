@@ -34,8 +34,9 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
     from llama405b.model import llama
     from llama405b.parallel import fsdp2 as shard
 
-    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", shard.kept_dtype(numerics))
-    shard.shard(module, Parallel(numerics=numerics, cpu_offload=offload), me.device)
+    parallel = Parallel(numerics=numerics, offload="full" if offload else "none")
+    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", shard.shard_dtype(parallel))
+    shard.shard(module, parallel, me.device)
     load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
     if checkpointing:
         shard.checkpoint_activations(module)
@@ -61,7 +62,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         shard.checkpoint_activations(module)
     else:
         module = _sharded(me, directory, offload=offload, numerics=numerics)
-    parallel = Parallel(fsdp=kind, cpu_offload=offload, overlap=overlap)
+    parallel = Parallel(fsdp=kind, offload="full" if offload else "none", overlap=overlap)
     updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
     each = GLOBAL_BATCH // me.world
     losses, norms = [], []

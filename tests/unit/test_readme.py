@@ -35,10 +35,10 @@ def test_the_hosts_are_accepted():
 
 def test_the_estimates_are_those_that_are_computed():
     shapes = json.loads((config.PRESET_DIR / "architectures.json").read_text())
-    rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (yes|no) \| (\d+) \|.*$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|states|full) \| (\d+) \|.*$", README, re.MULTILINE)
     assert len(rows) > 5
     for name, numerics, offload, gpus in rows:
-        load = Load(parse_llama(shapes[name], name), numerics, offload == "yes", int(gpus))
+        load = Load(parse_llama(shapes[name], name), numerics, offload, int(gpus))
         assert table_row(name, load) in README
 
 

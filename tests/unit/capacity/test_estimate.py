@@ -14,35 +14,51 @@ LARGE = parse_llama(SHAPES["llama3.1-405b"], "405b")
 
 @pytest.mark.parametrize(
     ("numerics", "offload", "tracked_gib"),
-    [("pure-bf16", False, 76.7), ("fp32-master", True, 46.8), ("pure-bf16", True, 41)],
+    [("pure-bf16", "none", 76.7), ("fp32-master", "full", 46.8), ("pure-bf16", "full", 41)],
 )
 def test_gpu_memory_is_what_torch_tracks(numerics, offload, tracked_gib):
     needs = estimate(Load(LARGE, numerics, offload, 64))
     assert (needs.gpu_bytes - RUNTIME_BYTES) / GIB == pytest.approx(tracked_gib, rel=0.02)
 
 
+def test_smaller_units_fit_where_decoder_layers_do_not():
+    halves = ("LlamaAttention", "LlamaMLP", "Embedding")
+    needs = estimate(Load(LARGE, "pure-bf16", "none", 64, wrap=halves))
+    assert (needs.gpu_bytes - RUNTIME_BYTES) / GIB == pytest.approx(65.2, rel=0.02)
+
+
+def test_states_on_the_host_cost_what_their_dtypes_do():
+    states, full = (estimate(Load(LARGE, "fp32-master", offload, 64)) for offload in ("states", "full"))
+    rounded = estimate(Load(LARGE, "fp32-master", "states", 64, overlap=False, moments="bf16"))
+    n = LARGE.parameters
+    assert states.gpu_bytes - full.gpu_bytes == pytest.approx(2 * n / 64)
+    assert (states.host_bytes, rounded.host_bytes) == (16 * n / 8, 12 * n / 8)
+    assert rounded.step_s < estimate(Load(LARGE, "fp32-master", "states", 64, overlap=False)).step_s
+    assert rounded.checkpoints_bytes == states.checkpoints_bytes * 8 / 12
+
+
 @pytest.mark.parametrize(("numerics", "tracked_gib"), [("fp32-master", 827), ("pure-bf16", 413)])
 def test_pinned_memory_is_what_torch_rounds_it_to(numerics, tracked_gib):
-    assert estimate(Load(LARGE, numerics, True, 64)).host_bytes / GIB == pytest.approx(tracked_gib, rel=0.02)
+    assert estimate(Load(LARGE, numerics, "full", 64)).host_bytes / GIB == pytest.approx(tracked_gib, rel=0.02)
 
 
 def test_a_step_takes_as_long_as_the_published_one():
-    assert estimate(Load(LARGE, "pure-bf16", True, 64, overlap=False)).step_s == pytest.approx(30, rel=0.05)
+    assert estimate(Load(LARGE, "pure-bf16", "full", 64, overlap=False)).step_s == pytest.approx(30, rel=0.05)
 
 
 def test_an_update_under_the_forward_takes_what_the_forward_does_not_hide():
-    hidden, sequential = (estimate(Load(LARGE, "fp32-master", True, 64, overlap=on)).step_s for on in (True, False))
-    small = [estimate(Load(LARGE, "fp32-master", True, 64, seq_len=256, overlap=on)).step_s for on in (True, False)]
+    hidden, sequential = (estimate(Load(LARGE, "fp32-master", "full", 64, overlap=on)).step_s for on in (True, False))
+    small = [estimate(Load(LARGE, "fp32-master", "full", 64, seq_len=256, overlap=on)).step_s for on in (True, False)]
     assert sequential - hidden == pytest.approx(5.8, abs=1.0)  # all but the norm
     assert 0.8 * small[1] < small[0] < small[1]  # a short forward hides little
 
 
 def test_more_ranks_need_less_each():
-    large, small = (estimate(Load(LARGE, "fp32-master", False, world)) for world in (64, 128))
+    large, small = (estimate(Load(LARGE, "fp32-master", "none", world)) for world in (64, 128))
     assert small.gpu_bytes < large.gpu_bytes
     assert small.step_s == pytest.approx(large.step_s / 2)
     assert (small.weights_bytes, small.checkpoints_bytes) == (large.weights_bytes, large.checkpoints_bytes)
 
 
 def test_no_time_is_claimed_for_numerics_that_nobody_timed():
-    assert estimate(Load(LARGE, "fp32", False, 64)).step_s is None
+    assert estimate(Load(LARGE, "fp32", "none", 64)).step_s is None

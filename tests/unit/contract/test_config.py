@@ -87,16 +87,44 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         (["--resume=-5"], "--resume: '-5' is not a checkpoint"),
         (["--resume", "/tmp"], "--resume: '/tmp' is not a checkpoint"),
         (["--parallel.numerics", "fp32", "--model.attention", "flash_attention_2"], "flash-attn computes in BF16 only"),
+        (["--parallel.offload", "states", "--parallel.fsdp", "fsdp1"], "--parallel.offload: states needs fsdp2"),
+        (
+            ["--parallel.offload", "states", "--parallel.numerics", "fp32"],
+            "--parallel.offload: states keeps FP32 weights",
+        ),
+        (["--parallel.moments", "bf16"], "--parallel.moments: bf16 moments need offload"),
+        (
+            ["--parallel.moments", "bf16", "--parallel.offload", "full", "--parallel.fsdp", "fsdp1"],
+            "need offload states or",
+        ),
+        (
+            ["--parallel.moments", "bf16", "--parallel.offload", "full", "--parallel.numerics", "pure-bf16"],
+            "the moments are BF16 already",
+        ),
+        (
+            ["--parallel.forward_prefetch", "on"],
+            "--parallel.forward_prefetch: with fsdp2 it could gather weights before",
+        ),
     ],
 )
 def test_a_bad_flag_is_named(flags, words):
     assert words in refusal(command.parse, [*GIVEN, *flags])
 
 
-def test_offload_takes_on_and_off_and_nothing():
-    for flags, expected in ((["on"], True), (["off"], False), ([], True)):
+def test_an_older_name_of_offload_is_read(tmp_path, capsys):
+    for flags, expected in ((["on"], "full"), (["off"], "none"), ([], "full")):
         parsed = command.parse([*GIVEN, "--parallel.cpu_offload", *flags])
-        assert parsed.config.parallel.cpu_offload is expected
+        assert parsed.config.parallel.offload == expected
+    (tmp_path / "c.toml").write_text("[parallel]\ncpu_offload = true\n")
+    file = ["--config", str(tmp_path / "c.toml")]
+    assert command.parse([*GIVEN, *file]).config.parallel.offload == "full"
+    assert command.parse([*GIVEN, *file, "--parallel.offload", "states"]).config.parallel.offload == "states"
+    for both in ('cpu_offload = false\noffload = "full"', 'offload = "none"\ncpu_offload = false'):
+        (tmp_path / "c.toml").write_text(f"[parallel]\n{both}\n")
+        assert "c.toml:3: parallel.offload is set twice" in refusal(config.read_toml, tmp_path / "c.toml")
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    assert "--parallel.cpu_offload  an older name: on is --parallel.offload full" in capsys.readouterr().out
 
 
 def test_accumulation_divides_or_names_what_does():
@@ -119,7 +147,7 @@ def test_fsdp1_with_offload_does_not_accumulate():
     flags = [*GIVEN, "--parallel.fsdp", "fsdp1", "--parallel.cpu_offload", "on", "--training.global_batch_size", "64"]
     chosen = command.parse(flags).config
     assert config.check_world(chosen, 64) == 1
-    assert "fsdp1 with cpu_offload cannot accumulate 2 micro-batches" in refusal(config.check_world, chosen, 32)
+    assert "fsdp1 with offload cannot accumulate 2 micro-batches" in refusal(config.check_world, chosen, 32)
 
 
 def test_help_names_every_setting(capsys):

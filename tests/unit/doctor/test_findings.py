@@ -188,7 +188,7 @@ def test_what_a_run_needs():
 def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     hosts = parse_hosts("node[01-08] slots=8", "hosts")
     flags = ["--preset", "llama3.1-405b", "--data.paths", "x", "--parallel.numerics", "pure-bf16"]
-    resident = needs_of(command.parse([*flags, "--parallel.cpu_offload", "off"]).config, "llama3.1-405b", hosts)
+    resident = needs_of(command.parse([*flags, "--parallel.offload", "none"]).config, "llama3.1-405b", hosts)
     assert resident.gpu_bytes < 48 << 30  # which fits, but its peak does not fit 40
     assert 75 << 30 < resident.gpu_peak_bytes < 80 << 30
     assert diagnose({"a": good()}, resident) == []

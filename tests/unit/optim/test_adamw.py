@@ -1,6 +1,8 @@
 import pytest
+import torch
 
 from llama405b.contract.schema import Optimizer
+from llama405b.optim import adamw
 from llama405b.optim.adamw import lr_at
 
 
@@ -16,3 +18,27 @@ def test_schedule():
 def test_linear_and_constant():
     assert lr_at(50, 100, Optimizer(lr=1.0, decay="linear")) == pytest.approx(0.5)
     assert lr_at(99, 100, Optimizer(lr=1.0, decay="constant")) == 1.0
+
+
+def test_rounded_moments_are_updated_chunk_by_chunk_as_in_fp32(monkeypatch):
+    monkeypatch.setattr(adamw, "CHUNK", 64)
+    torch.manual_seed(0)
+    settings = adamw.Settings(1e-2, (0.9, 0.95), 0.1, 1e-8)
+    weight, gradient = torch.randn(10, 31), torch.randn(10, 31)
+    by_torch = torch.nn.Parameter(weight.clone())
+    ours = torch.nn.Parameter(weight.clone())
+    state = {"step": torch.zeros(())} | {
+        name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")
+    }
+    optimizer = torch.optim.AdamW([by_torch], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(1, 4):
+        by_torch.grad = gradient * step
+        optimizer.step()
+        with torch.no_grad():
+            adamw.update_adamw([ours], [state], [gradient * step], settings)
+        for name in ("exp_avg", "exp_avg_sq"):  # what torch would have, had it rounded its moments
+            exact = optimizer.state[by_torch][name]
+            exact.copy_(exact.to(torch.bfloat16))
+            assert torch.equal(state[name].float(), exact)
+        assert torch.equal(ours, by_torch)
+        assert state["step"] == step

@@ -196,6 +196,17 @@ def test_the_numbers_of_the_training_that_stand_out_are_marked():
     assert marked == [f"loss {training.loss:.4f}", "6.00 s/step"]
 
 
+def test_updates_on_the_cpu_show_their_speed_and_what_crosses():
+    pic, logs = played(8, HOT)
+    moved = {"update_bytes": 177.6e9, "down_bytes": 25.4e9, "up_bytes": 12.7e9}
+    training = dataclasses.replace(pic.training, update_s=3.8, exposed_s=0.52, **moved)
+    line = panels.screen(dataclasses.replace(pic, training=training), panels.Ui(), logs, 240, 40)[1].plain
+    assert "update 3.80 of which waited 0.52" in line
+    assert line.rstrip().endswith("host memory 46.7GB/s  25.4GB down 12.7GB up")
+    narrow = panels.screen(dataclasses.replace(pic, training=training), panels.Ui(), logs, 120, 40)[1].plain
+    assert "GB down" not in narrow
+
+
 def test_the_screenshot_of_the_readme():
     pic, logs = played(8, HUNG)
     console = Console(

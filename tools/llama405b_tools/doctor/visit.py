@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llama405b.capacity import estimate
 from llama405b.contract import config, weights
-from llama405b.contract.schema import BYTES_PER_PARAMETER, Config
+from llama405b.contract.schema import Config
 from llama405b_tools.doctor.host_facts import HostFacts, PeersReply
 from llama405b_tools.doctor.rules.findings import Finding, Peers
 from llama405b_tools.doctor.rules.of_host import BAD, Needs
@@ -46,26 +46,16 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     most, world = max(slots), sum(slots)
     if (llama := _shape(asked, preset)) is None:
         return needs
-    each = llama.parameters * BYTES_PER_PARAMETER[asked.parallel.numerics] // world
-    if asked.parallel.cpu_offload or not needs.cuda:
-        needs = dataclasses.replace(needs, ram_bytes=each * most)
-    else:
-        needs = dataclasses.replace(needs, gpu_bytes=each)
+    on_device, on_host = (each * llama.parameters // world for each in asked.parallel.state_bytes)
+    if not needs.cuda:
+        on_device, on_host = 0, on_device + on_host
+    needs = dataclasses.replace(needs, gpu_bytes=on_device, ram_bytes=on_host * most)
     if not (needs.cuda and asked.model.activation_checkpointing):
         return needs
-    load = estimate.Load(
-        llama,
-        asked.parallel.numerics,
-        asked.parallel.cpu_offload,
-        world,
-        asked.data.seq_len,
-        asked.training.micro_batch_size,
-        asked.training.global_batch_size,
-        overlap=asked.parallel.hides_update,
-    )
+    load = estimate.Load.of(llama, asked, world)
     found = estimate.estimate(load)
-    on_host = found.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
-    return dataclasses.replace(needs, gpu_peak_bytes=int(found.gpu_bytes), ram_peak_bytes=int(on_host))
+    at_peak = found.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
+    return dataclasses.replace(needs, gpu_peak_bytes=int(found.gpu_bytes), ram_peak_bytes=int(at_peak))
 
 
 def _shape(asked: Config, preset: str) -> weights.Llama | None:

@@ -40,6 +40,7 @@ DOING = {
     Phase.START: "connecting to each other",
     Phase.DATA: "reading the data",
     Phase.LOAD: "loading the weights",
+    Phase.PIN: "pinning CPU memory",
     Phase.RESUME: "restoring the checkpoint",
     Phase.TRAIN: "taking the first step",
 }

@@ -13,7 +13,7 @@ from llama405b.contract.words import STUCK
 from llama405b_tools.remote.messages.status import Beat, HostRun
 
 HEARD_WITHIN_S = 20.0  # a host not heard from for longer is unreachable: nothing is known about its ranks
-SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.RESUME, Phase.CHECKPOINT)
+SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME, Phase.CHECKPOINT)
 
 
 class Standing(enum.StrEnum):

@@ -164,14 +164,11 @@ def _gpu(gpu: gpus.Gpu, needs: Needs) -> Remarks:
     room = (gpu.memory_mib or 0) << 20
     if room and room < needs.gpu_bytes:
         what = f"{where}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
-        yield BAD, what, "use more ranks, --parallel.cpu_offload, or pure-bf16"
+        yield BAD, what, "use more ranks, --parallel.offload full, or pure-bf16"
     elif room and room < needs.gpu_peak_bytes:
         what = f"{where}: {room / GIB:.0f} GiB, but a rank takes about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
-        yield (
-            WARN,
-            what,
-            "that is an estimate: --rehearse tries it; or use more ranks, --parallel.cpu_offload, or pure-bf16",
-        )
+        less = "--parallel.offload full, pure-bf16, or --parallel.wrap LlamaAttention,LlamaMLP,Embedding"
+        yield WARN, what, f"that is an estimate: --rehearse tries it; or use more ranks, {less}"
 
 
 def _fabric(facts: HostFacts) -> Remarks:
@@ -191,13 +188,13 @@ def _fabric(facts: HostFacts) -> Remarks:
 
 
 def _memory(facts: HostFacts, needs: Needs) -> Remarks:
-    memory = facts.memory
+    memory, less = facts.memory, "--parallel.moments bf16, or --parallel.offload none"
     if memory and needs.ram_bytes > memory.total:
         what = f"{memory.total / GIB:.0f} GiB of RAM, but the run needs {needs.ram_bytes / GIB:.0f}"
-        yield BAD, what, "use more hosts, or --parallel.cpu_offload off"
+        yield BAD, what, f"use more hosts, {less}"
     elif memory and needs.ram_peak_bytes > memory.total:
         what = f"{memory.total / GIB:.0f} GiB of RAM, but the run takes about {needs.ram_peak_bytes / GIB:.0f} with pinning"
-        yield WARN, what, "that is an estimate: --rehearse cannot try it; use more hosts, or --parallel.cpu_offload off"
+        yield WARN, what, f"that is an estimate: --rehearse cannot try it; use more hosts, {less}"
     if memory and memory.shm_free < MIN_SHM:
         what = f"/dev/shm has {memory.shm_free / GIB:.1f} GiB free"
         yield WARN, what, "mount -o remount,size=16G /dev/shm (docker: --shm-size)"

@@ -45,7 +45,7 @@ def _rank_line(row: HostRow, rank: RankRow) -> Text:
         (f"  batch {number(rank.data_s, '.2f')} s", "data_s"),
         (f"  update {number(rank.optimizer_s, '.2f')} s", "optimizer_s"),
     ]
-    if rank.phase in (Phase.DATA, Phase.LOAD) and rank.total_bytes:
+    if rank.phase in (Phase.DATA, Phase.LOAD, Phase.PIN) and rank.total_bytes:
         pieces.append((f"  {rank.done_bytes / 1e9:.1f} of {rank.total_bytes / 1e9:.1f} GB", ""))
     return pieced(row, pieces, rank.odd_in).append(given("  ! {}", rank.odd), style_of(row, odd=True))
 

@@ -111,15 +111,24 @@ def _progress(run: Training, width: int) -> Text:
     times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
     split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
     if run.update_s is not None:
-        split += f" hidden {number(run.update_s, '.2f')} of which waited {number(run.exposed_s, '.2f')}"
+        split += f" update {number(run.update_s, '.2f')} of which waited {number(run.exposed_s, '.2f')}"
     parts = [
         (0, _marked(f"{number(run.step_s, '.2f')} s/step", run, "step_s")),
         (3, Text(f"({split})")),
         (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
         (2, Text(f"MFU {number(run.mfu_pct and run.mfu_pct / 100, '.0%')}")),
         (0, Text(f"ETA {span(run.eta_s)}")),
+        (4, Text(_moved(run))),
     ]
-    return _joined(first, parts, width, "  ")
+    return _joined(first, [part for part in parts if part[1].plain], width, "  ")
+
+
+def _moved(run: Training) -> str:
+    """Say how fast rank 0 updates in CPU memory, and what crosses between that and its device in a step."""
+    if not run.update_s or run.update_bytes is None:
+        return ""
+    crossed = f"{amount(run.down_bytes)}B down {amount(run.up_bytes)}B up"
+    return f"host memory {amount(run.update_bytes / run.update_s)}B/s  {crossed}"
 
 
 def _marked(words: str, run: Training, field: str) -> Text:

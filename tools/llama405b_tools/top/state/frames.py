@@ -80,8 +80,11 @@ class StepMetrics:
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
-    update_s: float | None = None  # of the update before, hidden under this step's forward
-    exposed_s: float | None = None  # of it, and of the norm: what the step waited for
+    update_s: float | None = None  # of updates on the CPU since the step before
+    exposed_s: float | None = None  # of them, and of the norm: what the step waited for
+    update_bytes: int | None = None  # that these updates moved in rank 0's CPU memory
+    down_bytes: int | None = None  # of rank 0's gradients to CPU memory
+    up_bytes: int | None = None  # of rank 0's weights from there
     tokens_per_s: float | None = None
     flops_per_token: float | None = None
 
@@ -99,6 +102,9 @@ class StepMetrics:
             self.optimizer_s,
             self.update_s,
             self.exposed_s,
+            self.update_bytes,
+            self.down_bytes,
+            self.up_bytes,
         )
         if min(filter(None, (self.step, *times, self.tokens_per_s, self.flops_per_token)), default=0) < 0:
             raise ValueError

@@ -217,8 +217,11 @@ class Training:
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
-    update_s: float | None = None  # of the updates that the forward hides; None: they are not hidden
+    update_s: float | None = None  # of updates on the CPU; None: there are none, or they are part of optimizer_s
     exposed_s: float | None = None  # of them, and of the norm: what the steps waited for
+    update_bytes: float | None = None  # that these updates moved in rank 0's CPU memory
+    down_bytes: float | None = None  # of rank 0's gradients to CPU memory
+    up_bytes: float | None = None  # of rank 0's weights from there
     tokens_per_s: float | None = None
     mfu_pct: float | None = None
     eta_s: float | None = None

@@ -26,6 +26,7 @@ PHASES = {
     Phase.START: RunPhase.STARTING,
     Phase.DATA: RunPhase.LOADING,
     Phase.LOAD: RunPhase.LOADING,
+    Phase.PIN: RunPhase.LOADING,
     Phase.RESUME: RunPhase.LOADING,
     Phase.CHECKPOINT: RunPhase.CKPT,
     Phase.EVAL: RunPhase.EVAL,

@@ -1,0 +1,199 @@
+"""BF16 weights stay on the device; FP32 masters, moments and the sum of gradients live in CPU memory (``offload = states``).
+
+No weight crosses PCIe in the forward or the backward. FSDP2 hands over each unit's gradient in FP32, before it is cast to the
+weights' dtype: 4 bytes per parameter come down for each micro-batch. After its update a unit's weights go up in BF16, 2 bytes
+per parameter and step. So the result is that of FP32 masters on the device, bit for bit.
+
+Only the gradient sums, one slot for gradients to be added, and one stage for weights cross PCIe: only they are pinned.
+The CUDA half of this (streams, events, pinned memory) has been read, and never been run.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llama405b.optim.adamw import Settings
+from llama405b.optim.norm import local
+from llama405b.optim.offloaded import Offloaded, Part, Waits
+from llama405b.optim.pinned import Progress, allocate
+from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
+
+Arrived = Callable[[], None]  # waits until copies have been made
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """One parameter of a unit."""
+
+    weight: nn.Parameter  # in the model, in BF16
+    master: nn.Parameter
+    begin: int  # of this rank's elements in the unit's flat gradient
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return this parameter's part of a flat tensor."""
+        shape = local(self.master).shape
+        return flat[self.begin : self.begin + shape.numel()].view(shape)
+
+
+@dataclasses.dataclass(slots=True)
+class Landing:
+    """Where a unit's gradients come down, and its weights go up."""
+
+    pieces: list[Piece]
+    total: Tensor  # of the flat gradients of the micro-batches so far, in FP32 and with FSDP's padding
+    sums: list[list[Tensor]]  # parts of it, by parameter group
+    unchecked: int  # pieces whose place in the flat gradient has not been compared with FSDP's
+    came: "Arrived"
+    uploaded: "Arrived"
+
+
+class States(Offloaded):
+    """See the module; the update itself is ``Offloaded``'s."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: nn.Module,
+        optimizer: torch.optim.AdamW,
+        device: torch.device,
+        waits: Waits,
+        *,
+        pinning: Progress = lambda *_: None,
+        **how: Any,
+    ) -> None:
+        """Allocate what crosses PCIe, have FSDP hand over the gradients, and give the model its weights.
+
+        ``pinning`` hears of the progress; ``how``: see ``Offloaded``.
+
+        Raises:
+            UserError: CUDA cannot pin that much.
+        """
+        super().__init__(model, kept, optimizer, device, waits, **how)
+        self.landings: dict[str, Landing] = {}
+        self.adding: Future[None] | None = None
+        self.device, self.uploads = device, torch.cuda.Stream(device) if device.type == "cuda" else None
+        weights, masters = (
+            {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()} for module in (model, kept)
+        )
+        units = fsdp_units(model)
+        laid_out = [_lay_out(unit, weights, masters) for unit in units]
+        sizes = [numel for _, numel in laid_out]
+        *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * max(sizes)], device, pinning)
+        self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
+        self.staged: Arrived = _nothing
+        for part, unit, (pieces, _), total in zip(self.parts, units, laid_out, totals, strict=True):
+            flat = total.view(torch.float32)
+            of = {id(piece.master): piece.of(flat) for piece in pieces}
+            sums = [[of[id(master)] for master in group] for _, group in part.groups]
+            self.landings[part.name] = Landing(pieces, flat, sums, len(pieces), _nothing, _nothing)
+            unit.modules[0].set_all_reduce_hook(functools.partial(self._land, part))
+            for piece in pieces:
+                piece.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, piece))
+        self.publish()
+
+    def collect(self) -> None:
+        """The gradients came during the backward."""
+
+    def _land(self, part: Part, flat: Tensor) -> None:
+        """Take a unit's gradient, in FP32 and reduced, from FSDP."""
+        landing = self.landings[part.name]
+        if flat.dtype != torch.float32 or flat.numel() != landing.total.numel():
+            raise RuntimeError(f"{part.name}: FSDP's gradient is {flat.dtype} of {flat.numel()}, not as expected")
+        self.done.down_bytes += flat.nbytes
+        stream = torch.cuda.current_stream(self.device) if flat.is_cuda else None
+        if not part.sums:
+            self.wait(part)
+            part.sums, landing.came = landing.sums, copy([(landing.total, flat)], stream)
+            return
+        self._finish(self.adding)  # which frees the slot
+        slot = self.slot[: flat.numel()]
+        came = copy([(slot, flat)], stream)
+        part.adding = self.adding = self.worker.submit(self._timed, _add, landing.total, slot, came)
+
+    def _drop(self, part: Part, piece: Piece, weight: nn.Parameter) -> None:
+        """Drop the BF16 gradient that FSDP makes of the flat one; the first shows whether that was understood."""
+        gradient, weight.grad = weight.grad, None
+        landing = self.landings[part.name]
+        if not landing.unchecked:
+            return
+        landing.unchecked -= 1
+        landing.came()
+        expected = piece.of(landing.total).to(weight.dtype)
+        if gradient is None or not torch.equal(local(gradient).cpu().nan_to_num(), expected.nan_to_num()):
+            raise RuntimeError(
+                f"{part.name}: FSDP's gradients are not laid out as expected; use --parallel.offload full"
+            )
+
+    def wait(self, part: Part) -> None:
+        """Wait for what is pending for one unit, until its weights are on the device.
+
+        Raises:
+            Exception: It failed; the worker's own.
+        """
+        super().wait(part)
+        self.landings[part.name].uploaded()
+
+    def publish(self) -> None:
+        """See ``Updater``."""
+        for part in self.parts:
+            self._upload(part)
+        self.drain()
+        self.told = dataclasses.replace(self.done)  # no step's work
+
+    def _update(
+        self, part: Part, sums: Sequence[Sequence[Tensor]], settings: Sequence[Settings], factor: float
+    ) -> None:
+        super()._update(part, sums, settings, factor)
+        self._upload(part)
+
+    @torch.no_grad()
+    def _upload(self, part: Part) -> None:
+        """Round a unit's masters to BF16, and begin to copy them to the device."""
+        self.staged()  # the unit before
+        landing = self.landings[part.name]
+        pairs = []
+        for piece in landing.pieces:
+            staged = piece.of(self.stage)
+            staged.copy_(local(piece.master))
+            pairs.append((local(piece.weight), staged))
+            self.done.up_bytes += staged.nbytes
+        self.staged = landing.uploaded = copy(pairs, self.uploads)
+
+
+def _lay_out(
+    unit: FsdpUnit, weights: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]
+) -> tuple[list[Piece], int]:
+    """Return a unit's parameters, and the length of its flat gradient: each begins at a multiple of the largest shard."""
+    pieces, begin = [], 0
+    for name in (each.replace(WRAPPER, "") for each in unit.parameters):
+        master = masters[name]
+        assert isinstance(master, DTensor)
+        pieces.append(Piece(weights[name], master, begin))
+        rows = -(-master.shape[0] // master.device_mesh.size())
+        begin += rows * master.shape[1:].numel()
+    return pieces, begin
+
+
+def copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> Arrived:
+    """Copy to the first tensor of each pair from the second; without a stream at once. Returns what waits for it."""
+    with torch.cuda.stream(stream):
+        for to, of in pairs:
+            to.copy_(of, non_blocking=True)
+            if stream and of.is_cuda:
+                of.record_stream(stream)  # or its memory would be reused before it has been read
+    return stream.record_event().synchronize if stream else _nothing
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
+
+
+def _add(total: Tensor, slot: Tensor, arrived: Arrived) -> None:
+    arrived()
+    total.add_(slot)

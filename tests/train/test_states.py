@@ -1,0 +1,180 @@
+"""FP32 masters, moments and sums in CPU memory: what they weigh, what crosses, and what other forms read of them."""
+
+import pytest
+import torch
+
+from ranks_rig import run_ranks
+from update_rig import bits, build, same, slow, take
+
+
+def _bytes(me, directory, moments):
+    from llama405b.optim.norm import local
+
+    module, updater = build(me, directory, overlap=True, offload="states", moments=moments)
+    for _ in range(2):
+        take(me, module, updater, 1, accumulation=3)
+        updater.drain()
+        work = updater.work()
+    masters = list(updater.kept.parameters())
+    states = [updater.optimizer.state[master] for master in masters]
+    found = {
+        "parameters": sum(local(master).numel() for master in masters),
+        "shards": sum(local(weight).nbytes for weight in module.parameters()),
+        "masters": sum(local(master).nbytes for master in masters),
+        "moments": sum(local(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq")),
+        "sums": sum(landing.total.nbytes for landing in updater.landings.values()),
+        "slot": updater.slot.nbytes,
+        "stage": updater.stage.nbytes,
+        "gradients": sum(weight.grad is not None for weight in module.parameters()),
+    }
+    return found, work
+
+
+@pytest.mark.parametrize(("world", "moments", "each"), [(1, "fp32", 4), (3, "bf16", 2)])
+def test_what_it_keeps_and_moves_is_what_it_says(tiny, world, moments, each):
+    everyone = run_ranks(world, _bytes, tiny, moments)
+    most = everyone[0][0]["parameters"]
+    for found, work in everyone:
+        n = found["parameters"]
+        assert (found["shards"], found["masters"], found["moments"]) == (2 * n, 4 * n, 2 * each * n)
+        assert found["gradients"] == 0
+        assert found["sums"] == 4 * most  # FSDP pads each parameter to a multiple of the ranks
+        assert found["slot"] == 2 * found["stage"] < found["sums"] / 2
+        assert work.down_bytes == 3 * found["sums"]
+        assert work.up_bytes == 2 * n
+        assert work.update_bytes == (2 * (4 + 2 * each) + 4) * n
+        assert work.update_s > 0
+
+
+def _full_bytes(me, directory):
+    """Bytes that each unit's all-gathers read, as FSDP made them, beside what the updater counted."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as of_group
+
+    gathered, gather = [], of_group.foreach_all_gather
+
+    def counted(params, *args):
+        gathered.append(sum(param.sharded_param.to_local().nbytes for param in params))
+        return gather(params, *args)
+
+    of_group.foreach_all_gather = counted
+    module, updater = build(me, directory, overlap=True, offload="full")
+    take(me, module, updater, 1, accumulation=3)
+    updater.drain()
+    return sum(gathered), sum(p.to_local().nbytes for p in module.parameters()), updater.work()
+
+
+def test_what_fsdp_moves_with_full_offload_is_counted(tiny):
+    for gathered, n_bytes, work in run_ranks(2, _full_bytes, tiny):
+        assert work.up_bytes == gathered
+        assert work.down_bytes == 3 * n_bytes
+
+
+def _rounded(me, directory, form, root):
+    from llama405b.checkpoint.snapshot import restore, state_to_save
+
+    outcomes = []
+    for overlap in (False, True):
+        module, updater = build(me, directory, overlap=overlap, moments="bf16", **form)
+        if overlap:
+            slow(updater)
+        path, seen = root / f"{overlap}" / "step-00000004", []
+        for number in range(1, 9):
+            seen.append(take(me, module, updater, number, 2))
+            if number == 4:
+                torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+        restore(path, module, updater, me)
+        seen += [take(me, module, updater, number, 2) for number in range(5, 9)]
+        assert seen[8:] == seen[4:8]
+        dtypes = {state["exp_avg"].dtype for state in updater.optimizer.state.values()}
+        outcomes.append((seen, bits(module, updater), dtypes))
+    exact = build(me, directory, overlap=True, **form)
+    losses = [take(me, *exact, number, 2)[0] for number in range(1, 9)]
+    return (
+        outcomes[0][0] == outcomes[1][0],
+        same(outcomes[0][1], outcomes[1][1]),
+        outcomes[1][2],
+        outcomes[1][0],
+        losses,
+    )
+
+
+@pytest.mark.parametrize("form", [{"offload": "states"}, {"offload": "full", "numerics": "fp32-master"}])
+def test_bf16_moments_are_the_same_hidden_or_not(tiny, tmp_path, form):
+    for same_numbers, same_bits, dtypes, seen, exact in run_ranks(2, _rounded, tiny, form, tmp_path):
+        assert (same_numbers, same_bits, dtypes) == (True, True, {torch.bfloat16})
+        rounded = [loss for loss, _ in seen[:8]]
+        assert rounded != exact
+        assert rounded == pytest.approx(exact, rel=0.02)
+
+
+def _save(me, directory, root, forms):
+    from llama405b.checkpoint.snapshot import state_to_save
+
+    for name, form in forms.items():
+        module, updater = build(me, directory, overlap=True, **form)
+        for number in (1, 2, 3):
+            take(me, module, updater, number)
+        torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=root / name / "step-00000003")
+
+
+def _go_on(me, directory, root, forms):
+    from llama405b.checkpoint.snapshot import restore
+
+    outcomes = []
+    for name in forms:
+        for form in forms.values():
+            module, updater = build(me, directory, overlap=True, **form)
+            take(me, module, updater, 9)  # whatever it was before
+            restore(root / name / "step-00000003", module, updater, me)
+            outcomes.append((take(me, module, updater, 4), bits(module, updater)))
+    return [outcome[0] == outcomes[0][0] and same(outcome[1], outcomes[0][1]) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("saved_on", "read_on", "model"), [(2, 1, "tiny"), (1, 3, "tiny_tied")])
+def test_checkpoints_are_the_same_wherever_the_states_are(request, tmp_path, saved_on, read_on, model):
+    forms = {name: {"offload": name, "numerics": "fp32-master"} for name in ("none", "full", "states")}
+    directory = request.getfixturevalue(model)
+    run_ranks(saved_on, _save, directory, tmp_path, forms)
+    assert run_ranks(read_on, _go_on, directory, tmp_path, forms) == [[True] * 9] * read_on
+
+
+def _other_layout(me, directory, change):
+    module, updater = build(me, directory, overlap=True, offload="states")
+    landing = next(found for name, found in updater.landings.items() if ".layers." in name)
+    change(landing)
+    try:
+        take(me, module, updater, 1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _swap(landing):
+    landing.pieces[0].begin, landing.pieces[1].begin = landing.pieces[1].begin, landing.pieces[0].begin
+
+
+def _shorten(landing):
+    landing.total = landing.total[:-1]
+
+
+def test_gradients_that_fsdp_lays_out_otherwise_are_refused(tiny):
+    for change in (_swap, _shorten):
+        assert run_ranks(1, _other_layout, tiny, change) != [""]
+
+
+def _prefetch(me, directory):
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.optim.updater import build_updater
+
+    module, _ = build(me, directory, overlap=False, offload="full")
+    layers = [layer._checkpoint_wrapped_module for layer in module.model.layers]
+    layers[0].set_modules_to_forward_prefetch([layers[1]])
+    try:
+        build_updater(module, Optimizer(), Parallel(offload="full"), me.device)
+    except ValueError:
+        return True
+    return False
+
+
+def test_forward_prefetch_is_refused(tiny):
+    assert run_ranks(1, _prefetch, tiny) == [True]

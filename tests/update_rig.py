@@ -1,0 +1,80 @@
+"""A model with its updater on each of several ranks, and steps that can be compared bit for bit."""
+
+import time
+
+import torch
+
+BATCH, SEQ, VOCABULARY = 12, 16, 131
+
+
+def batch(step, me, accumulation):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=generator)
+    if step % 3:
+        ids = (ids[:, :1] + torch.arange(SEQ + 1)) % VOCABULARY  # each token foretells the next
+    each = BATCH // me.world
+    mine = ids[me.rank * each :][:each]
+    return [(part[:, :-1], part[:, 1:]) for part in mine.tensor_split(min(accumulation, each))]
+
+
+def build(me, directory, *, overlap, offload="full", numerics="", wrap=("LlamaDecoderLayer", "Embedding"), **more):
+    from llama405b import load
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.model import llama
+    from llama405b.optim.updater import build_updater
+    from llama405b.parallel import fsdp2
+    from llama405b.parallel.masters import kept_weights
+
+    numerics = numerics or ("fp32" if offload == "full" else "fp32-master")
+    parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
+    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.shard_dtype(parallel))
+    fsdp2.shard(module, parallel, me.device)
+    kept = kept_weights(module, parallel)
+    load.load(kept, directory, "rank0", me, lambda *_: None, offload=True)
+    if kept is not module:
+        load.materialise(module, me)
+    fsdp2.checkpoint_activations(module)
+    return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, kept=kept)
+
+
+def take(me, module, updater, step, accumulation=1, max_norm=0.5):
+    from llama405b.optim.adamw import set_lr
+    from llama405b.step import train_step
+
+    set_lr(updater.optimizer, 3e-3 / (1 + step / 50))  # each step another, as a schedule has it
+    micro = batch(step, me, accumulation)
+    result = train_step(module, updater, micro, max_norm=max_norm, dp_size=me.dp.size)
+    return result.loss, result.grad_norm
+
+
+def bits(module, updater):
+    """Weights as they are kept and as the model has them, and moments, of this rank."""
+    from llama405b.optim.norm import local
+    from llama405b.parallel.fsdp2 import WRAPPER
+
+    updater.drain()
+    found = {}
+    computed = {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()}
+    for name, parameter in updater.kept.named_parameters():
+        name = name.replace(WRAPPER, "")
+        state = updater.optimizer.state[parameter]
+        rounded = local(computed[name]).to(torch.bfloat16)
+        found[name] = [rounded, local(parameter), *(local(state[key]) for key in ("exp_avg", "exp_avg_sq", "step"))]
+    return {name: [tensor.detach().clone() for tensor in tensors] for name, tensors in found.items()}
+
+
+def slow(updater, seconds=0.001):
+    """Slow every update down, so that it would still run where nobody waited for it."""
+    update = updater._update
+
+    def slow(*args):
+        time.sleep(seconds)
+        update(*args)
+
+    updater._update = slow
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
+    )
