@@ -12,7 +12,7 @@ import math
 import mmap
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,11 +27,11 @@ from llama405b.contract import weights
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
 from llama405b.contract.weights import TensorInfo
+from llama405b.copies import Progress, Stage
 from llama405b.model.llama import restore_buffers, tie_head
 from llama405b.parallel.fsdp2 import units
 from llama405b.ranks import Ranks
 
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
 Layout = dict[str, TensorInfo]  # by name
@@ -201,7 +201,7 @@ class _Filler:
     """Fills a rank's shards, unit by unit."""
 
     def __init__(self, files: _Files, me: Ranks) -> None:
-        self.files, self.me = files, me
+        self.files, self.me, self.stage = files, me, Stage(me.device)
         # One buffer for all sends or receives, reused for every unit: malloc would leave a hole for each.
         self.buffer = torch.empty(0, dtype=torch.uint8, device=me.device)
 
@@ -209,7 +209,12 @@ class _Filler:
     def read_own(self, unit: Unit) -> None:
         """Each rank reads its own rows."""
         for name, parameter in unit.items():
-            _local(parameter).copy_(self.files.rows(name, *self._rows(name, self.me.shard)))
+            rows, shard = self.files.rows(name, *self._rows(name, self.me.shard)), _local(parameter)
+            if shard.is_cuda:
+                came = torch.empty(rows.nbytes, dtype=torch.uint8, device=shard.device)
+                self.stage.bring(came, [(0, rows)])
+                rows = came.view(rows.dtype).view(rows.shape)
+            shard.copy_(rows)
 
     @torch.no_grad()
     def receive(self, unit: Unit) -> None:
@@ -229,14 +234,16 @@ class _Filler:
     def _send(self, unit: Unit) -> None:
         """Pack every rank's rows, send them all at once, and read rank 0's own meanwhile."""
         packed = [self._spans(unit, self.me.axes.place(rank, SHARD)) for rank in range(1, self.me.world)]
-        pieces = self._scratch(sum(size for _, size in packed)).split([size for _, size in packed])
-        sends = []
-        for rank, ((spans, n_bytes), piece) in enumerate(zip(packed, pieces, strict=True), 1):
-            for name, ((start, stop), begin, size) in spans.items():
-                if size:
-                    piece[begin : begin + size].copy_(self.files.rows(name, start, stop).flatten().view(torch.uint8))
-            if n_bytes:
-                sends.append(dist.isend(piece, rank))
+        everything = self._scratch(sum(n_bytes for _, n_bytes in packed))
+        begins = itertools.accumulate((n_bytes for _, n_bytes in packed), initial=0)
+        sources = [
+            (begin + offset, self.files.rows(name, start, stop))
+            for begin, (spans, _) in zip(begins, packed, strict=False)
+            for name, ((start, stop), offset, _) in spans.items()
+        ]
+        self.stage.bring(everything, sources)
+        pieces = everything.split([n_bytes for _, n_bytes in packed])
+        sends = [dist.isend(piece, rank) for rank, piece in enumerate(pieces, 1) if piece.numel()]
         self.read_own(unit)
         for send in sends:
             send.wait()

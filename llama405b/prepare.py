@@ -29,7 +29,7 @@ from llama405b.identity import accept_changes, identity_of
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
-from llama405b.optim.pinned import fill_for_fsdp
+from llama405b.optim.offloaded import fill_for_fsdp
 from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
 from llama405b.parallel.masters import kept_weights

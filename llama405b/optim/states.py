@@ -10,7 +10,7 @@ The CUDA half of this (streams, events, pinned memory) has been read, and never 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from llama405b.copies import Arrived, Progress, allocate, copy, nothing
 from llama405b.optim.adamw import Settings
 from llama405b.optim.norm import local
 from llama405b.optim.offloaded import Offloaded, Part, Waits
-from llama405b.optim.pinned import Progress, allocate
 from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
-
-Arrived = Callable[[], None]  # waits until copies have been made
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,8 +47,8 @@ class Landing:
     total: Tensor  # of the flat gradients of the micro-batches so far, in FP32 and with FSDP's padding
     sums: list[list[Tensor]]  # parts of it, by parameter group
     unchecked: int  # pieces whose place in the flat gradient has not been compared with FSDP's
-    came: "Arrived"
-    uploaded: "Arrived"
+    came: Arrived
+    uploaded: Arrived
 
 
 class States(Offloaded):
@@ -86,12 +84,12 @@ class States(Offloaded):
         sizes = [numel for _, numel in laid_out]
         *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * max(sizes)], device, pinning)
         self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
-        self.staged: Arrived = _nothing
+        self.staged: Arrived = nothing
         for part, unit, (pieces, _), total in zip(self.parts, units, laid_out, totals, strict=True):
             flat = total.view(torch.float32)
             of = {id(piece.master): piece.of(flat) for piece in pieces}
             sums = [[of[id(master)] for master in group] for _, group in part.groups]
-            self.landings[part.name] = Landing(pieces, flat, sums, len(pieces), _nothing, _nothing)
+            self.landings[part.name] = Landing(pieces, flat, sums, len(pieces), nothing, nothing)
             unit.modules[0].set_all_reduce_hook(functools.partial(self._land, part))
             for piece in pieces:
                 piece.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, piece))
@@ -178,20 +176,6 @@ def _lay_out(
         rows = -(-master.shape[0] // master.device_mesh.size())
         begin += rows * master.shape[1:].numel()
     return pieces, begin
-
-
-def copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> Arrived:
-    """Copy to the first tensor of each pair from the second; without a stream at once. Returns what waits for it."""
-    with torch.cuda.stream(stream):
-        for to, of in pairs:
-            to.copy_(of, non_blocking=True)
-            if stream and of.is_cuda:
-                of.record_stream(stream)  # or its memory would be reused before it has been read
-    return stream.record_event().synchronize if stream else _nothing
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
 
 
 def _add(total: Tensor, slot: Tensor, arrived: Arrived) -> None:

@@ -5,10 +5,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b.contract.schema import Optimizer, Parallel
+from llama405b.copies import Progress
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.optim.offloaded import Offloaded, Waits
-from llama405b.optim.pinned import Progress
 from llama405b.optim.states import States
 from llama405b.step import Updater, UpdateWork
 
