@@ -23,6 +23,7 @@ STAGE_BYTES = 256 << 20  # a power of two, as torch pins it
 READERS, READ_BYTES = 8, 16 << 20  # threads, and what each reads at a time
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Arrived = Callable[[], None]  # waits until copies have been made
+_registered: list[Tensor] = []  # until the process ends: unmapped, it would still be registered
 
 
 def copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> Arrived:
@@ -129,6 +130,7 @@ def register(piece: Tensor, done: int, total: int) -> None:
     Raises:
         UserError: It refuses: the memory does not suffice, or a limit forbids it.
     """
+    _registered.append(piece)
     error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: for every context
     if error:
         raise UserError(

@@ -5,19 +5,24 @@
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama405b.commands.bench_layers import bench_layers
 from llama405b.commands.bench_load import bench_load
 from llama405b.commands.bench_step import bench_step
 from llama405b.commands.bench_update import bench_optimizer, bench_overlap
+from llama405b.commands.ladder.program import climb
+from llama405b.contract import rungs
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 
 RANGES = {"gb": (0.01, 10_000), "ranks": (1, 1024), "steps": (1, 10_000), "pairs": (1, 10_000), "unit_ms": (0.01, 10_000),
           "elements": (1 << 16, 1 << 36)}  # fmt: skip
+
+
+LADDER = "From the first collective to whole steps on this machine's first GPU; each rung is a line, with cause and remedy if it fails."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,10 +36,11 @@ def main(argv: Sequence[str]) -> int:
         "--numerics", choices=("fp32-master", "pure-bf16"), default="fp32-master", help="dtype to keep [fp32-master]"
     )
     load.add_argument("--dir", type=Path, help="where to write the checkpoint and keep it [a temporary directory]")
-    layers = what.add_parser("layers", help="decoder layers of the 405B shape on this GPU", description="")
-    layers.add_argument("--layers", type=int, default=2, help="number of decoder layers [2]")
-    layers.add_argument("--seq-len", type=int, default=4096, help="tokens per sequence [4096]")
-    layers.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
+    gpu = what.add_parser(
+        "gpu", help="a ladder for a new machine; `bench gpu HOSTS` climbs it on hosts", description=LADDER
+    )
+    gpu.add_argument("hosts", nargs="?", metavar="HOSTS", help="climb on hosts instead; write it right after gpu")
+    rungs.add_options(gpu)
     optimizer = what.add_parser("optimizer", help="the CPU's AdamW against a memory triad", description="")
     optimizer.add_argument("--elements", type=int, default=1 << 26, help="FP32 elements to update [67108864]")
     overlap = what.add_parser(
@@ -46,12 +52,29 @@ def main(argv: Sequence[str]) -> int:
     step = what.add_parser("step", help="our step against a loop written by hand, in CPU seconds", description="")
     for verb in (optimizer, step):
         verb.add_argument("--pairs", type=int, default=20, help="measurements of each, in turns [20]")
-    for verb in (load, layers, optimizer, overlap, step):
+    for verb in (load, optimizer, overlap, step):
         verb.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse(argv)
+    if args.what == "gpu":
+        return _climb(args)
     report, text = _measured(args)
     print(json.dumps(report) if args.json else text)
     return 0
+
+
+def _climb(args: argparse.Namespace) -> int:
+    """Climb the ladder on this machine's first GPU."""
+    if args.hosts:
+        raise UserError(f"bench gpu: {args.hosts} is not the first argument; write: llama405b bench gpu {args.hosts} …")
+    log, wanted = rungs.Log(args.out), rungs.chosen(args.rungs)
+
+    def say(result: rungs.RungResult) -> None:
+        log.add(result)
+        print(rungs.line_of(result), flush=True)
+
+    code = climb(wanted, args.within, say)
+    print(log.block(time.strftime("%Y-%m-%d")))
+    return code
 
 
 def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -65,8 +88,6 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             named = f"--{flag.replace('_', '-')}: {getattr(args, flag):g}"
             raise UserError(f"bench {args.what}: {named} is out of range; use {low:g} to {high:g}")
     match args.what:
-        case "layers":
-            return bench_layers(args.layers, args.seq_len, args.steps)
         case "optimizer":
             return bench_optimizer(args.elements, args.pairs)
         case "overlap":

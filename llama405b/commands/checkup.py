@@ -47,8 +47,8 @@ def burn(me: Ranks) -> float:
     """Measure the TFLOP/s of sustained square matrix products (CUDA: BF16, 20 s)."""
     n, seconds, dtype = (8192, 20.0, torch.bfloat16) if me.on_gpu else (512, 1.0, torch.float32)
     a, b = (torch.randn(n, n, device=me.device, dtype=dtype) for _ in range(2))
-    products, began = 0, _now(me)
-    while (took := _now(me) - began) < seconds:
+    products, began = 0, now(me)
+    while (took := now(me) - began) < seconds:
         for _ in range(20):
             a @ b
         products += 20
@@ -78,11 +78,11 @@ def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
     """Seconds to send the buffer to a rank while receiving as much; the second of two attempts."""
     into, took = torch.empty_like(buffer), 0.0
     for _ in range(2):
-        began = _now(me)
+        began = now(me)
         both_ways = [dist.P2POp(dist.isend, buffer, other), dist.P2POp(dist.irecv, into, other)]
         for work in dist.batch_isend_irecv(both_ways):
             work.wait()
-        took = _now(me) - began
+        took = now(me) - began
     return took
 
 
@@ -94,21 +94,23 @@ def collectives(me: Ranks) -> tuple[float, float]:
     whole = torch.empty(each * me.world, device=me.device)
     share = (me.world - 1) / me.world * whole.numel() * 4 / 1e9
 
-    gather_s = _best(me, functools.partial(dist.all_gather_into_tensor, whole, part))
-    return share / gather_s, 2 * share / _best(me, functools.partial(dist.all_reduce, whole))
+    gather_s = best_of(me, functools.partial(dist.all_gather_into_tensor, whole, part))
+    return share / gather_s, 2 * share / best_of(me, functools.partial(dist.all_reduce, whole))
 
 
-def _best(me: Ranks, do: Callable[[], dist.Work | None]) -> float:
+def best_of(me: Ranks, do: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of three passes, after one, which all ranks begin together."""
     times = []
     for _ in range(4):
         dist.barrier()
-        began = _now(me)
+        began = now(me)
         do()
-        times.append(_now(me) - began)
+        times.append(now(me) - began)
     return max(1e-9, min(times[1:]))
 
 
-def _now(me: Ranks) -> float:
+def now(me: Ranks) -> float:
+    """Return the time once the device is done, in seconds."""
     if me.on_gpu:
         torch.cuda.synchronize()
     return time.monotonic()

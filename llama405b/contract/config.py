@@ -25,6 +25,7 @@ from llama405b.contract.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
+MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
 PRESET_DIR = Path(__file__).parent / "presets"
 ABOVE_ZERO = (  # other numbers may be 0
     "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
@@ -327,6 +328,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     only_master = "states keeps FP32 weights in CPU memory and BF16 ones on the GPU; use full, or numerics fp32-master"
     only_offload = "bf16 moments need offload states or full, and fsdp2; set them, or use fp32"
     already_bf16 = "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
+    too_slow = f"a step changes second moments by less than BF16 resolves where beta2 is {betas[1]:g}; use fp32, or at most 0.99"
     stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
@@ -341,6 +343,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("parallel.offload", parallel.offload == "states" and parallel.numerics != "fp32-master", only_master),
         ("parallel.moments", parallel.moments == "bf16" and not parallel.updates_on_cpu, only_offload),
         ("parallel.moments", parallel.moments == "bf16" and parallel.numerics == "pure-bf16", already_bf16),
+        ("parallel.moments", parallel.moments == "bf16" and betas[1] > MAX_BETA_BF16, too_slow),
         ("parallel.forward_prefetch", parallel.forward_prefetch and parallel.fsdp == "fsdp2", stale),
     ):  # fmt: skip
         if is_wrong:

@@ -1,8 +1,17 @@
 """The benchmark runs, and the memory it reports is within the bound that loading promises."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+from conftest import ROOT
+from llama405b.contract.rungs import Rung
+from ops_rig import wait_for
 
 
 @pytest.mark.slow
@@ -17,14 +26,47 @@ def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path, cli):
     assert streamed["shard_bytes"] == baseline["shard_bytes"]
 
 
-def test_the_gpu_benchmark_says_that_it_needs_one(tmp_path, cli):
-    import torch
+@pytest.mark.slow
+def test_the_whole_ladder_is_climbed_rung_by_rung(tmp_path, cli):
+    done = cli(tmp_path, "bench", "gpu", timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    climbed = [line.split()[:2] for line in done.stdout.partition("---")[0].splitlines()]
+    alone = [rung for rung in Rung if rung is not Rung.COLLECTIVES]
+    assert climbed == [[str(rung), "good,"] for rung in alone]
+    results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "bench-gpu").glob("*.json")}
+    assert {result["rung"] for result in results.values()} == set(alone)
+    named = {figure["name"] for result in results.values() for figure in result["figures"]}
+    assert {"pinned to device", "runs that agree", "hidden / bound", "registered to host", "forward", "down"} <= named
 
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    done = cli(tmp_path, "bench", "layers")
-    assert done.returncode == 2
-    assert "torch sees no GPU" in done.stderr
+
+def test_a_rung_whose_process_dies_or_takes_too_long_has_failed(tmp_path, cli):
+    late = cli(tmp_path, "bench", "gpu", "--rungs", "exact", "--within", "0.2")
+    assert late.returncode == 1
+    assert "exact         FAILED after 0 s: no result after 0 s; use --parallel.overlap false" in late.stdout
+    command = [sys.executable, "-m", "llama405b_tools.cli", "bench", "gpu", "--rungs", "exact,hiding"]
+    climbing = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    os.kill(child_of(climbing.pid), signal.SIGKILL)
+    assert "hiding        FAILED" in climbing.stdout.readline()
+    second = child_of(climbing.pid)
+    climbing.kill()
+    climbing.communicate(timeout=20)
+    wait_for(lambda: not Path(f"/proc/{second}").exists() or "Z" in Path(f"/proc/{second}/stat").read_text())
+
+
+def child_of(pid):
+    """The process in which a rung is climbed, once it has loaded torch."""
+
+    def found():
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return next((int(child) for child in children if "torch_cpu" in Path(f"/proc/{child}/maps").read_text()), 0)
+
+    return wait_for(found)
 
 
 def test_an_update_delays_no_unit_before_it(tmp_path, cli):

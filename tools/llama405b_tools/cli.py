@@ -119,11 +119,9 @@ def cluster_top() -> int:
 def _verb(verb: str, args: list[str]) -> int:
     if verb == "train":  # report a bad command line before torch is imported, which takes seconds
         command.parse(args)
-    name = (
-        "llama405b_tools.bench.command"
-        if verb == "bench" and args[:1] in (["fleet"], ["logs"], ["top"])
-        else VERBS[verb][0]
-    )
+    name = VERBS[verb][0]
+    if verb == "bench":
+        name, args = _benchmark(args)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as missing:
@@ -134,6 +132,15 @@ def _verb(verb: str, args: list[str]) -> int:
             "or .venv/bin/llama405b after `bash launch.sh`"
         ) from None
     return int(module.main(args))
+
+
+def _benchmark(args: list[str]) -> tuple[str, list[str]]:
+    """Return the module of a benchmark and its arguments: those of the operator's side need no torch here."""
+    if args[:1] in (["fleet"], ["logs"], ["top"]):
+        return "llama405b_tools.bench.command", args
+    if args[:1] == ["gpu"] and args[1:] and not args[1].startswith("-"):
+        return "llama405b_tools.bench.ladder", args[1:]
+    return VERBS["bench"][0], args
 
 
 if __name__ == "__main__":

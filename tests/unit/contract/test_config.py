@@ -102,6 +102,10 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
             "the moments are BF16 already",
         ),
         (
+            ["--parallel.moments", "bf16", "--parallel.offload", "full", "--optimizer.betas", "0.9,0.999"],
+            "--parallel.moments: a step changes second moments by less than BF16 resolves where beta2 is 0.999",
+        ),
+        (
             ["--parallel.forward_prefetch", "on"],
             "--parallel.forward_prefetch: with fsdp2 it could gather weights before",
         ),

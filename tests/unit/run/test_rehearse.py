@@ -6,6 +6,7 @@ from fakes import FakeFleet, over
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import RunError
 from llama405b.contract.records import Metrics
+from llama405b.contract.rungs import Rung, RungResult
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.stream import News
 from llama405b_tools.run import follow, rehearse
@@ -17,6 +18,7 @@ def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(follow, "POLL_S", 0.01)
     monkeypatch.setattr(follow, "PEER_GRACE_S", 0.05)
+    monkeypatch.setattr(rehearse, "climb", lambda *_, **more: [])  # run/test_ladder.py tests it
     with FakeFleet(("a", "b")) as found:
         yield found
 
@@ -114,3 +116,13 @@ def test_what_cannot_be_ended_is_said(fleet):
     fleet.fakes["b"].faults["stop"] = HostError("gone")
     with pytest.raises(RunError, match=r"b: could not be queried: gone; .* stop --run r-rehearsal"):
         rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []))
+
+
+def test_what_fails_at_the_first_rungs_begins_no_trial(fleet, monkeypatch, capsys):
+    failed = RungResult(Rung.COLLECTIVES, 2, 2, "", "", 7.0, fault="all-gather gives 1 instead of 2")
+    monkeypatch.setattr(rehearse, "climb", lambda *_, **more: [failed])
+    assert rehearsed(fleet) == 1
+    said = capsys.readouterr().out
+    assert "rehearsal: FAILED after 0 s at its first rungs: collectives" in said
+    assert "all-gather gives 1 instead of 2; run `llama405b doctor --deep`" in said
+    assert asked(fleet, "a", "start") == []

@@ -1,7 +1,8 @@
 """``launch --rehearse``: a complete run on the real hosts, with the real layer shapes but only two layers.
 
-Start, load (random weights, which each rank makes), two steps, save, a third step, kill -9, resume,
-the third step again with the same loss. A failure is reported with its phase and host. Its checkpoints are deleted.
+First the three rungs of ``bench gpu`` that need nothing: a collective, all collectives checked, copies. Then start, load
+(random weights, which each rank makes), two steps, save, a third step, kill -9, resume, the third step again with the same
+loss. A failure is reported with its phase and host. Its checkpoints are deleted.
 """
 
 import dataclasses
@@ -12,17 +13,20 @@ from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
+from llama405b.contract.rungs import FIRST, line_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
 from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.ladder import climb
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.screen import show
 
 LAYERS, SAVE_AT, STEPS = 2, 2, 3
-STEP_LIMIT_S = 120.0
+STEP_LIMIT_S, RUNGS_S = 120.0, 60.0
 STOP_TIMEOUT_S = 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in a different order
 
@@ -35,6 +39,11 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     """
     trial, began = trial_of(request), time.monotonic()
     assert trial.config
+    climbing = dataclasses.replace(trial, run=f"{request.run}-rungs")
+    rungs = climb(climbing, hosts, fleet, FIRST, RUNGS_S, lambda found: show(line_of(found)), on_cpu=request.on_cpu)
+    if bad := [result for result in rungs if result.fault]:
+        print(f"rehearsal: FAILED after {time.monotonic() - began:.0f} s at its first rungs: {line_of(bad[0])}")
+        return FAILED
     saves, load_s = bool(trial.config.checkpoint.every), trial.config.timeouts.load
     plan = launch(trial, hosts, fleet)
     fault = ""

@@ -1,0 +1,200 @@
+"""The last rungs: whole steps. One layer of the 405B shape in each of three places; updates hidden, and exact."""
+
+import dataclasses
+import functools
+import gc
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig
+
+from llama405b import load
+from llama405b.capacity import estimate
+from llama405b.contract import weights
+from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.rungs import Figure
+from llama405b.contract.schema import Offload, Optimizer, Parallel
+from llama405b.model import llama
+from llama405b.optim.updater import build_updater
+from llama405b.parallel import fsdp2
+from llama405b.parallel.masters import kept_weights
+from llama405b.ranks import Ranks
+from llama405b.step import Updater, UpdateWork, train_step
+from llama405b.timer import Laps
+
+VOCAB = 8192  # small, so that the layers dominate
+GB = 1e9
+STEPS = 3  # that are timed, after one that is not
+EXACT_STEPS = 10
+TINY = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What is trained."""
+
+    shape: str  # a preset's
+    layers: int
+    batch: int  # sequences of a micro-batch
+    seq_len: int
+
+    def config(self, me: Ranks) -> LlamaConfig:
+        """Return its shape; on a CPU a tiny one, which only shows that the rung works."""
+        known = json.loads((PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))[self.shape]
+        small = {} if me.on_gpu else TINY
+        return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": VOCAB} | small)
+
+    def tokens(self, me: Ranks, step: int) -> torch.Tensor:
+        """Return ``tokens_BS`` of a step, of which each rank has its own."""
+        generator = torch.Generator().manual_seed(1000 * step + me.rank)
+        shape = (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
+        return torch.randint(0, VOCAB, shape, generator=generator).to(me.device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timed:
+    """What a step took in the median."""
+
+    seconds: dict[str, float]  # by part
+    work: UpdateWork | None
+
+    @property
+    def whole_s(self) -> float:
+        """The step."""
+        return sum(self.seconds.values())
+
+
+LAYER = Work("llama3.1-405b", layers=1, batch=1, seq_len=4096)
+HIDING = Work("llama3.1-8b", layers=16, batch=16, seq_len=4096)  # its forward takes about as long as its update
+EXACT = Work("llama3.1-8b", layers=4, batch=1, seq_len=1024)
+
+
+def _build(work: Work, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Updater]:
+    """Build a sharded model with random weights, which are the same each time."""
+    config = work.config(me)
+    attention, _ = llama.choose_attention("auto", me.device)
+    module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
+    fsdp2.shard(module, parallel, me.device)
+    kept = kept_weights(module, parallel)
+    load.materialise(kept, me, offload=parallel.offload != "none")
+    if kept is not module:
+        load.materialise(module, me)
+    generator = torch.Generator(me.device).manual_seed(0)
+    for parameter in kept.parameters():
+        assert isinstance(parameter.data, DTensor)
+        own = parameter.data.to_local()
+        if own.ndim == 1:
+            own.fill_(1)
+        else:
+            own.copy_(0.02 * torch.randn(own.shape, device=me.device, generator=generator))
+    fsdp2.checkpoint_activations(module)
+    return module, build_updater(module, Optimizer(), parallel, me.device, kept=kept)
+
+
+def _steps(work: Work, parallel: Parallel, me: Ranks, count: int) -> tuple[list[float], Timed]:
+    """Take steps; returns their losses, and what the last ``STEPS`` took."""
+    module, updater = _build(work, parallel, me)
+    losses, laps_of, works = [], [], []
+    for step in range(count):
+        laps = Laps(me.device)
+        x = work.tokens(me, step)
+        result = train_step(module, updater, [(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
+        assert result, "every token is a target"
+        laps_of.append(laps.seconds())
+        works.append(updater.work())
+        losses.append(result.loss)
+    updater.drain()
+    del module, updater
+    gc.collect()  # or its memory would be there beside the next model's
+    median = {part: statistics.median(laps[part] for laps in laps_of[-STEPS:]) for part in laps_of[0]}
+    return losses, Timed(median, works[-1])
+
+
+def layer(place: Offload, me: Ranks) -> list[Figure]:
+    """Train one decoder layer of the 405B shape; its peak beside the estimate."""
+    parallel = Parallel(offload=place)
+    if me.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    losses, timed = _steps(LAYER, parallel, me, 1 + STEPS)
+    if not all(map(math.isfinite, losses)):
+        raise RuntimeError(f"the losses are {losses}")
+    figures = [Figure(part, seconds, "s") for part, seconds in timed.seconds.items()]
+    if timed.work:
+        figures += _work_figures(timed.work)
+    shape = weights.parse_llama(LAYER.config(me).to_dict() | {"architectures": None}, "the layer")
+    counted = estimate.estimate(estimate.Load(shape, parallel.numerics, place, me.world, LAYER.seq_len, global_batch=1))
+    if me.on_gpu:
+        peak = torch.cuda.max_memory_allocated()
+        figures.append(Figure("peak", peak / GB, "GB"))
+        figures.append(Figure("counted", (counted.gpu_bytes - estimate.RUNTIME_BYTES) / GB, "GB"))
+    return figures
+
+
+layer_none = functools.partial(layer, "none")
+layer_states = functools.partial(layer, "states")
+layer_full = functools.partial(layer, "full")
+
+
+def _work_figures(work: UpdateWork) -> list[Figure]:
+    return [
+        Figure("update", work.update_s, "s"),
+        Figure("waited", work.exposed_s, "s"),
+        Figure("host memory", work.update_bytes / GB / max(1e-9, work.update_s), "GB/s"),
+        Figure("down", work.down_bytes / GB, "GB"),
+        Figure("up", work.up_bytes / GB, "GB"),
+    ]
+
+
+def hiding(me: Ranks) -> list[Figure]:
+    """Compare steps with updates hidden and between the steps, where a forward takes about as long as an update."""
+    figures = []
+    for place in ("states", "full"):
+        hidden, between = (
+            _steps(HIDING, Parallel(offload=place, overlap=overlap), me, 1 + STEPS)[1] for overlap in (True, False)
+        )
+        assert hidden.work
+        bound = hidden.seconds["backward"] + max(hidden.seconds["forward"], hidden.work.update_s)
+        figures += [
+            Figure(f"{place}: forward", hidden.seconds["forward"], "s"),
+            Figure("update / forward", hidden.work.update_s / hidden.seconds["forward"], ""),
+            Figure("waited", hidden.work.exposed_s, "s"),
+            Figure("step hidden", hidden.whole_s, "s"),
+            Figure("step between" if place == "states" else "step by torch", between.whole_s, "s"),
+            Figure("hidden / bound", hidden.whole_s / bound, ""),
+        ]
+    return figures
+
+
+def exact(me: Ranks) -> list[Figure]:
+    """Compare losses bit for bit: the same twice (the control), hidden and between the steps, and both places.
+
+    Raises:
+        RuntimeError: Losses differ.
+    """
+    torch.use_deterministic_algorithms(True)
+    runs = {
+        "between the steps": Parallel(offload="full", overlap=False),
+        "the same again": Parallel(offload="full", overlap=False),
+        "full, hidden": Parallel(offload="full"),
+        "states, between the steps": Parallel(offload="states", overlap=False),
+        "states, hidden": Parallel(offload="states"),
+    }
+    try:
+        losses = {name: _steps(EXACT, parallel, me, EXACT_STEPS)[0] for name, parallel in runs.items()}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    [first, *others] = losses
+    for name in others:
+        if losses[name] != losses[first]:
+            raise RuntimeError(f"{first} and {name} differ from step {_first_difference(losses, first, name)}")
+    return [Figure("runs that agree", len(runs), ""), Figure("steps", EXACT_STEPS, "")]
+
+
+def _first_difference(losses: Mapping[str, Sequence[float]], one: str, other: str) -> int:
+    pairs = zip(losses[one], losses[other], strict=True)
+    return next(step for step, (a, b) in enumerate(pairs, 1) if a != b)

@@ -1,0 +1,187 @@
+"""What ``bench gpu`` measures: rank 0 prints a line of ``SIGN`` and a result as JSON for each rung."""
+
+import argparse
+import dataclasses
+import enum
+from collections.abc import Iterable
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import write_json
+from llama405b.contract.phrases import counted, did_you_mean, reason_of
+
+SIGN = "rung "
+
+
+class Rung(enum.StrEnum):
+    """A step of the ladder; each needs those before it."""
+
+    START = "start"
+    COLLECTIVES = "collectives"
+    COPIES = "copies"
+    UPDATE = "update"
+    LAYER_NONE = "layer-none"
+    LAYER_STATES = "layer-states"
+    LAYER_FULL = "layer-full"
+    HIDING = "hiding"
+    EXACT = "exact"
+
+
+ONE_RANK_ONLY = (Rung.UPDATE, Rung.LAYER_NONE, Rung.LAYER_STATES, Rung.LAYER_FULL)
+MANY_RANKS_ONLY = (Rung.COLLECTIVES,)
+FIRST = (Rung.START, Rung.COLLECTIVES, Rung.COPIES)  # what a rehearsal climbs
+ABOUT_S = {  # on a GPU; a rung is not begun if less time is left
+    Rung.START: 15, Rung.COLLECTIVES: 20, Rung.COPIES: 20, Rung.UPDATE: 60, Rung.LAYER_NONE: 60, Rung.LAYER_STATES: 120,
+    Rung.LAYER_FULL: 120, Rung.HIDING: 120, Rung.EXACT: 60,
+}  # fmt: skip
+REMEDIES = {
+    Rung.START: "run `llama405b doctor` on these hosts; NCCL_DEBUG=INFO shows what NCCL tries",
+    Rung.COLLECTIVES: "run `llama405b doctor --deep` on these hosts, and compare their links",
+    Rung.COPIES: "raise the limit of locked memory (ulimit -l) or the container's memory",
+    Rung.UPDATE: "use more of the CPU's cores, or --parallel.offload none",
+    Rung.LAYER_NONE: "the states of one layer need 75 GB on one GPU; with more GPUs each has a part",
+    Rung.LAYER_STATES: "one layer needs 75 GB of CPU memory for one GPU; with more GPUs each has a part",
+    Rung.LAYER_FULL: "one layer needs 75 GB of CPU memory for one GPU; with more GPUs each has a part",
+    Rung.HIDING: "use --parallel.overlap false until this is understood, and report it",
+    Rung.EXACT: "use --parallel.overlap false until this is understood, and report it",
+}
+PROVES = {  # features of the README's proof table
+    Rung.START: "the first step over NCCL",
+    Rung.COLLECTIVES: "collectives over NCCL give what they should",
+    Rung.COPIES: "copies between GPU and CPU memory, pinned and not",
+    Rung.UPDATE: "the update and the norm on the GPU host's cores, the norm against FP64",
+    Rung.LAYER_NONE: "a layer of the 405B shape, offload none",
+    Rung.LAYER_STATES: "a layer of the 405B shape, offload states",
+    Rung.LAYER_FULL: "a layer of the 405B shape, offload full",
+    Rung.HIDING: "the update hidden under the next forward",
+    Rung.EXACT: "hidden equals sequential, bit for bit",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figure:
+    """One number."""
+
+    name: str
+    value: float
+    unit: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RungResult:
+    """What a rung found, on how many ranks."""
+
+    rung: Rung
+    ranks: int
+    hosts: int
+    device: str  # its name, or "cpu"
+    torch: str
+    seconds: float
+    figures: tuple[Figure, ...] = ()
+    fault: str = ""  # why it failed
+    skipped: bool = False  # there was no time left
+
+    @property
+    def good(self) -> bool:
+        """Whether it was climbed."""
+        return not (self.fault or self.skipped)
+
+
+def line_of(result: RungResult) -> str:
+    """Say what a rung found in one line, with the cause and the remedy if it failed."""
+    if result.skipped:
+        return f"{result.rung:13} skipped: not enough time left; run it alone with --rungs {result.rung}"
+    if result.fault:
+        return f"{result.rung:13} FAILED after {result.seconds:.0f} s: {result.fault}; {REMEDIES[result.rung]}"
+    found = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
+    return f"{result.rung:13} good, {result.seconds:.0f} s: {found}"
+
+
+def rows_of(results: Iterable[RungResult], date: str) -> list[str]:
+    """Return rows for the README's proof table: one GPU, and several nodes."""
+    rows, gpus = [], [each for each in results if each.good and each.device != "cpu"]
+    for rung, feature in PROVES.items():
+        one = [f"{date} ({each.device})" for each in gpus if each.rung is rung and each.ranks == 1]
+        many = [f"{date} ({each.hosts} hosts)" for each in gpus if each.rung is rung and each.hosts > 1]
+        if one or many:
+            rows.append(f"| {feature} | | {(*one, 'never run')[0]} | {(*many, 'never run')[0]} |")
+    return rows
+
+
+class Log:
+    """Results in a directory, those of earlier calls among them: a ladder may be climbed in parts."""
+
+    def __init__(self, out: Path) -> None:
+        """Create the directory.
+
+        Raises:
+            UserError: It cannot be written.
+        """
+        self.out = out
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / ".writable").touch()
+            (out / ".writable").unlink()
+        except OSError as error:
+            raise UserError(f"--out: {out} cannot be written ({reason_of(error)}); name another directory") from None
+
+    def add(self, result: RungResult) -> None:
+        """Write a result, in place of an earlier one of that rung on as many ranks; one that was skipped is none."""
+        if not result.skipped:
+            write_json(self.out / f"{result.hosts:03}-{result.ranks:04}-{result.rung}.json", result)
+
+    def results(self) -> list[RungResult]:
+        """Return all results, from few ranks to many.
+
+        Raises:
+            UserError: A file holds something else.
+        """
+        files = sorted(self.out.glob("*-*-*.json"))
+        found = [reader.loads(RungResult, file.read_text(encoding="utf-8"), str(file)) for file in files]
+        order = list(Rung)
+        return sorted(found, key=lambda each: (each.hosts, each.ranks, order.index(each.rung)))
+
+    def block(self, date: str) -> str:
+        """Return all results as text to paste, with rows for the proof table."""
+        results = self.results()
+        lines = [f"--- paste from here: llama405b bench gpu, {date} ---"]
+        place = ""
+        for result in results:
+            here = f"{counted(result.hosts, 'host')}, {result.ranks} x {result.device or 'unknown'}, torch {result.torch or 'unknown'}"
+            if here != place:
+                lines.append(here)
+            place = here
+            lines.append(f"  {line_of(result)}")
+        rows = rows_of(results, date) or ["(no GPU: nothing for the README's proof table)"]
+        return "\n".join([*lines, *rows, "--- to here ---"])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bench gpu``."""
+    parser.add_argument(
+        "--rungs", default=",".join(Rung), help=f"which to climb, in this order: {', '.join(Rung)} [all]"
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench-gpu"), help="directory of the results [bench-gpu]")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=540.0,
+        metavar="S",
+        help="begin no rung that would take longer than this in all [540]",
+    )
+
+
+def chosen(text: str) -> list[Rung]:
+    """Return the rungs that ``--rungs`` names, in the ladder's order.
+
+    Raises:
+        UserError: One is unknown, or none is named.
+    """
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in list(Rung):
+            raise UserError(f"--rungs: {name!r} is not a rung{did_you_mean(name, list(Rung))}; use {', '.join(Rung)}")
+    if not names:
+        raise UserError(f"--rungs: none is named; use {', '.join(Rung)}")
+    return [rung for rung in Rung if rung in names]

@@ -1,0 +1,37 @@
+"""The ladder on hosts: two nodes on this machine, each rung launched like a run."""
+
+import json
+
+import pytest
+
+
+@pytest.mark.slow
+def test_the_ladder_is_climbed_on_one_rank_then_on_all(work, cli):
+    done = cli(
+        work, "bench", "gpu", "hosts", "--rungs", "start,collectives,copies,exact", "--out", "found", timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.partition("--- paste")[0].splitlines()
+    alone = ["start", "copies", "exact"]
+    together = ["start", "collectives", "copies", "exact"]
+    assert [line.split()[0] for line in lines] == ["one", *alone, "all", *together]
+    assert all("good, " in line for line in lines if line.startswith(" "))
+    found = [json.loads(path.read_text()) for path in sorted((work / "found").glob("*.json"))]
+    assert sorted((each["hosts"], each["ranks"], each["rung"]) for each in found) == sorted(
+        [(1, 1, name) for name in alone] + [(2, 2, name) for name in together]
+    )
+    [links] = [each for each in found if each["rung"] == "collectives"]
+    assert {"all-reduce", "reduce-scatter"} <= {figure["name"] for figure in links["figures"]}
+    assert "2 hosts, 2 x cpu" in done.stdout
+
+
+def test_what_is_wrong_starts_nothing(work, cli):
+    for args, words in (
+        (["hosts", "--rungs", "strat"], "'strat' is not a rung (did you mean 'start'?)"),
+        (["nosuch"], "nosuch: cannot be read"),
+        (["--rungs", "start", "hosts"], "write: llama405b bench gpu hosts"),
+    ):
+        done = cli(work, "bench", "gpu", *args)
+        assert done.returncode == 2, done.stdout
+        assert words in done.stderr
+    assert not (work / "runs").exists()

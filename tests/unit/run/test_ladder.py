@@ -1,0 +1,72 @@
+"""Rungs on hosts: their results as they come, what becomes of a host that fails, and that nothing is left."""
+
+import pytest
+from fakes import FakeFleet, over
+
+from llama405b.contract import reader
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.rungs import SIGN, Figure, Rung, RungResult
+from llama405b_tools.remote.messages.stream import News
+from llama405b_tools.run import follow
+from llama405b_tools.run.ladder import climb
+from llama405b_tools.run.request import parse
+
+GOOD = RungResult(Rung.START, 2, 2, "cpu", "2.13", 1.0, (Figure("first", 0.1, "s"),))
+LINKS = RungResult(Rung.COLLECTIVES, 2, 2, "cpu", "2.13", 1.0)
+
+
+@pytest.fixture
+def fleet(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    monkeypatch.setattr(follow, "PEER_GRACE_S", 0.05)
+    with FakeFleet(("a", "b")) as found:
+        yield found
+
+
+def said(*results):
+    return [News(entries=((0.0, "a/0/stdout.log", SIGN + reader.dumps(result)),)) for result in results]
+
+
+def climbed(fleet, on_a, on_b, rungs):
+    fleet.fakes["a"].lives, fleet.fakes["b"].lives = [on_a], [on_b]
+    told = []
+    request = parse(["--run", "r", "--preset", "demo"], 0.0)
+    found = climb(request, list(fleet.hosts.values()), fleet, rungs, 60.0, told.append, on_cpu=True)
+    assert found == told
+    for host in fleet.fakes.values():
+        assert [heard for heard, _ in host.heard][-1] == "stop"
+        assert not host.alive
+    return found
+
+
+def test_results_are_told_and_the_rest_is_ended(fleet):
+    rungs = [Rung.START, Rung.COLLECTIVES, Rung.UPDATE]  # the last is for one rank
+    assert climbed(fleet, said(GOOD, LINKS), [], rungs) == [GOOD, LINKS]
+    [start] = [request for heard, request in fleet.fakes["b"].heard if heard == "start"]
+    program = start.plan.program
+    assert program[:2] == ("-m", "llama405b.commands.ladder.program")
+    assert program[program.index("--rungs") + 1] == "start,collectives,update"
+    assert program[program.index("--device") + 1] == "cpu"
+
+
+def test_a_rung_that_fails_is_the_last(fleet):
+    bad = RungResult(Rung.COLLECTIVES, 2, 2, "cpu", "2.13", 1.0, fault="all-gather gives 1 instead of 2")
+    ended = over("a", Cause(CauseKind.RANK_EXIT, "a", 0, detail="x"))
+    assert climbed(fleet, [*said(GOOD, bad), ended], [over("b")], [Rung.START, Rung.COLLECTIVES, Rung.COPIES]) == [
+        GOOD,
+        bad,
+    ]
+
+
+def test_a_host_that_fails_is_named_with_the_rung_it_was_on(fleet):
+    killed = over("b", Cause(CauseKind.RANK_KILLED, "b", 1, signal=9))
+    found = climbed(fleet, said(GOOD), [killed], [Rung.START, Rung.COLLECTIVES])
+    assert found[0] == GOOD
+    assert (found[1].rung, found[1].good) == (Rung.COLLECTIVES, False)
+    assert found[1].fault == "b: exited 1: rank 1 was killed by SIGKILL"
+
+
+def test_a_program_that_ends_without_a_result_has_not_climbed(fleet):
+    [found] = climbed(fleet, [over("a")], [over("b")], [Rung.START])
+    assert (found.rung, found.good) == (Rung.START, False)

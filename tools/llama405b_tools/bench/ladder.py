@@ -1,0 +1,62 @@
+"""``llama405b bench gpu HOSTS``: the ladder on one GPU, one host, two hosts, and all; what a new cluster should climb first.
+
+Each rung is one line, with cause and remedy where it fails; those after it are not tried.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+from llama405b.contract import rungs
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import FAILED, GOOD
+from llama405b.contract.rungs import RungResult
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.run import request as asked
+from llama405b_tools.run.ladder import climb
+from llama405b_tools.verbs.arguments import add_hosts
+
+
+def main(argv: Sequence[str]) -> int:
+    """Climb; returns the exit code."""
+    parser = OneLineParser(
+        prog="llama405b bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_hosts(parser)
+    rungs.add_options(parser)
+    args = parser.parse(argv)
+    log, chosen = rungs.Log(args.out), rungs.chosen(args.rungs)
+    hosts = read_hosts(args.hosts)
+    base = asked.parse([str(args.hosts), "--run", f"bench-{time.strftime('%Y%m%d-%H%M%S')}", "--", "true"], time.time())
+    code = GOOD
+
+    def say(result: RungResult) -> None:
+        log.add(result)
+        print(f"  {rungs.line_of(result)}", flush=True)
+
+    with Fleet(hosts) as fleet:
+        for number, (name, part) in enumerate(scopes(hosts), 1):
+            print(f"{name}:", flush=True)
+            request = dataclasses.replace(base, run=f"{base.run}-{number}")
+
+            found = climb(request, part, fleet, chosen, args.within, say)
+            if any(result.fault for result in found):
+                code = FAILED
+                break
+    print(log.block(time.strftime("%Y-%m-%d")))
+    return code
+
+
+def scopes(hosts: Sequence[Host]) -> Iterator[tuple[str, list[Host]]]:
+    """Yield what to climb on, from little to all."""
+    first = hosts[0]
+    yield f"one GPU of {first.name}", [dataclasses.replace(first, slots=1)]
+    if first.slots != 1:
+        yield f"all GPUs of {first.name}", [first]
+    if len(hosts) > 2:
+        yield f"{first.name} and {hosts[1].name}", list(hosts[:2])
+    if len(hosts) > 1:
+        yield f"all {len(hosts)} hosts", list(hosts)

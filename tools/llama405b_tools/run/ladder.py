@@ -1,0 +1,77 @@
+"""Climb rungs (``llama405b.commands.ladder``) on hosts: launched like any run, with results as each rung ends."""
+
+import contextlib
+import dataclasses
+import io
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from llama405b.contract import reader
+from llama405b.contract.rungs import MANY_RANKS_ONLY, ONE_RANK_ONLY, SIGN, Rung, RungResult
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.run.endings import failure_words
+from llama405b_tools.run.follow import Watch, watch_run
+from llama405b_tools.run.launch import launch
+from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.start import stop_this
+
+Say = Callable[[RungResult], object]
+
+
+def climb(
+    request: LaunchRequest,
+    hosts: Sequence[Host],
+    fleet: Fleet,
+    rungs: Sequence[Rung],
+    within_s: float,
+    say: Say,
+    *,
+    on_cpu: bool = False,
+) -> list[RungResult]:
+    """Climb rungs on all ranks of these hosts; ``say`` hears of each result as it comes. Nothing is left running.
+
+    The last result is a failure, if there is one.
+
+    Raises:
+        UserError: The launch was refused.
+        RunError: A host is not fit, or did not start.
+    """
+    options = ["--rungs", ",".join(rungs), "--within", f"{within_s:.0f}", "--device", "cpu" if on_cpu else "auto"]
+    program = ("-m", "llama405b.commands.ladder.program", *options)
+    began, screen = time.monotonic(), sys.stdout
+    plan = launch(
+        dataclasses.replace(request, config=None, flags=(), program=program), hosts, fleet, say=lambda _: None
+    )
+    expected = [rung for rung in rungs if rung not in (MANY_RANKS_ONLY if plan.world == 1 else ONE_RANK_ONLY)]
+    found: list[RungResult] = []
+
+    def tell(watch: Watch) -> bool:
+        for result in results_in(watch.said)[len(found) :]:
+            found.append(result)
+            with contextlib.redirect_stdout(screen):
+                say(result)
+        return len(found) == len(expected)
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # but for what ``say`` prints
+            watch = watch_run(fleet, plan, until=tell)
+        tell(watch)
+    finally:
+        stop_this(plan, fleet)
+    if len(found) < len(expected) and all(result.good or result.skipped for result in found):
+        worst = watch.worst()
+        fault = f"{worst.host}: {failure_words(worst)}" if worst else "it ended without a result"
+        found.append(
+            RungResult(expected[len(found)], plan.world, len(plan.nodes), "", "", time.monotonic() - began, fault=fault)
+        )
+        say(found[-1])
+    return found
+
+
+def results_in(lines: Iterable[str]) -> list[RungResult]:
+    """Return the results among the lines that rank 0 printed."""
+    return [
+        reader.loads(RungResult, line.removeprefix(SIGN), "a rung's result") for line in lines if line.startswith(SIGN)
+    ]
