@@ -13,7 +13,7 @@ from typing import Any
 from llama405b.commands.bench_load import bench_load
 from llama405b.commands.bench_step import bench_step
 from llama405b.commands.bench_update import bench_optimizer, bench_overlap
-from llama405b.commands.ladder.program import climb
+from llama405b.commands.ladder.program import climb_here
 from llama405b.contract import rungs
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
@@ -72,7 +72,7 @@ def _climb(args: argparse.Namespace) -> int:
         log.add(result)
         print(rungs.line_of(result), flush=True)
 
-    code = climb(wanted, args.within, say)
+    code = climb_here(wanted, args.within, say)
     print(log.block(time.strftime("%Y-%m-%d")))
     return code
 

@@ -98,7 +98,7 @@ def line_of(result: RungResult) -> str:
     return f"{result.rung:13} good, {result.seconds:.0f} s: {found}"
 
 
-def rows_of(results: Iterable[RungResult], date: str) -> list[str]:
+def proof_rows(results: Iterable[RungResult], date: str) -> list[str]:
     """Return rows for the README's proof table: one GPU, and several nodes."""
     rows, gpus = [], [each for each in results if each.good and each.device != "cpu"]
     for rung, feature in PROVES.items():
@@ -153,7 +153,7 @@ class Log:
                 lines.append(here)
             place = here
             lines.append(f"  {line_of(result)}")
-        rows = rows_of(results, date) or ["(no GPU: nothing for the README's proof table)"]
+        rows = proof_rows(results, date) or ["(no GPU: nothing for the README's proof table)"]
         return "\n".join([*lines, *rows, "--- to here ---"])
 
 

@@ -12,12 +12,12 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from llama405b.contract.schema import Moments
 from llama405b.copies import Arrived, Progress, allocate, copy, nothing
 from llama405b.optim.adamw import Settings
 from llama405b.optim.norm import local
@@ -26,7 +26,7 @@ from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
 
 
 @dataclasses.dataclass(slots=True)
-class Piece:
+class Member:
     """One parameter of a unit."""
 
     weight: nn.Parameter  # in the model, in BF16
@@ -43,10 +43,10 @@ class Piece:
 class Landing:
     """Where a unit's gradients come down, and its weights go up."""
 
-    pieces: list[Piece]
+    members: list[Member]
     total: Tensor  # of the flat gradients of the micro-batches so far, in FP32 and with FSDP's padding
     sums: list[list[Tensor]]  # parts of it, by parameter group
-    unchecked: int  # pieces whose place in the flat gradient has not been compared with FSDP's
+    unchecked: int  # members whose place in the flat gradient has not been compared with FSDP's
     came: Arrived
     uploaded: Arrived
 
@@ -62,17 +62,18 @@ class States(Offloaded):
         device: torch.device,
         waits: Waits,
         *,
-        pinning: Progress = lambda *_: None,
-        **how: Any,
+        hides: bool,
+        moments: Moments,
+        pinning: Progress,
     ) -> None:
         """Allocate what crosses PCIe, have FSDP hand over the gradients, and give the model its weights.
 
-        ``pinning`` hears of the progress; ``how``: see ``Offloaded``.
+        ``pinning`` hears of the progress; all else: see ``Offloaded``.
 
         Raises:
             UserError: CUDA cannot pin that much.
         """
-        super().__init__(model, kept, optimizer, device, waits, **how)
+        super().__init__(model, kept, optimizer, device, waits, hides=hides, moments=moments)
         self.landings: dict[str, Landing] = {}
         self.adding: Future[None] | None = None
         self.device, self.uploads = device, torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -85,14 +86,14 @@ class States(Offloaded):
         *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * max(sizes)], device, pinning)
         self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
         self.staged: Arrived = nothing
-        for part, unit, (pieces, _), total in zip(self.parts, units, laid_out, totals, strict=True):
+        for part, unit, (members, _), total in zip(self.parts, units, laid_out, totals, strict=True):
             flat = total.view(torch.float32)
-            of = {id(piece.master): piece.of(flat) for piece in pieces}
+            of = {id(member.master): member.of(flat) for member in members}
             sums = [[of[id(master)] for master in group] for _, group in part.groups]
-            self.landings[part.name] = Landing(pieces, flat, sums, len(pieces), nothing, nothing)
+            self.landings[part.name] = Landing(members, flat, sums, len(members), nothing, nothing)
             unit.modules[0].set_all_reduce_hook(functools.partial(self._land, part))
-            for piece in pieces:
-                piece.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, piece))
+            for member in members:
+                member.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, member))
         self.publish()
 
     def collect(self) -> None:
@@ -114,7 +115,7 @@ class States(Offloaded):
         came = copy([(slot, flat)], stream)
         part.adding = self.adding = self.worker.submit(self._timed, _add, landing.total, slot, came)
 
-    def _drop(self, part: Part, piece: Piece, weight: nn.Parameter) -> None:
+    def _drop(self, part: Part, member: Member, weight: nn.Parameter) -> None:
         """Drop the BF16 gradient that FSDP makes of the flat one; the first shows whether that was understood."""
         gradient, weight.grad = weight.grad, None
         landing = self.landings[part.name]
@@ -122,7 +123,7 @@ class States(Offloaded):
             return
         landing.unchecked -= 1
         landing.came()
-        expected = piece.of(landing.total).to(weight.dtype)
+        expected = member.of(landing.total).to(weight.dtype)
         if gradient is None or not torch.equal(local(gradient).cpu().nan_to_num(), expected.nan_to_num()):
             raise RuntimeError(
                 f"{part.name}: FSDP's gradients are not laid out as expected; use --parallel.offload full"
@@ -156,26 +157,26 @@ class States(Offloaded):
         self.staged()  # the unit before
         landing = self.landings[part.name]
         pairs = []
-        for piece in landing.pieces:
-            staged = piece.of(self.stage)
-            staged.copy_(local(piece.master))
-            pairs.append((local(piece.weight), staged))
+        for member in landing.members:
+            staged = member.of(self.stage)
+            staged.copy_(local(member.master))
+            pairs.append((local(member.weight), staged))
             self.done.up_bytes += staged.nbytes
         self.staged = landing.uploaded = copy(pairs, self.uploads)
 
 
 def _lay_out(
     unit: FsdpUnit, weights: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]
-) -> tuple[list[Piece], int]:
+) -> tuple[list[Member], int]:
     """Return a unit's parameters, and the length of its flat gradient: each begins at a multiple of the largest shard."""
-    pieces, begin = [], 0
+    members, begin = [], 0
     for name in (each.replace(WRAPPER, "") for each in unit.parameters):
         master = masters[name]
         assert isinstance(master, DTensor)
-        pieces.append(Piece(weights[name], master, begin))
+        members.append(Member(weights[name], master, begin))
         rows = -(-master.shape[0] // master.device_mesh.size())
         begin += rows * master.shape[1:].numel()
-    return pieces, begin
+    return members, begin
 
 
 def _add(total: Tensor, slot: Tensor, arrived: Arrived) -> None:

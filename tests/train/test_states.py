@@ -150,7 +150,7 @@ def _other_layout(me, directory, change):
 
 
 def _swap(landing):
-    landing.pieces[0].begin, landing.pieces[1].begin = landing.pieces[1].begin, landing.pieces[0].begin
+    landing.members[0].begin, landing.members[1].begin = landing.members[1].begin, landing.members[0].begin
 
 
 def _shorten(landing):

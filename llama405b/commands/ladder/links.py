@@ -16,7 +16,7 @@ from llama405b.ranks import Ranks
 GB = 1e9
 
 
-def start(me: Ranks) -> list[Figure]:
+def first_collective(me: Ranks) -> list[Figure]:
     """Reduce one number over all ranks, twice: the first time the ranks connect.
 
     Raises:
@@ -32,7 +32,7 @@ def start(me: Ranks) -> list[Figure]:
     return [Figure("ranks", me.world, ""), Figure("first", took[0], "s"), Figure("then", 1e3 * took[1], "ms")]
 
 
-def collectives(me: Ranks) -> list[Figure]:
+def checked_collectives(me: Ranks) -> list[Figure]:
     """Measure bus bandwidths (as nccl-tests define them) at a small and at a large size, and check every result.
 
     Raises:

@@ -27,8 +27,8 @@ TIMEOUT_S = 120
 PR_SET_PDEATHSIG = 1
 Say = Callable[[RungResult], object]
 CLIMB: dict[Rung, Callable[[Ranks], list[Figure]]] = {
-    Rung.START: links.start,
-    Rung.COLLECTIVES: links.collectives,
+    Rung.START: links.first_collective,
+    Rung.COLLECTIVES: links.checked_collectives,
     Rung.COPIES: links.copy_rates,
     Rung.UPDATE: host.update,
     Rung.LAYER_NONE: steps.layer_none,
@@ -46,10 +46,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--within", type=float, required=True, help="seconds")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     args = parser.parse_args(argv)
-    return climb(args.rungs, args.within, lambda result: print(SIGN + reader.dumps(result), flush=True), args.device)
+    return climb_here(
+        args.rungs, args.within, lambda result: print(SIGN + reader.dumps(result), flush=True), args.device
+    )
 
 
-def climb(rungs: Sequence[Rung], within_s: float, say: Say, device: str = "auto") -> int:
+def climb_here(rungs: Sequence[Rung], within_s: float, say: Say, device: str = "auto") -> int:
     """Climb rungs in this process's place among the ranks; returns the exit code."""
     deadline = time.monotonic() + within_s
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:

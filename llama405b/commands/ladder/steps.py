@@ -35,7 +35,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """What is trained."""
 
     shape: str  # a preset's
@@ -69,14 +69,14 @@ class Timed:
         return sum(self.seconds.values())
 
 
-LAYER = Work("llama3.1-405b", layers=1, batch=1, seq_len=4096)
-HIDING = Work("llama3.1-8b", layers=16, batch=16, seq_len=4096)  # its forward takes about as long as its update
-EXACT = Work("llama3.1-8b", layers=4, batch=1, seq_len=1024)
+LAYER = Workload("llama3.1-405b", layers=1, batch=1, seq_len=4096)
+HIDING = Workload("llama3.1-8b", layers=16, batch=16, seq_len=4096)  # its forward takes about as long as its update
+EXACT = Workload("llama3.1-8b", layers=4, batch=1, seq_len=1024)
 
 
-def _build(work: Work, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Updater]:
+def _build(what: Workload, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Updater]:
     """Build a sharded model with random weights, which are the same each time."""
-    config = work.config(me)
+    config = what.config(me)
     attention, _ = llama.choose_attention("auto", me.device)
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
@@ -96,13 +96,13 @@ def _build(work: Work, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Update
     return module, build_updater(module, Optimizer(), parallel, me.device, kept=kept)
 
 
-def _steps(work: Work, parallel: Parallel, me: Ranks, count: int) -> tuple[list[float], Timed]:
+def _steps(what: Workload, parallel: Parallel, me: Ranks, count: int) -> tuple[list[float], Timed]:
     """Take steps; returns their losses, and what the last ``STEPS`` took."""
-    module, updater = _build(work, parallel, me)
+    module, updater = _build(what, parallel, me)
     losses, laps_of, works = [], [], []
     for step in range(count):
         laps = Laps(me.device)
-        x = work.tokens(me, step)
+        x = what.tokens(me, step)
         result = train_step(module, updater, [(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
         assert result, "every token is a target"
         laps_of.append(laps.seconds())

@@ -8,7 +8,7 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.rungs import SIGN, Figure, Rung, RungResult
 from llama405b_tools.remote.messages.stream import News
 from llama405b_tools.run import follow
-from llama405b_tools.run.ladder import climb
+from llama405b_tools.run.ladder import climb_on
 from llama405b_tools.run.request import parse
 
 GOOD = RungResult(Rung.START, 2, 2, "cpu", "2.13", 1.0, (Figure("first", 0.1, "s"),))
@@ -32,7 +32,7 @@ def climbed(fleet, on_a, on_b, rungs):
     fleet.fakes["a"].lives, fleet.fakes["b"].lives = [on_a], [on_b]
     told = []
     request = parse(["--run", "r", "--preset", "demo"], 0.0)
-    found = climb(request, list(fleet.hosts.values()), fleet, rungs, 60.0, told.append, on_cpu=True)
+    found = climb_on(request, list(fleet.hosts.values()), fleet, rungs, 60.0, told.append, on_cpu=True)
     assert found == told
     for host in fleet.fakes.values():
         assert [heard for heard, _ in host.heard][-1] == "stop"

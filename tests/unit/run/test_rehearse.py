@@ -18,7 +18,7 @@ def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(follow, "POLL_S", 0.01)
     monkeypatch.setattr(follow, "PEER_GRACE_S", 0.05)
-    monkeypatch.setattr(rehearse, "climb", lambda *_, **more: [])  # run/test_ladder.py tests it
+    monkeypatch.setattr(rehearse, "climb_on", lambda *_, **more: [])  # run/test_ladder.py tests it
     with FakeFleet(("a", "b")) as found:
         yield found
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_ended_is_said(fleet):
 
 def test_what_fails_at_the_first_rungs_begins_no_trial(fleet, monkeypatch, capsys):
     failed = RungResult(Rung.COLLECTIVES, 2, 2, "", "", 7.0, fault="all-gather gives 1 instead of 2")
-    monkeypatch.setattr(rehearse, "climb", lambda *_, **more: [failed])
+    monkeypatch.setattr(rehearse, "climb_on", lambda *_, **more: [failed])
     assert rehearsed(fleet) == 1
     said = capsys.readouterr().out
     assert "rehearsal: FAILED after 0 s at its first rungs: collectives" in said

@@ -16,7 +16,7 @@ from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
-from llama405b_tools.run.ladder import climb
+from llama405b_tools.run.ladder import climb_on
 from llama405b_tools.verbs.arguments import add_hosts
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name}:", flush=True)
             request = dataclasses.replace(base, run=f"{base.run}-{number}")
 
-            found = climb(request, part, fleet, chosen, args.within, say)
+            found = climb_on(request, part, fleet, chosen, args.within, say)
             if any(result.fault for result in found):
                 code = FAILED
                 break

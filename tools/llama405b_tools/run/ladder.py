@@ -20,7 +20,7 @@ from llama405b_tools.run.start import stop_this
 Say = Callable[[RungResult], object]
 
 
-def climb(
+def climb_on(
     request: LaunchRequest,
     hosts: Sequence[Host],
     fleet: Fleet,

@@ -20,7 +20,7 @@ from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.run.ladder import climb
+from llama405b_tools.run.ladder import climb_on
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
@@ -40,7 +40,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     trial, began = trial_of(request), time.monotonic()
     assert trial.config
     climbing = dataclasses.replace(trial, run=f"{request.run}-rungs")
-    rungs = climb(climbing, hosts, fleet, FIRST, RUNGS_S, lambda found: show(line_of(found)), on_cpu=request.on_cpu)
+    rungs = climb_on(climbing, hosts, fleet, FIRST, RUNGS_S, lambda found: show(line_of(found)), on_cpu=request.on_cpu)
     if bad := [result for result in rungs if result.fault]:
         print(f"rehearsal: FAILED after {time.monotonic() - began:.0f} s at its first rungs: {line_of(bad[0])}")
         return FAILED
