@@ -18,7 +18,7 @@ def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(follow, "POLL_S", 0.01)
     monkeypatch.setattr(follow, "PEER_GRACE_S", 0.05)
-    monkeypatch.setattr(rehearse, "climb_on", lambda *_, **more: [])  # run/test_ladder.py tests it
+    monkeypatch.setattr(rehearse, "climb_on", lambda *_, **more: [])  # run/test_climb.py tests it
     with FakeFleet(("a", "b")) as found:
         yield found
 
