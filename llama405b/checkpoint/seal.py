@@ -45,7 +45,7 @@ def seal(path: Path, rank: int) -> Seal:
     """
     sync(path)
     size = path.stat().st_size
-    return Seal(size, rank, tuple(_hashes(path, range(n_blocks(size, BLOCK_BYTES)), BLOCK_BYTES)))
+    return Seal(size, rank, tuple(block_hashes(path, range(n_blocks(size, BLOCK_BYTES)), BLOCK_BYTES)))
 
 
 def sync(path: Path) -> None:
@@ -103,7 +103,7 @@ def find_fault(path: Path, manifest: Manifest, part: int, parts: int) -> PassedO
         if file.stat().st_size != sealed.bytes:
             return damaged(f"{file}: {file.stat().st_size} bytes, but the manifest says {sealed.bytes}")
         mine = range((part - first) % parts, len(sealed.blocks), parts)
-        for block, found in zip(mine, _hashes(file, mine, manifest.block_bytes), strict=True):
+        for block, found in zip(mine, block_hashes(file, mine, manifest.block_bytes), strict=True):
             if found != sealed.blocks[block]:
                 where = f"block {block + 1} of {len(sealed.blocks)}"
                 return damaged(f"{file}: its content does not match its checksum ({where})")
@@ -111,8 +111,8 @@ def find_fault(path: Path, manifest: Manifest, part: int, parts: int) -> PassedO
     return None
 
 
-def _hashes(path: Path, blocks: Iterable[int], block_bytes: int) -> Iterable[str]:
-    """The SHA-256 of some blocks of a file, in their order."""
+def block_hashes(path: Path, blocks: Iterable[int], block_bytes: int) -> Iterable[str]:
+    """Yield the SHA-256 of some blocks of a file, in their order."""
     with path.open("rb") as file, concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
         yield from threads.map(functools.partial(_sha256, file.fileno(), block_bytes), blocks)
 

@@ -30,7 +30,9 @@ from llama405b.checkpoint.lease import Holder
 from llama405b.checkpoint.seal import Fault, PassedOver, find_fault, open_manifest, seal, sync
 from llama405b.checkpoint.snapshot import state_to_save
 from llama405b.contract.checkpoints import (
+    CONFIG_FILE,
     MANIFEST,
+    MODEL_FILES,
     Manifest,
     RunIdentity,
     Seal,
@@ -84,8 +86,9 @@ class Store:
         run: RunDir,
         say: Callable[[str], None] = print,
     ) -> None:
-        """``run``: its name marks checkpoints as its own; its events have the digests of those it saved."""
+        """``run``: its name marks checkpoints as its own, which describe it; its events have the digests of those it saved."""
         self.root, self.keep, self.me, self.run, self.say = root, keep, me, run.name, say
+        self.described = run
         events = read_records(RunEvent, run.events("rank-0"), last=MAX_EVENTS)
         self.saved = {event.path: event.digest for event in events if event.digest}  # of manifests, by path
         self.holder = Holder(root, run.name, f"{me.host}:{run.path.resolve()}", me.attempt)
@@ -155,7 +158,8 @@ class Store:
             raise UserError(
                 f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
             ) from None
-        mine = {path.name: seal(path, self.me.rank) for path in partial.iterdir() if self._is_mine(path.name)}
+        written = [path for path in partial.rglob("*") if path.is_file() and self._is_mine(path.name)]
+        mine = {path.relative_to(partial).as_posix(): seal(path, self.me.rank) for path in written}
         files = {name: sealed for part in ranks.agreed(mine, dict[str, Seal]) for name, sealed in part.items()}
         manifest = Manifest(
             format=2,
@@ -197,6 +201,16 @@ class Store:
         for leftover in [path for path in self.root.iterdir() if own.fullmatch(path.name)]:
             shutil.rmtree(leftover)
         partial.mkdir()
+        self._describe(partial)
+
+    def _describe(self, partial: Path) -> None:
+        """Add what a checkpoint is understood by alone: the run's settings, the model's configuration and tokenizer."""
+        (partial / MODEL_FILES).mkdir()
+        if self.described.config.is_file():
+            shutil.copyfile(self.described.config, partial / CONFIG_FILE)
+        for file in self.described.model(self.me.host).glob("[!.]*"):
+            shutil.copyfile(file, partial / MODEL_FILES / file.name)
+        sync(partial / MODEL_FILES)
 
     def find(self, resume: str) -> tuple[Found | None, list[PassedOver]]:
         """Find the checkpoint that ``resume`` (no, auto, a step, a path) names, and set newer ones aside.

@@ -56,7 +56,7 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
     """
     from huggingface_hub import HfApi
 
-    with _said_clearly(model, target):
+    with said_clearly(model, target):
         info = HfApi().model_info(model, revision=revision, files_metadata=True)
         files = [sibling for sibling in info.siblings or () if wanted(sibling.rfilename, skip_weights=skip_weights)]
         if not any(sibling.rfilename == "config.json" for sibling in files):
@@ -169,7 +169,7 @@ def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
 
 
 @contextlib.contextmanager
-def _said_clearly(model: str, target: Path) -> Iterator[None]:
+def said_clearly(model: str, target: Path) -> Iterator[None]:
     """Turn errors of huggingface_hub into one sentence.
 
     Raises:

@@ -21,6 +21,8 @@ STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"  # written last: a directory without it is not a checkpoint
 METADATA = ".metadata"  # DCP's own: which tensor is where
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's too, by rank
+CONFIG_FILE, MODEL_FILES = "config.toml", "model"  # the run's settings; the model's configuration and tokenizer
+ABOUT = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # what makes a checkpoint understood alone
 BLOCK_BYTES = 64 << 20
 WHOLE_FILE = 1 << 59  # the block size of format 1
 
@@ -73,13 +75,13 @@ class Manifest:
         if self.world_size < 1 or self.block_bytes < 1:
             raise ValueError(f"world size {self.world_size} and block size {self.block_bytes} are not both positive")
         for name, seal in self.files.items():
-            if name != METADATA and not DATA_FILE.fullmatch(name):
+            if name != METADATA and not DATA_FILE.fullmatch(name) and not ABOUT.fullmatch(name):
                 raise ValueError(f"{name!r} is not a file of a checkpoint")
             if len(seal.blocks) != n_blocks(seal.bytes, self.block_bytes):
                 raise ValueError(f"{name} of {seal.bytes} bytes cannot have {len(seal.blocks)} blocks")
         if METADATA not in self.files:
             raise ValueError(f"it lacks {METADATA}")
-        writers = {seal.rank for name, seal in self.files.items() if name != METADATA}
+        writers = {seal.rank for name, seal in self.files.items() if DATA_FILE.fullmatch(name)}
         if writers != set(range(self.world_size)):
             raise ValueError(f"it has files of {counted(len(writers), 'rank')}, not of all {self.world_size}")
 

@@ -72,6 +72,11 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
     assert resumed[steps]["tokens"] == straight[steps]["tokens"]
     assert straight[steps].get("update_s") is None
     assert sum(m["update_s"] for m in resumed.values()) > 0  # each counted in its own step or in the next
+    [exporting] = re.findall(r"next: `.*? (export cut OUT)`", again.stdout)
+    exported = cli(work, *exporting.split(), "--try", "def ")
+    assert exported.returncode == 0, exported.stderr
+    assert "exported runs/cut/checkpoints/step-00000120 to OUT: 1 file" in exported.stdout
+    assert (work / "OUT/tokenizer.json").read_bytes() == (demo / "tokenizer.json").read_bytes()
     last = resumed[steps]
     assert last["up_bytes"] > last["down_bytes"] > 0
     assert last["update_bytes"] > 0

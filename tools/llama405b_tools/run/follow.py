@@ -101,7 +101,7 @@ class Watch:
         self.metrics: list[Metrics] = []
         self.ended: set[str] = set()
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
-        self.said: collections.deque[str] = collections.deque(maxlen=300)  # rank 0's last lines
+        self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
         self.saved = ""
         self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
@@ -315,7 +315,12 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
         show("; ".join([f"stopped by {watch.stopped_by}", *again]))
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
     own = [f"`{front_door()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
-    show("next: " + "; ".join([logs, *own]))
+    export = []
+    if watch.saved:
+        export = [
+            f"`{front_door()} export {plan.run} OUT`, where the checkpoint is, writes a model that transformers loads"
+        ]
+    show("next: " + "; ".join([*export, logs, *own]))
     return Ending(EndKind.WELL)
 
 

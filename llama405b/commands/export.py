@@ -1,0 +1,278 @@
+"""``llama405b export``: write a run's checkpoint as a model that transformers, vLLM and others load.
+
+SOURCE is a run in this directory, or a checkpoint (…/step-<8 digits>) that any number of ranks saved. Needs no GPU, and memory
+for one tensor. Every block that is read is verified. An interrupted export is resumed by the same command.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from llama405b.checkpoint.safetensors_file import write_tensors
+from llama405b.checkpoint.weights_of import SavedWeights
+from llama405b.commands.hub_upload import create, upload
+from llama405b.commands.try_model import try_model
+from llama405b.contract import config, reader, weights
+from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of, write_manifest
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.files import write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import counted, reason_of
+from llama405b.contract.reader import MalformedError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
+RECORD = ".llama405b-export.json"
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Export:
+    """What is exported where."""
+
+    source: str  # digest of the checkpoint's manifest
+    dtype: str
+    files: Mapping[str, Shapes]  # what each output file holds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """A file that is complete, and unchanged while size and time are these."""
+
+    bytes: int
+    mtime: float
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """What has been exported so far."""
+
+    source: str
+    dtype: str
+    files: Mapping[str, Written]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    args = _parser().parse(argv)
+    if args.push_to_hub:
+        create(args.push_to_hub)
+    path = find_checkpoint(args.source, args.step)
+    saved = SavedWeights(path)
+    small = args.model or find_model_files(path, args.source)
+    shapes = check(saved, small, path)
+    _, digest = write_manifest(saved.manifest)
+    export = Export(digest, args.dtype, dict(plan_files(shapes, args.dtype, one_file=args.one_file)))
+    write(export, saved, args.out)
+    finish(export, small, args.out, len({name.split(".")[2] for name in shapes if name.startswith("model.layers.")}))
+    n_bytes = sum(map(math.prod, shapes.values())) * DTYPES[args.dtype].itemsize
+    print(
+        f"exported {path} to {args.out}: {counted(len(export.files), 'file')}, {n_bytes / 1e9:.2f} GB in {args.dtype}"
+    )
+    print(f"serve it, for example: vllm serve {args.out}", flush=True)
+    if args.push_to_hub:
+        upload(args.out, args.push_to_hub)
+    return try_model(args.out, args.try_, n_bytes) if args.try_ else 0
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="llama405b export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="name of a run, or a checkpoint's directory")
+    add("out", type=Path, metavar="OUT", help="directory to write the model into")
+    add("--step", type=int, help="which of the run's checkpoints [the newest]")
+    add("--dtype", choices=tuple(DTYPES), default="bf16", help="dtype of the weights [bf16]")
+    add("--one-file", action="store_true", help="write one model.safetensors instead of files of 5 GB")
+    add("--model", type=Path, help="directory with config.json and tokenizer, if the checkpoint has none")
+    add("--try", dest="try_", metavar="PROMPT", default="", help="generate a few tokens with the exported model")
+    add(
+        "--push-to-hub",
+        metavar="REPO",
+        default="",
+        help="upload it to the Hugging Face Hub as owner/name, private if new",
+    )
+    return parser
+
+
+def find_checkpoint(source: str, step: int | None) -> Path:
+    """Return the checkpoint that was asked for.
+
+    Raises:
+        UserError: There is no such run or checkpoint.
+    """
+    given = Path(source)
+    if given.is_dir() and given.name.startswith("step-"):
+        step_of(given)
+        return given
+    run = RunDir(given) if (given / "config.toml").is_file() else RunDir.here(source)
+    if not run.config.is_file():
+        raise UserError(f"{source}: neither a run in this directory nor a checkpoint; name one (runs are in ./runs)")
+    where, _ = config.read_toml(run.config).get("checkpoint.dir", ("", ""))
+    root = Path(str(where)) if where else run.checkpoints
+    present = {step_of(path): path for path in committed(root)}
+    if not present:
+        raise UserError(f"{root}: has no checkpoint of run {run.name}; nothing to export")
+    if step is not None and step not in present:
+        raise UserError(f"--step: {root} has no step {step}; choose from {', '.join(map(str, present))}")
+    return present[max(present) if step is None else step]
+
+
+def find_model_files(path: Path, source: str) -> Path:
+    """Return a directory with the model's configuration and tokenizer: in the checkpoint, or in the run.
+
+    Raises:
+        UserError: There is none.
+    """
+    runs = (Path(source), RunDir.here(source).path)
+    candidates = [path / MODEL_FILES, *(found for run in runs for found in sorted((run / "model").glob("*")))]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise UserError(f"{path}: has no config.json beside its weights; name the model's directory with --model")
+
+
+def check(saved: SavedWeights, small: Path, path: Path) -> Shapes:
+    """Return the tensors that the model needs, after a check that the checkpoint has them.
+
+    Raises:
+        UserError: It has others.
+    """
+    layers = 1 + max(
+        (int(name.split(".")[2]) for name in saved.tensors if name.startswith("model.layers.")), default=-1
+    )
+    llama = weights.read_llama(small)
+    if not 0 < layers <= llama.layers:
+        raise UserError(
+            f"{path}: has {counted(layers, 'layer')}, but {small / 'config.json'} says {llama.layers}; use --model"
+        )
+    shapes = dataclasses.replace(llama, layers=layers).tensors()
+    for name, shape in shapes.items():
+        found = tuple(saved.tensors[name].size) if name in saved.tensors else ()
+        if found != shape:
+            raise UserError(
+                f"{path}: {name} is {list(found)}, but {small / 'config.json'} requires {list(shape)}; name the right "
+                "model's directory with --model"
+            )
+    return shapes
+
+
+def plan_files(shapes: Shapes, dtype: str, *, one_file: bool) -> Iterator[tuple[str, Shapes]]:
+    """Yield the output files and what each holds, in the model's order."""
+    groups: list[Shapes] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        n_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+        if groups[-1] and size + n_bytes > FILE_BYTES and not one_file:
+            groups.append({})
+            size = 0
+        groups[-1][name] = shape
+        size += n_bytes
+    for number, group in enumerate(groups, 1):
+        yield weights.SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors", group
+
+
+def write(export: Export, saved: SavedWeights, out: Path) -> None:
+    """Write the files that are not there yet.
+
+    Raises:
+        UserError: The directory holds something else, or its disk is too small.
+        RunError: It cannot be written; the same command resumes.
+    """
+    done = _begin(export, out)
+    sizes = {
+        name: sum(map(math.prod, shapes.values())) * DTYPES[export.dtype].itemsize
+        for name, shapes in export.files.items()
+    }
+    lacking = [name for name in export.files if name not in done]
+    need, free = sum(sizes[name] for name in lacking), shutil.disk_usage(out).free
+    if need > free:
+        raise UserError(f"{out}: {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed; name another disk")
+    began, written = time.monotonic(), 0
+    for name in lacking:
+        try:
+            digest = write_tensors(out / name, export.files[name], DTYPES[export.dtype], saved.read)
+            done[name] = _written(out / name, digest)
+            write_json(out / RECORD, Record(export.source, export.dtype, done))
+        except OSError as error:
+            raise RunError(
+                f"{out / name}: cannot be written ({reason_of(error)}); run the same command to resume"
+            ) from None
+        written += sizes[name]
+        rate = written / max(1e-6, time.monotonic() - began)
+        print(
+            f"{len(done)}/{len(export.files)}  {name}: {written / 1e9:.2f} of {need / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, "
+            f"{(need - written) / rate:.0f} s left",
+            flush=True,
+        )
+
+
+def _begin(export: Export, out: Path) -> dict[str, Written]:
+    """Return the files that an earlier call has finished."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        present = [path.name for path in out.iterdir()]
+        if RECORD not in present:
+            if present:
+                raise UserError(f"{out}: holds {present[0]}, which no export wrote; name another directory")
+            return {}
+        record = reader.loads(Record, (out / RECORD).read_text(encoding="utf-8"), str(out / RECORD))
+    except (OSError, MalformedError) as error:
+        raise UserError(f"{out}: cannot be used ({reason_of(error)}); name another directory") from None
+    if (record.source, record.dtype) != (export.source, export.dtype):
+        raise UserError(f"{out}: holds an export of another checkpoint, or in another dtype; name another directory")
+    return {
+        name: seal
+        for name, seal in record.files.items()
+        if name in export.files and (out / name).is_file() and seal == _written(out / name, seal.sha256)
+    }
+
+
+def _written(path: Path, digest: str) -> Written:
+    found = path.stat()
+    return Written(found.st_size, found.st_mtime, digest)
+
+
+def finish(export: Export, small: Path, out: Path, layers: int) -> None:
+    """Write what stands beside the weights: the index last, since it makes the model whole.
+
+    Raises:
+        RunError: It cannot be written; the same command resumes.
+    """
+    described = weights.read_hf_json(small / "config.json")
+    dtype = {"bf16": "bfloat16", "fp32": "float32"}[export.dtype]
+    described |= {key: dtype for key in ("dtype", "torch_dtype") if key == "dtype" or key in described}
+    described["num_hidden_layers"] = layers
+    described["architectures"] = ["LlamaForCausalLM"]
+    total = sum(math.prod(shape) for shapes in export.files.values() for shape in shapes.values())
+    index = {
+        "metadata": {"total_size": total * DTYPES[export.dtype].itemsize},
+        "weight_map": {name: file for file, shapes in export.files.items() for name in shapes},
+    }
+    try:
+        for name in weights.SMALL_FILES[1:]:
+            if (small / name).is_file():
+                shutil.copyfile(small / name, out / name)
+        (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        if len(export.files) > 1:
+            (out / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({reason_of(error)}); run the same command to resume") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,279 @@
+"""A checkpoint becomes a model that transformers loads: the same weights, whatever saved it, and only what is intact."""
+
+import contextlib
+import http.server
+import json
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from llama405b.commands import export
+from llama405b.contract.config import to_toml
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.paths import RunDir
+from llama405b.contract.schema import Config
+from llama405b.contract.weights import SMALL_FILES, read_tensors
+from ranks_rig import run_ranks
+from update_rig import batch, build, take
+
+HELD = torch.randint(0, 131, (4, 17), generator=torch.Generator().manual_seed(99))
+
+
+def _save(me, directory, root, steps, form):
+    """Train, save, and return the loss of a held batch."""
+    from llama405b.checkpoint.store import Store
+    from llama405b.contract.checkpoints import RunIdentity
+
+    module, updater = build(me, directory, overlap=True, **form)
+    for number in range(1, steps + 1):
+        take(me, module, updater, number)
+    updater.drain()
+    run = RunDir(root / "runs/r")
+    if me.leads:
+        run.model(me.host).mkdir(parents=True)
+        for name in SMALL_FILES:
+            if (directory / name).is_file():
+                (run.model(me.host) / name).write_bytes((directory / name).read_bytes())
+        run.config.write_text(to_toml(Config()))
+    with contextlib.closing(Store(run.checkpoints, 2, me, run=run)) as store:
+        store.take()
+        store.save(steps, updater, RunIdentity("m", "d", 16, 12, "fp32", 0, 0))
+    with torch.no_grad():
+        logits = module(input_ids=HELD[:, :-1], use_cache=False).logits
+        return float(F.cross_entropy(logits.flatten(0, 1).float(), HELD[:, 1:].flatten()))
+
+
+def saved(directory, root, *, world=1, steps=2, offload="full", numerics="fp32"):
+    losses = run_ranks(world, _save, directory, root, steps, {"offload": offload, "numerics": numerics})
+    return losses[0]
+
+
+def loss_of(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        logits = model(input_ids=HELD[:, :-1]).logits
+    return float(F.cross_entropy(logits.flatten(0, 1).float(), HELD[:, 1:].flatten()))
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    root = tmp_path_factory.mktemp("exported")
+    saved(tiny, root, steps=1)
+    return root
+
+
+@pytest.fixture
+def at(run, monkeypatch):
+    monkeypatch.chdir(run)
+    return run
+
+
+@pytest.mark.parametrize(("model", "world"), [("tiny", 2), ("tiny_tied", 3)])
+def test_transformers_computes_the_trainers_own_loss(request, tmp_path, monkeypatch, model, world):
+    monkeypatch.chdir(tmp_path)
+    loss = saved(request.getfixturevalue(model), tmp_path, world=world)
+    assert export.main(["r", "out", "--dtype", "fp32"]) == 0
+    assert loss_of("out") == pytest.approx(loss, abs=1e-5)
+    assert ("lm_head.weight" in read_tensors(Path("out"))) == (model == "tiny")
+
+
+@pytest.mark.parametrize("offload", ["full", "states"])
+def test_an_untrained_load_is_given_back_bit_for_bit(tiny, tmp_path, monkeypatch, offload):
+    monkeypatch.chdir(tmp_path)
+    LlamaForCausalLM.from_pretrained(tiny).to(torch.bfloat16).save_pretrained("bf16")
+    for name in SMALL_FILES[1:]:
+        if (tiny / name).is_file():
+            (tmp_path / "bf16" / name).write_bytes((tiny / name).read_bytes())
+    saved(tmp_path / "bf16", tmp_path, world=2, steps=0, offload=offload, numerics="fp32-master")
+    assert export.main(["runs/r/checkpoints/step-00000000", "out"]) == 0
+    before, after = (AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict() for path in ("bf16", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_many_files_have_an_index_and_are_one_model(at, tmp_path, monkeypatch):
+    assert export.main(["r", str(tmp_path / "one"), "--dtype", "fp32"]) == 0
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    assert export.main(["r", str(tmp_path / "many"), "--dtype", "fp32"]) == 0
+    assert export.main(["r", str(tmp_path / "whole"), "--dtype", "fp32", "--one-file"]) == 0
+    assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 3
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) == 1
+    losses = {loss_of(tmp_path / name) for name in ("one", "many", "whole")}
+    assert len(losses) == 1
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(info.n_bytes for info in read_tensors(tmp_path / "many").values())
+
+
+def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    out, write, written = tmp_path / "out", export.write_tensors, []
+
+    def full(path, *args):
+        written.append(path.name)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        return write(path, *args)
+
+    monkeypatch.setattr(export, "write_tensors", full)
+    with pytest.raises(RunError, match="run the same command to resume"):
+        export.main(["r", str(out)])
+    assert not (out / "model.safetensors.index.json").exists()
+    (out / written[0]).write_bytes(b"touched")  # which is written again
+    done, written[:] = written[:2], ["", "", "", ""]
+    assert export.main(["r", str(out)]) == 0
+    assert done[0] in written
+    assert done[1] not in written
+    capsys.readouterr()
+    count = len(written)
+    assert export.main(["r", str(out)]) == 0
+    assert len(written) == count
+    for other in (["--dtype", "fp32"],):
+        with pytest.raises(UserError, match="another checkpoint, or in another dtype"):
+            export.main(["r", str(out), *other])
+
+
+def test_one_tensor_at_a_time_is_in_memory(at, tmp_path, monkeypatch):
+    alive, most, read = [], [], export.SavedWeights.read
+
+    def watched(saved, name):
+        most.append(sum(each() is not None for each in alive))
+        tensor = read(saved, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(export.SavedWeights, "read", watched)
+    assert export.main(["r", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    assert len(most) > 10
+    assert max(most) == 0
+
+
+def _flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda step: _flip(step / ".metadata", 100), ".metadata: its content does not match its checksum"),
+        (lambda step: _flip(step / "__0_0.distcp", 5000), "__0_0.distcp: its content does not match its checksum"),
+        (lambda step: (step / "__0_0.distcp").write_bytes(b""), "__0_0.distcp: missing, or not of the size"),
+        (lambda step: _flip(step / "manifest.json", 50), "its manifest does not verify"),
+        (lambda step: (step / "manifest.json").unlink(), "has no manifest"),
+    ],
+)
+def test_what_is_damaged_is_not_exported(run, tmp_path, monkeypatch, damage, words):
+    import shutil
+
+    shutil.copytree(run / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    step = tmp_path / "runs/r/checkpoints/step-00000001"
+    damage(step)
+    with pytest.raises(UserError) as refused:
+        export.main(["r", "out"])
+    assert words in str(refused.value)
+    assert not list(tmp_path.glob("out/*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["nosuch", "out"], "nosuch: neither a run in this directory nor a checkpoint"),
+        (["r", "out", "--step", "7"], "--step: runs/r/checkpoints has no step 7; choose from 1"),
+        (["r", "runs"], "runs: holds r, which no export wrote; name another directory"),
+        (["r", "out", "--model", "runs"], "runs/config.json: No such file or directory"),
+        (["r", "out", "--push-to-hub", "name"], "--push-to-hub: 'name' is not a model name"),
+    ],
+)
+def test_bad_input_writes_nothing(at, args, words):
+    with pytest.raises(UserError) as refused:
+        export.main(args)
+    assert words in str(refused.value)
+    assert not (at / "out").exists()
+
+
+def test_another_models_files_are_refused(at, tiny_tied, tmp_path):
+    other = json.loads((tiny_tied / "config.json").read_text()) | {"intermediate_size": 999}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match=r"mlp.gate_proj.weight is .* requires"):
+        export.main(["r", str(tmp_path / "out"), "--model", str(tmp_path)])
+
+
+def test_what_this_machine_cannot_hold_is_not_tried(at, tmp_path, monkeypatch, capsys):
+    from llama405b.commands import try_model
+
+    monkeypatch.setattr(try_model, "_roomiest", lambda: ("cpu", 1000))
+    assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 3
+    said = capsys.readouterr().out
+    assert "but this machine has 0.0 GB; give " in said
+    assert "exported " in said
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Takes one upload, in the Hub's protocol for files that it stores itself."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        answer = {"url": f"{self.server.url}/o/new", "name": "o/new", "id": "1"}
+        if self.path.endswith("/preupload/main"):
+            files = json.loads(body)["files"]
+            answer = {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        elif self.path.endswith("/commit/main"):
+            self.server.took += [json.loads(line) for line in body.splitlines()]
+            answer = {
+                "success": True,
+                "commitUrl": f"{self.server.url}/o/new/commit/1",
+                "commitOid": "1",
+                "hookOutput": "",
+            }
+        self.say(answer)
+
+    def do_GET(self):
+        self.say({"id": "o/new", "sha": "0" * 40, "siblings": [], "gitalyUid": "", "private": True})
+
+    def say(self, answer):
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def test_it_is_uploaded_whole(at, tmp_path, cli):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.took, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {
+        "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_x",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    done = cli(at, "export", "r", tmp_path / "out", "--push-to-hub", "o/new", env=env)
+    server.shutdown()
+    assert done.returncode == 0, done.stderr
+    sent = {entry["value"]["path"] for entry in server.took if entry["key"] == "file"}
+    assert sent == {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")}
+    assert "uploaded to o/new" in done.stdout
+    env["HF_ENDPOINT"] = "http://127.0.0.1:9"
+    refused = cli(at, "export", "r", tmp_path / "other", "--push-to-hub", "o/new", env=env)
+    assert refused.returncode == 1
+    assert not (tmp_path / "other").exists()  # nothing was begun
+
+
+def test_the_held_batch_is_not_one_that_was_trained_on():
+    class Me:
+        world, rank = 1, 0
+
+    trained = [x for number in range(1, 3) for x, _ in batch(number, Me, 1)]
+    assert not any(bool((row[:16] == HELD[0, :16]).all()) for x in trained for row in x)
