@@ -143,7 +143,7 @@ def _pages(n_bytes: int) -> Tensor:
     """Return untouched memory that begins at a page, in huge pages if the system has them."""
     if not n_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, n_bytes)
+    pages = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are seldom huge
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -61,7 +61,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     if me.on_gpu and config.parallel.updates_on_cpu:
         pulse.phase(Phase.PIN)
         if config.parallel.offload == "full":
-            fill_for_fsdp(module, 1 + (accumulate > 1), pulse.loaded)
+            fill_for_fsdp(module, 1 + (accumulate > 1 and config.parallel.updates_by_unit), pulse.loaded)
     updater = build_updater(
         module, config.optimizer, config.parallel, me.device, pulse.waits_for_update, kept, pulse.loaded
     )

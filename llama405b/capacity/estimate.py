@@ -69,7 +69,8 @@ class Load:
     @property
     def sums_apart(self) -> bool:
         """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
-        return self.offload == "full" and self.overlap and self.global_batch > self.micro_batch * self.world
+        apart = self.overlap or self.moments == "bf16"
+        return self.offload == "full" and apart and self.global_batch > self.micro_batch * self.world
 
     @property
     def weight_bytes(self) -> int:

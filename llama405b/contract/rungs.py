@@ -30,19 +30,24 @@ class Rung(enum.StrEnum):
 
 ONE_RANK_ONLY = (Rung.UPDATE, Rung.LAYER_NONE, Rung.LAYER_STATES, Rung.LAYER_FULL)
 MANY_RANKS_ONLY = (Rung.COLLECTIVES,)
-FIRST = (Rung.START, Rung.COLLECTIVES, Rung.COPIES)  # what a rehearsal climbs
+LINKS = (
+    Rung.START,
+    Rung.COLLECTIVES,
+    Rung.COPIES,
+)  # what a rehearsal climbs; if one fails, nothing after it makes sense
 ABOUT_S = {  # on a GPU; a rung is not begun if less time is left
     Rung.START: 15, Rung.COLLECTIVES: 20, Rung.COPIES: 20, Rung.UPDATE: 60, Rung.LAYER_NONE: 60, Rung.LAYER_STATES: 120,
     Rung.LAYER_FULL: 120, Rung.HIDING: 120, Rung.EXACT: 60,
 }  # fmt: skip
+ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
 REMEDIES = {
     Rung.START: "run `llama405b doctor` on these hosts; NCCL_DEBUG=INFO shows what NCCL tries",
     Rung.COLLECTIVES: "run `llama405b doctor --deep` on these hosts, and compare their links",
     Rung.COPIES: "raise the limit of locked memory (ulimit -l) or the container's memory",
     Rung.UPDATE: "use more of the CPU's cores, or --parallel.offload none",
-    Rung.LAYER_NONE: "the states of one layer need 75 GB on one GPU; with more GPUs each has a part",
-    Rung.LAYER_STATES: "one layer needs 75 GB of CPU memory for one GPU; with more GPUs each has a part",
-    Rung.LAYER_FULL: "one layer needs 75 GB of CPU memory for one GPU; with more GPUs each has a part",
+    Rung.LAYER_NONE: ONE_HOLDS_ALL,
+    Rung.LAYER_STATES: ONE_HOLDS_ALL,
+    Rung.LAYER_FULL: ONE_HOLDS_ALL,
     Rung.HIDING: "use --parallel.overlap false until this is understood, and report it",
     Rung.EXACT: "use --parallel.overlap false until this is understood, and report it",
 }
@@ -75,9 +80,9 @@ class RungResult:
     rung: Rung
     ranks: int
     hosts: int
-    device: str  # its name, or "cpu"
-    torch: str
-    seconds: float
+    device: str = ""  # its name, or "cpu"; "": unknown
+    torch: str = ""
+    seconds: float = 0.0
     figures: tuple[Figure, ...] = ()
     fault: str = ""  # why it failed
     skipped: bool = False  # there was no time left

@@ -110,6 +110,11 @@ class Parallel:
         return self.offload != "none" and self.fsdp == "fsdp2"
 
     @property
+    def updates_by_unit(self) -> bool:
+        """Whether the CPU updates the weights unit by unit, with sums of gradients apart from FSDP's own."""
+        return self.updates_on_cpu and (self.overlap or self.offload == "states" or self.moments == "bf16")
+
+    @property
     def hides_update(self) -> bool:
         """Whether the weights are updated while the next forward runs."""
         return self.overlap and self.updates_on_cpu

@@ -14,7 +14,6 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +98,7 @@ class Offloaded:
             self.done.up_bytes += part.gathers * _bytes([map(local, parameters) for _, parameters in part.groups])
             if part.sums:
                 self._finish(part.adding)  # or a slow worker would leave more and more gradients waiting
-                part.adding = self.worker.submit(self._timed, _add, part.sums, gradients)
+                part.adding = self.worker.submit(_add, part.sums, gradients)
             else:
                 self.wait(part)
                 part.sums = gradients
@@ -120,7 +119,7 @@ class Offloaded:
         settings = settings_of(self.optimizer)
         for part in self.parts:
             sums, part.sums = part.sums, []
-            part.pending = self.worker.submit(self._timed, self._update, part, sums, settings, self.factor)
+            part.pending = self.worker.submit(self._update, part, sums, settings, self.factor)
         if not self.hides:
             self.drain()
 
@@ -166,14 +165,10 @@ class Offloaded:
         return self.told - before
 
     @torch.no_grad()
-    def _timed(self, act: Callable[..., None], *args: Any) -> None:
-        began = time.perf_counter()
-        act(*args)
-        self.done.update_s += time.perf_counter() - began
-
     def _update(
         self, part: Part, sums: Sequence[Sequence[Tensor]], settings: Sequence[Settings], factor: float
     ) -> None:
+        began = time.perf_counter()
         for (group, parameters), gradients in zip(part.groups, sums, strict=True):
             scale(gradients, factor)
             states = [self.optimizer.state[p] for p in parameters]
@@ -182,7 +177,8 @@ class Offloaded:
                 [local(p), local(state["exp_avg"]), local(state["exp_avg_sq"])]
                 for p, state in zip(parameters, states, strict=True)
             ]
-            self.done.update_bytes += 2 * _bytes(written) + _bytes([gradients])
+            self.done.update_bytes += 2 * _bytes(written) + (1 + 2 * (factor != 1.0)) * _bytes([gradients])
+        self.done.update_s += time.perf_counter() - began
 
 
 def fill_for_fsdp(model: nn.Module, sets: int, progress: Progress) -> None:

@@ -10,6 +10,7 @@ The CUDA half of this (streams, events, pinned memory) has been read, and never 
 
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
@@ -86,6 +87,7 @@ class States(Offloaded):
         *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * max(sizes)], device, pinning)
         self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
         self.staged: Arrived = nothing
+        self.coming: tuple[Arrived, Arrived] = (nothing, nothing)
         for part, unit, (members, _), total in zip(self.parts, units, laid_out, totals, strict=True):
             flat = total.view(torch.float32)
             of = {id(member.master): member.of(flat) for member in members}
@@ -108,12 +110,15 @@ class States(Offloaded):
         stream = torch.cuda.current_stream(self.device) if flat.is_cuda else None
         if not part.sums:
             self.wait(part)
+            self.coming[0]()  # of the unit before the last one: or flat gradients would fill the device
             part.sums, landing.came = landing.sums, copy([(landing.total, flat)], stream)
+            self.coming = (self.coming[1], landing.came)
             return
-        self._finish(self.adding)  # which frees the slot
+        if self.adding:
+            self.adding.result()  # which frees the slot
         slot = self.slot[: flat.numel()]
         came = copy([(slot, flat)], stream)
-        part.adding = self.adding = self.worker.submit(self._timed, _add, landing.total, slot, came)
+        part.adding = self.adding = self.worker.submit(_add, landing.total, slot, came)
 
     def _drop(self, part: Part, member: Member, weight: nn.Parameter) -> None:
         """Drop the BF16 gradient that FSDP makes of the flat one; the first shows whether that was understood."""
@@ -129,6 +134,12 @@ class States(Offloaded):
                 f"{part.name}: FSDP's gradients are not laid out as expected; use --parallel.offload full"
             )
 
+    def clip(self, max_norm: float) -> float:
+        """See ``Updater``."""
+        for landing in self.landings.values():
+            landing.came()
+        return super().clip(max_norm)
+
     def wait(self, part: Part) -> None:
         """Wait for what is pending for one unit, until its weights are on the device.
 
@@ -136,7 +147,9 @@ class States(Offloaded):
             Exception: It failed; the worker's own.
         """
         super().wait(part)
+        began = time.perf_counter()
         self.landings[part.name].uploaded()
+        self.done.exposed_s += time.perf_counter() - began
 
     def publish(self) -> None:
         """See ``Updater``."""

@@ -35,7 +35,7 @@ def build_updater(
     hides, moments = parallel.overlap, parallel.moments
     if parallel.offload == "states":
         return States(model, kept, optimizer, device, waits, pinning=pinning, hides=hides, moments=moments)
-    if parallel.hides_update or moments == "bf16":
+    if parallel.updates_by_unit:
         return Offloaded(model, kept, optimizer, device, waits, hides=hides, moments=moments)
     return Sequential(model, optimizer, reuses_gradients=parallel.reuses_gradients)
 

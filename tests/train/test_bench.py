@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from conftest import ROOT
 from llama405b.contract.rungs import Rung
 from ops_rig import wait_for
+from ranks_rig import run_ranks
 
 
 @pytest.mark.slow
@@ -57,6 +59,23 @@ def test_a_rung_whose_process_dies_or_takes_too_long_has_failed(tmp_path, cli):
     climbing.kill()
     climbing.communicate(timeout=20)
     wait_for(lambda: not Path(f"/proc/{second}").exists() or "Z" in Path(f"/proc/{second}/stat").read_text())
+
+
+def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path, cli):
+    done = cli(tmp_path, "bench", "gpu", "--rungs", "start,copies", env={"GLOO_SOCKET_IFNAME": "nosuch0"})
+    assert done.returncode == 1
+    assert re.search("start         FAILED after .* s: .*nosuch0.*; run `llama405b doctor`", done.stdout)
+    assert "copies" not in done.stdout
+
+
+def _collectives(me):
+    from llama405b.commands.ladder import links
+
+    return [figure.name for figure in links.checked_collectives(me, [1 << 27])]
+
+
+def test_collectives_are_right_on_any_number_of_ranks():
+    assert run_ranks(3, _collectives)[0][1:] == ["reduce-scatter", "all-reduce"]  # whose sum is beyond FP32's integers
 
 
 def child_of(pid):

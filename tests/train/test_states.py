@@ -1,5 +1,8 @@
 """FP32 masters, moments and sums in CPU memory: what they weigh, what crosses, and what other forms read of them."""
 
+import sys
+import time
+
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ def _bytes(me, directory, moments):
 
     module, updater = build(me, directory, overlap=True, offload="states", moments=moments)
     for _ in range(2):
-        take(me, module, updater, 1, accumulation=3)
+        take(me, module, updater, 1, accumulation=3, max_norm=0)  # clipping would pass over the gradients once more
         updater.drain()
         work = updater.work()
     masters = list(updater.kept.parameters())
@@ -178,3 +181,26 @@ def _prefetch(me, directory):
 
 def test_forward_prefetch_is_refused(tiny):
     assert run_ranks(1, _prefetch, tiny) == [True]
+
+
+def _waits(me, directory, offload):
+    """What is counted where gradients are added, slowly, and nothing is updated."""
+    module, updater = build(me, directory, overlap=True, offload=offload)
+    of_updater = sys.modules[type(updater).__module__]
+    add = of_updater._add
+
+    def slow_add(*args):
+        time.sleep(0.02)
+        add(*args)
+
+    of_updater._add, updater._update = slow_add, lambda *_: None
+    take(me, module, updater, 1, accumulation=3)
+    updater.drain()
+    return updater.work()
+
+
+@pytest.mark.parametrize("offload", ["states", "full"])
+def test_adding_gradients_is_no_update(tiny, offload):
+    [work] = run_ranks(1, _waits, tiny, offload)
+    assert (work.update_s, work.update_bytes) == (0, 0)
+    assert work.down_bytes > 0

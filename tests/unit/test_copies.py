@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -56,3 +58,13 @@ def test_bytes_come_to_where_they_begin_whatever_the_buffers_cut(staged, monkeyp
         stage.bring(target, pairs)
     for begin, source in pairs:
         assert torch.equal(target[begin : begin + source.nbytes], source.view(torch.uint8))
+
+
+def test_what_is_pinned_may_be_in_huge_pages():
+    piece = copies._pages(8 << 20)
+    [line] = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if int(line.split("-")[0], 16) <= piece.data_ptr() < int(line.split("-")[1].split()[0], 16)
+    ]
+    assert line.split()[1] == "rw-p"  # shared memory gets them only if the administrator says so

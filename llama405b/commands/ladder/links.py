@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,14 @@ def first_collective(me: Ranks) -> list[Figure]:
     return [Figure("ranks", me.world, ""), Figure("first", took[0], "s"), Figure("then", 1e3 * took[1], "ms")]
 
 
-def checked_collectives(me: Ranks) -> list[Figure]:
+def checked_collectives(me: Ranks, sizes: Sequence[int] = ()) -> list[Figure]:
     """Measure bus bandwidths (as nccl-tests define them) at a small and at a large size, and check every result.
 
     Raises:
         RuntimeError: A result is wrong.
     """
     figures = []
-    for total in (1 << 20, 1 << 30) if me.on_gpu else (1 << 16, 1 << 22):
+    for total in sizes or ((1 << 20, 1 << 30) if me.on_gpu else (1 << 16, 1 << 22)):
         n = total // 4 // me.world
         whole, part = torch.empty(n * me.world, device=me.device), torch.empty(n, device=me.device)
         share = (me.world - 1) / me.world * whole.nbytes / GB
@@ -49,7 +49,8 @@ def checked_collectives(me: Ranks) -> list[Figure]:
             _check("all-gather", float(whole[n * rank]), rank + 1)
         whole.fill_(me.rank + 1)
         scatter_s = best_of(me, functools.partial(dist.reduce_scatter_tensor, part, whole))
-        _check("reduce-scatter", float(part.sum()) / n, me.world * (me.world + 1) / 2)
+        for found in (part.min(), part.max()):
+            _check("reduce-scatter", float(found), me.world * (me.world + 1) / 2)
         whole.fill_(1)
         dist.all_reduce(whole)
         _check("all-reduce", float(whole[-1]), me.world)

@@ -20,10 +20,21 @@ from llama405b import ranks
 from llama405b.commands.ladder import host, links, steps
 from llama405b.contract import reader
 from llama405b.contract.errors import FAILED, GOOD
-from llama405b.contract.rungs import ABOUT_S, MANY_RANKS_ONLY, ONE_RANK_ONLY, SIGN, Figure, Rung, RungResult, chosen
+from llama405b.contract.rungs import (
+    ABOUT_S,
+    LINKS,
+    MANY_RANKS_ONLY,
+    ONE_RANK_ONLY,
+    SIGN,
+    Figure,
+    Rung,
+    RungResult,
+    chosen,
+)
 from llama405b.ranks import Ranks
 
 TIMEOUT_S = 120
+SLOWEST = 3  # times what a rung usually takes
 PR_SET_PDEATHSIG = 1
 Say = Callable[[RungResult], object]
 CLIMB: dict[Rung, Callable[[Ranks], list[Figure]]] = {
@@ -52,17 +63,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def climb_here(rungs: Sequence[Rung], within_s: float, say: Say, device: str = "auto") -> int:
-    """Climb rungs in this process's place among the ranks; returns the exit code."""
+    """Climb rungs in this process's place among the ranks, until one fails that all others need; returns the exit code."""
     deadline = time.monotonic() + within_s
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        results = [_alone(rung, deadline, say, device) for rung in rungs if rung not in MANY_RANKS_ONLY]
-        return GOOD if all(result.good for result in results) else FAILED
+        code = GOOD
+        for rung in rungs:
+            if rung in MANY_RANKS_ONLY:
+                continue
+            result = _alone(rung, deadline, device)
+            say(result)
+            if result.fault:
+                code = FAILED
+            if result.fault and rung in LINKS:
+                break
+        return code
     me = ranks.join(device, TIMEOUT_S)
+    n_hosts = len(set(ranks.agreed(me.host)))
     for rung in rungs:
         if rung in ONE_RANK_ONLY:
             continue
         [late] = ranks.greatest_of([int(deadline - time.monotonic() < _least_s(rung, me.on_gpu))])
-        result = RungResult(rung, me.world, 1, "", "", 0.0, skipped=True) if late else _climbed(rung, me)
+        result = RungResult(rung, me.world, n_hosts, skipped=True) if late else _climbed(rung, me, n_hosts)
         if me.leads:
             say(result)
         if result.fault:
@@ -72,30 +93,29 @@ def climb_here(rungs: Sequence[Rung], within_s: float, say: Say, device: str = "
     return GOOD
 
 
-def _alone(rung: Rung, deadline: float, say: Say, device: str) -> RungResult:
+def _alone(rung: Rung, deadline: float, device: str) -> RungResult:
     """Climb a rung in a process of its own, which is ended when its time is over."""
     left, began = deadline - time.monotonic(), time.monotonic()
-    result = RungResult(rung, 1, 1, "", "", 0.0, skipped=True)
-    if left >= _least_s(rung, device != "cpu" and torch.cuda.is_available()):
-        context = mp.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=_in_child, args=(rung, theirs, device), daemon=True)
-        child.start()
-        theirs.close()
-        fault = f"no result after {left:.0f} s"
-        try:
-            if ours.poll(left):
-                result, fault = ours.recv(), ""
-        except EOFError:
-            child.join()
-            fault = f"its process ended with exit code {child.exitcode}"
-        finally:
-            child.kill()
-            child.join()
-        if fault:
-            result = RungResult(rung, 1, 1, "", "", time.monotonic() - began, fault=fault)
-    say(result)
-    return result
+    if left < _least_s(rung, device != "cpu" and torch.cuda.is_available()):
+        return RungResult(rung, 1, 1, skipped=True)
+    limit_s = min(left, max(TIMEOUT_S, SLOWEST * ABOUT_S[rung]))
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_in_child, args=(rung, theirs, device), daemon=True)
+    child.start()
+    theirs.close()
+    fault = f"no result after {limit_s:.0f} s"
+    try:
+        if ours.poll(limit_s):
+            result: RungResult = ours.recv()
+            return result
+    except EOFError:
+        child.join()
+        fault = f"its process ended with exit code {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+    return RungResult(rung, 1, 1, seconds=time.monotonic() - began, fault=fault)
 
 
 def _least_s(rung: Rung, on_gpu: bool) -> float:
@@ -107,20 +127,29 @@ def _in_child(rung: Rung, results: Connection, device: str) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # torchrun's store is for one group
         os.environ.pop(name, None)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
-    results.send(_climbed(rung, ranks.join(device, TIMEOUT_S)))
+    began = time.monotonic()
+    try:
+        me = ranks.join(device, TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - whatever the driver says
+        results.send(RungResult(rung, 1, 1, seconds=time.monotonic() - began, fault=_said(error)))
+        return
+    results.send(_climbed(rung, me, 1))
 
 
-def _climbed(rung: Rung, me: Ranks) -> RungResult:
+def _climbed(rung: Rung, me: Ranks, n_hosts: int) -> RungResult:
     """Climb one rung; what fails is a result."""
     began, figures, fault = time.monotonic(), [], ""
     try:
         figures = CLIMB[rung](me)
     except Exception as error:  # noqa: BLE001 - whatever CUDA, NCCL or the memory says
-        fault = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        fault = _said(error)
     device = torch.cuda.get_device_name() if me.on_gpu else "cpu"
-    n_hosts = 1 if fault else len(set(ranks.agreed(me.host)))
     seconds = time.monotonic() - began
     return RungResult(rung, me.world, n_hosts, device, torch.__version__, seconds, tuple(figures), fault)
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 if __name__ == "__main__":

@@ -53,6 +53,15 @@ def test_an_update_under_the_forward_takes_what_the_forward_does_not_hide():
     assert 0.8 * small[1] < small[0] < small[1]  # a short forward hides little
 
 
+def test_sums_of_gradients_apart_are_counted_wherever_they_are():
+    def host_bytes(**how):
+        return estimate(Load(LARGE, "fp32-master", "full", 64, global_batch=128, **how)).host_bytes
+
+    assert host_bytes(overlap=False) < host_bytes(overlap=True)
+    rounded = host_bytes(overlap=False, moments="bf16")
+    assert rounded == host_bytes(overlap=True, moments="bf16") > host_bytes(overlap=False) - 4 * LARGE.parameters / 8
+
+
 def test_more_ranks_need_less_each():
     large, small = (estimate(Load(LARGE, "fp32-master", "none", world)) for world in (64, 128))
     assert small.gpu_bytes < large.gpu_bytes

@@ -5,7 +5,10 @@ from fakes import FakeFleet, over
 
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import RunError
 from llama405b.contract.rungs import SIGN, Figure, Rung, RungResult
+from llama405b_tools.bench import ladder
+from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.stream import News
 from llama405b_tools.run import follow
 from llama405b_tools.run.ladder import climb_on
@@ -50,6 +53,23 @@ def test_results_are_told_and_the_rest_is_ended(fleet):
     assert program[program.index("--device") + 1] == "cpu"
 
 
+def test_results_are_found_among_whatever_else_is_printed(fleet):
+    noise = [News(entries=((0.0, "a/0/stdout.log", f"NCCL INFO {i}"),)) for i in range(4000)]
+    assert climbed(fleet, [*said(GOOD), *noise, *said(LINKS)], [], [Rung.START, Rung.COLLECTIVES]) == [GOOD, LINKS]
+
+
+def test_what_cannot_be_ended_is_said(fleet):
+    fleet.fakes["b"].faults["stop"] = HostError("gone")
+    with pytest.raises(RunError, match="b: could not be queried: gone"):
+        climbed(fleet, said(GOOD), [], [Rung.START])
+
+
+def test_without_gpus_they_are_hidden(fleet):
+    climbed(fleet, said(GOOD), [], [Rung.START])
+    [start] = [request for heard, request in fleet.fakes["b"].heard if heard == "start"]
+    assert start.plan.nodes[1].env["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_a_rung_that_fails_is_the_last(fleet):
     bad = RungResult(Rung.COLLECTIVES, 2, 2, "cpu", "2.13", 1.0, fault="all-gather gives 1 instead of 2")
     ended = over("a", Cause(CauseKind.RANK_EXIT, "a", 0, detail="x"))
@@ -70,3 +90,20 @@ def test_a_host_that_fails_is_named_with_the_rung_it_was_on(fleet):
 def test_a_program_that_ends_without_a_result_has_not_climbed(fleet):
     [found] = climbed(fleet, [over("a")], [over("b")], [Rung.START])
     assert (found.rung, found.good) == (Rung.START, False)
+
+
+@pytest.mark.parametrize(("failed", "scopes"), [(Rung.LAYER_NONE, 3), (Rung.COPIES, 1)])
+def test_only_what_all_else_needs_ends_the_ladder(monkeypatch, tmp_path, capsys, failed, scopes):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=2 address=127.0.0.1\nb slots=2 address=127.0.0.1\n")
+    seen = []
+
+    def climb(request, hosts, fleet, rungs, within_s, say):
+        seen.append([(host.name, host.slots) for host in hosts])
+        say(result := RungResult(failed, 1, 1, fault="no memory" * (len(seen) == 1)))
+        return [result]
+
+    monkeypatch.setattr(ladder, "climb_on", climb)
+    assert ladder.main(["hosts", "--out", "found", "--env", "A=1", "--setup-line", "true"]) == 1
+    assert seen == [[("a", 1)], [("a", 2)], [("a", 2), ("b", 2)]][:scopes]
+    assert "FAILED" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """``llama405b bench gpu HOSTS``: the ladder on one GPU, one host, two hosts, and all; what a new cluster should climb first.
 
-Each rung is one line, with cause and remedy where it fails; those after it are not tried.
+Each rung is one line, with cause and remedy where it fails. What needs a rung that failed is not tried.
 """
 
 import argparse
@@ -27,10 +27,14 @@ def main(argv: Sequence[str]) -> int:
     )
     add_hosts(parser)
     rungs.add_options(parser)
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable of the ranks")
+    parser.add_argument(
+        "--setup-line", default="", metavar="LINE", help="shell line to run first, such as module load cuda"
+    )
     args = parser.parse(argv)
     log, chosen = rungs.Log(args.out), rungs.chosen(args.rungs)
     hosts = read_hosts(args.hosts)
-    base = asked.parse([str(args.hosts), "--run", f"bench-{time.strftime('%Y%m%d-%H%M%S')}", "--", "true"], time.time())
+    base = asked.parse(_launch_flags(args), time.time())
     code = GOOD
 
     def say(result: RungResult) -> None:
@@ -43,11 +47,21 @@ def main(argv: Sequence[str]) -> int:
             request = dataclasses.replace(base, run=f"{base.run}-{number}")
 
             found = climb_on(request, part, fleet, chosen, args.within, say)
-            if any(result.fault for result in found):
+            faults = [result.rung for result in found if result.fault]
+            if faults:
                 code = FAILED
+            if any(rung in rungs.LINKS for rung in faults):
                 break
     print(log.block(time.strftime("%Y-%m-%d")))
     return code
+
+
+def _launch_flags(args: argparse.Namespace) -> list[str]:
+    """Return what ``launch`` would be given."""
+    run = ["--run", f"bench-{time.strftime('%Y%m%d-%H%M%S')}"]
+    environment = [word for pair in args.env for word in ("--env", pair)]
+    setup = ["--setup-line", args.setup_line] if args.setup_line else []
+    return [str(args.hosts), *run, *environment, *setup, "--", "true"]
 
 
 def scopes(hosts: Sequence[Host]) -> Iterator[tuple[str, list[Host]]]:

@@ -8,15 +8,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from llama405b.contract import reader
+from llama405b.contract.errors import RunError
+from llama405b.contract.plan import Plan
 from llama405b.contract.rungs import MANY_RANKS_ONLY, ONE_RANK_ONLY, SIGN, Rung, RungResult
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run.endings import failure_words
+from llama405b_tools.remote.messages.end import Ended, EndRequest
+from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.follow import Watch, watch_run
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
-from llama405b_tools.run.start import stop_this
 
+STOP_TIMEOUT_S = 60.0
+SLACK_S = 120.0  # to start, and for the rung that is being climbed when the time is over
 Say = Callable[[RungResult], object]
 
 
@@ -41,25 +45,25 @@ def climb_on(
     options = ["--rungs", ",".join(rungs), "--within", f"{within_s:.0f}", "--device", "cpu" if on_cpu else "auto"]
     program = ("-m", "llama405b.commands.ladder.program", *options)
     began, screen = time.monotonic(), sys.stdout
-    plan = launch(
-        dataclasses.replace(request, config=None, flags=(), program=program), hosts, fleet, say=lambda _: None
-    )
+    climbing = dataclasses.replace(request, config=None, flags=(), program=program, hides_gpus=on_cpu)
+    plan = launch(climbing, hosts, fleet, say=lambda _: None)
     expected = [rung for rung in rungs if rung not in (MANY_RANKS_ONLY if plan.world == 1 else ONE_RANK_ONLY)]
     found: list[RungResult] = []
 
     def tell(watch: Watch) -> bool:
-        for result in results_in(watch.said)[len(found) :]:
-            found.append(result)
-            with contextlib.redirect_stdout(screen):
-                say(result)
-        return len(found) == len(expected)
+        for result in results_in(watch.said):
+            if result.rung not in [known.rung for known in found]:
+                found.append(result)
+                with contextlib.redirect_stdout(screen):
+                    say(result)
+        return len(found) == len(expected) or time.monotonic() - began > within_s + SLACK_S
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # but for what ``say`` prints
             watch = watch_run(fleet, plan, until=tell)
         tell(watch)
     finally:
-        stop_this(plan, fleet)
+        end_everywhere(plan, fleet)
     if len(found) < len(expected) and all(result.good or result.skipped for result in found):
         worst = watch.worst()
         fault = f"{worst.host}: {failure_words(worst)}" if worst else "it ended without a result"
@@ -75,3 +79,14 @@ def results_in(lines: Iterable[str]) -> list[RungResult]:
     return [
         reader.loads(RungResult, line.removeprefix(SIGN), "a rung's result") for line in lines if line.startswith(SIGN)
     ]
+
+
+def end_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
+    """End a trial run on every host, whatever attempt is there; with ``hard``, as a crash would.
+
+    Raises:
+        RunError: Something of it is left.
+    """
+    requests = {node.name: EndRequest(plan.run, node.name, hard=hard, discard=discard) for node in plan.nodes}
+    for name, why in not_ended(fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)).items():
+        raise RunError(f"{name}: {why}; `{fleet.typed('stop', plan.run)}` ends what is left")

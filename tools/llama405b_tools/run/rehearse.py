@@ -13,21 +13,19 @@ from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
-from llama405b.contract.rungs import FIRST, line_of
+from llama405b.contract.rungs import LINKS, line_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.remote.messages.end import Ended, EndRequest
-from llama405b_tools.run.endings import failure_words, not_ended
+from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.run.ladder import climb_on
+from llama405b_tools.run.ladder import climb_on, end_everywhere
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 
 LAYERS, SAVE_AT, STEPS = 2, 2, 3
 STEP_LIMIT_S, RUNGS_S = 120.0, 60.0
-STOP_TIMEOUT_S = 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in a different order
 
 
@@ -39,8 +37,8 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     """
     trial, began = trial_of(request), time.monotonic()
     assert trial.config
-    climbing = dataclasses.replace(trial, run=f"{request.run}-rungs")
-    rungs = climb_on(climbing, hosts, fleet, FIRST, RUNGS_S, lambda found: show(line_of(found)), on_cpu=request.on_cpu)
+    climbing = dataclasses.replace(trial, run=f"{request.run}-rungs{REHEARSAL}")
+    rungs = climb_on(climbing, hosts, fleet, LINKS, RUNGS_S, lambda found: show(line_of(found)), on_cpu=request.on_cpu)
     if bad := [result for result in rungs if result.fault]:
         print(f"rehearsal: FAILED after {time.monotonic() - began:.0f} s at its first rungs: {line_of(bad[0])}")
         return FAILED
@@ -49,7 +47,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     fault = ""
     try:
         first = loss_of(fleet, plan, load_s)
-        _everywhere(plan, fleet, hard=True)
+        end_everywhere(plan, fleet, hard=True)
         print(f"rehearsal: {STEPS} steps{', saved' if saves else ''}, killed", flush=True)
         if saves:
             plan = launch(dataclasses.replace(trial, resume=str(SAVE_AT)), hosts, fleet)
@@ -60,7 +58,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     except RunError as error:
         fault = str(error)
     finally:
-        _everywhere(plan, fleet, hard=False, discard=True)
+        end_everywhere(plan, fleet, hard=False, discard=True)
     took = f"{time.monotonic() - began:.0f} s"
     if fault:
         print(f"rehearsal: FAILED after {took}: {fault}; `{fleet.typed('logs', plan.run)}` shows every rank")
@@ -111,17 +109,3 @@ def _where(worst: Failure, watch: Watch) -> str:
     beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
     phases = [worst.cause.phase] if worst.cause.phase else sorted({str(beat.phase) for beat in beats})
     return given("in phase {}", "/".join(phases)) or "before its ranks started"
-
-
-def _everywhere(plan: Plan, fleet: Fleet, *, hard: bool, discard: bool = False) -> None:
-    """End the rehearsal on every host; with ``hard``, as a crash would.
-
-    Raises:
-        RunError: Something of it is left.
-    """
-    requests = {
-        node.name: EndRequest(plan.run, node.name, hard=hard, discard=discard)  # whatever attempt is there
-        for node in plan.nodes
-    }
-    for name, why in not_ended(fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)).items():
-        raise RunError(f"{name}: {why}; `{fleet.typed('stop', plan.run)}` ends what is left")

@@ -58,6 +58,7 @@ class LaunchRequest:
     program: tuple[str, ...]
     typed: tuple[str, ...]  # the command line, without --run, --resume and the program
     typed_in: str  # the directory
+    hides_gpus: bool = False  # from a program that is not our trainer
 
     @property
     def again(self) -> str:
@@ -81,7 +82,7 @@ class LaunchRequest:
     @property
     def on_cpu(self) -> bool:
         """Whether it trains on CPUs, even if there are GPUs."""
-        return self.settings.parallel.device == "cpu"
+        return self.hides_gpus or self.settings.parallel.device == "cpu"
 
     @property
     def saves(self) -> bool:
