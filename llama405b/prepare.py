@@ -34,7 +34,7 @@ from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
 from llama405b.parallel.masters import kept_weights
 from llama405b.ranks import Ranks
-from llama405b.trainer import StopSignal, Trainer
+from llama405b.trainer import SavingClock, StopSignal, Trainer
 
 
 def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopSignal) -> Trainer:
@@ -43,6 +43,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
     """
+    began = time.monotonic()
     config = on_ranks(config, me.dp.size)
     accumulate = check_world(config, me.dp.size)
     journal = Journal(run, me)
@@ -83,7 +84,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
     return Trainer(
         config, run, me, module, updater, batches, checkpoints, identity, range(done + 1, steps + 1), journal, pulse, stop,
-        Inbox(run, me), journal.tokens, flops,
+        Inbox(run, me), SavingClock(config.checkpoint, me.world, time.monotonic() - began), journal.tokens, flops,
     )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def open_checkpoints(
     root = Path(config.checkpoint.dir or run.checkpoints)
     checkpoints = Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run, say=journal.log)
     try:
-        if config.checkpoint.every:
+        if config.checkpoint.cadence.saves:
             checkpoints.take()
         start, passed_over = checkpoints.find(resume)
         for each in passed_over:

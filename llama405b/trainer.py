@@ -11,6 +11,7 @@ import torch
 
 from llama405b import ranks
 from llama405b.checkpoint.store import Store
+from llama405b.contract.cadence import best_interval
 from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
@@ -18,7 +19,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.requests import RequestKind, RunRequest
-from llama405b.contract.schema import Config
+from llama405b.contract.schema import Checkpoint, Config
 from llama405b.data.batches import Batches
 from llama405b.diagnose import Profile, write_memory, write_stacks
 from llama405b.heartbeat import Pulse
@@ -46,6 +47,23 @@ class StopSignal:
         self.came = True
 
 
+class SavingClock:
+    """When the next checkpoint is due, by this rank's clock."""
+
+    def __init__(self, config: Checkpoint, world: int, restart_s: float) -> None:
+        self.cadence, self.restart_s, self.mtbf_s = config.cadence, restart_s, config.mtbf * 3600 / world
+        self.saved_at, self.cost_s = time.monotonic(), None
+
+    def due(self, step: int) -> bool:
+        """Return whether to save after this step."""
+        best_s = best_interval(self.cost_s, self.restart_s, self.mtbf_s)
+        return self.cadence.due(step, time.monotonic() - self.saved_at, best_s)
+
+    def saved(self, cost_s: float) -> None:
+        """Begin to count anew, after a save that training waited for so long."""
+        self.saved_at, self.cost_s = time.monotonic(), cost_s
+
+
 @dataclasses.dataclass(slots=True)
 class Trainer:
     """A model on its ranks, and everything that takes its steps."""
@@ -63,6 +81,7 @@ class Trainer:
     pulse: Pulse
     stop: StopSignal
     inbox: Inbox
+    clock: SavingClock
     tokens: int = 0  # target tokens so far, over all ranks
     flops_per_token: int = 0
     profile: Profile | None = None
@@ -163,10 +182,11 @@ class Trainer:
         counts = dict.fromkeys(RequestKind, 0)
         for request in requests:
             counts[request.kind] = max(counts[request.kind], 1, min(request.steps, MAX_STEPS))
-        stops, *found = ranks.greatest_of([int(self.stop.came), *counts.values()])
+        due = self.me.leads and self.clock.due(step)  # one clock decides for all
+        stops, is_due, *found = ranks.greatest_of([int(self.stop.came), int(due), *counts.values()])
         wanted = dict(zip(counts, found, strict=True))
-        every, ending = self.config.checkpoint.every, bool(stops) or step == self.steps.stop - 1
-        if every and (step % every == 0 or ending or wanted[RequestKind.SAVE]):
+        saves, ending = self.clock.cadence.saves, bool(stops) or step == self.steps.stop - 1
+        if saves and (is_due or ending or wanted[RequestKind.SAVE]):
             self.answer(requests, RequestKind.SAVE, step, self.save(step))
         elif wanted[RequestKind.SAVE]:
             self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves no checkpoints")
@@ -183,9 +203,11 @@ class Trainer:
         Raises:
             UserError: It could not be written.
         """
+        began = time.monotonic()
         self.pulse.phase(Phase.CHECKPOINT)
         ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
         path = self.checkpoints.save(step, self.updater, self.identity)
+        self.clock.saved(time.monotonic() - began)
         self.journal.log(f"saved {path}")
         self.journal.event(EventKind.SAVED, step=step, path=path, digest=self.checkpoints.saved.get(str(path), ""))
         self.pulse.phase(Phase.TRAIN)

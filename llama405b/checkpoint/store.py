@@ -29,8 +29,10 @@ from llama405b import ranks
 from llama405b.checkpoint.lease import Holder
 from llama405b.checkpoint.seal import Fault, PassedOver, find_fault, open_manifest, seal, sync
 from llama405b.checkpoint.snapshot import state_to_save
+from llama405b.checkpoint.write import SealingWriter, kept_in_cpu_memory
 from llama405b.contract.checkpoints import (
     CONFIG_FILE,
+    DATA_FILE,
     MANIFEST,
     MODEL_FILES,
     Manifest,
@@ -149,7 +151,7 @@ class Store:
         final = self.root / f"step-{step:08d}"
         partial = self._partial(final)
         self._on_rank0(lambda: self._begin(partial, final), partial)
-        writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True, overwrite=False)
+        writer = SealingWriter(partial, self.me.rank, in_cpu_memory=kept_in_cpu_memory(updater.kept))
         try:
             with without_crc():
                 dcp.save(state_to_save(updater, self.me), storage_writer=writer, process_group=self.group)
@@ -158,8 +160,15 @@ class Store:
             raise UserError(
                 f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
             ) from None
-        written = [path for path in partial.rglob("*") if path.is_file() and self._is_mine(path.name)]
-        mine = {path.relative_to(partial).as_posix(): seal(path, self.me.rank) for path in written}
+        mine: dict[str, Seal] = {}
+        with ranks.refusing_together():
+            try:
+                mine = writer.seals() | self._seals_of_others(partial)
+            except OSError as error:
+                raise UserError(
+                    f"{partial}: the checkpoint could not be written (rank {self.me.rank}: {reason_of(error)}); free space, "
+                    "then resume"
+                ) from None
         files = {name: sealed for part in ranks.agreed(mine, dict[str, Seal]) for name, sealed in part.items()}
         manifest = Manifest(
             format=2,
@@ -294,8 +303,10 @@ class Store:
         faults = [each for each in ranks.agreed(mine, PassedOver | None) if each]
         return min(faults, key=lambda each: each.fault is not Fault.UNREADABLE, default=Found(path, opened))
 
-    def _is_mine(self, name: str) -> bool:
-        return name.startswith(f"__{self.me.rank}_") or (self.me.leads and not name.startswith("__"))
+    def _seals_of_others(self, partial: Path) -> dict[str, Seal]:
+        """Seal what no rank's tensors are in, on rank 0: DCP's metadata, and what describes the checkpoint."""
+        files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
+        return {path.relative_to(partial).as_posix(): seal(path, 0) for path in files if self.me.leads}
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest and give the directory its final name."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from llama405b.contract.cadence import Cadence
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
@@ -29,6 +30,7 @@ MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 
 PRESET_DIR = Path(__file__).parent / "presets"
 ABOVE_ZERO = (  # other numbers may be 0
     "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
+    "checkpoint.mtbf",
 )  # fmt: skip
 SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
@@ -263,9 +265,20 @@ def convert(key: str, value: Json, where: str) -> Any:
         if value in words:
             return value
         raise UserError(f"{where}: {key} is {value!r}; use one of {', '.join(words)}")
+    if key == "checkpoint.every":
+        return _convert_every(value, where)
     if _is(value, type_):
         return type_(value)
     raise UserError(f"{where}: {key} is {value!r}; use a value of type {type_.__name__}")
+
+
+def _convert_every(value: Json, where: str) -> str:
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else json.dumps(value)
+    try:
+        Cadence.read(text)
+    except UserError as fault:
+        raise UserError(f"{where}: {fault}") from None
+    return text
 
 
 def _convert_list(key: str, value: Json, where: str) -> tuple[Json, ...]:
@@ -320,7 +333,7 @@ def _out_of_range(config: Config) -> Iterator[tuple[str, str]]:
 def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     """Yield settings that are incompatible with others, with a message for each."""
     model, training, optimizer, parallel = config.model, config.training, config.optimizer, config.parallel
-    every, keep, betas = config.checkpoint.every, config.checkpoint.keep, list(optimizer.betas)
+    saves, keep, betas = config.checkpoint.cadence.saves, config.checkpoint.keep, list(optimizer.betas)
     lr, min_lr = optimizer.lr, optimizer.min_lr
     only_bf16 = "flash-attn computes in BF16 only; use sdpa, or numerics other than fp32"
     only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
@@ -333,7 +346,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
-        ("checkpoint.keep", every and keep < 2, f"checkpoint.keep is {keep}; keep at least 2, so that one always verifies"),
+        ("checkpoint.keep", saves and keep < 2, f"checkpoint.keep is {keep}; keep at least 2, so that one always verifies"),
         ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
         ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),

@@ -5,6 +5,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from llama405b.contract.cadence import Cadence
+
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
 Offload = Literal["none", "states", "full"]
 Moments = Literal["fp32", "bf16"]
@@ -130,11 +132,20 @@ class Checkpoint:
     """When and where to save the run."""
 
     dir: str = option("", "a directory that all hosts share; default: <run>/checkpoints")
-    every: int = option(100, "steps between checkpoints (the last step is always saved); 0: never")
+    every: str = option(
+        "100",
+        "steps between checkpoints, a time like 10m, or auto: as often as costs least (the last step is always saved); 0: never",
+    )
+    mtbf: float = option(50_000.0, "with auto: mean hours between failures of one rank; rented machines may have fewer")
     keep: int = option(2, "how many of this run's newest checkpoints to keep; at least 2")
     allow_changes: bool = option(
         False, "resume although model, data, sequence length, global batch, numerics or a seed are not the checkpoint's"
     )
+
+    @property
+    def cadence(self) -> Cadence:
+        """When to save."""
+        return Cadence.read(self.every)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,9 +31,12 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
         "true",
         "--parallel.overlap",
         "false",
+        "--checkpoint.every",
+        "1s",
     )
     assert whole.returncode == 0, whole.stderr
     assert "steps 1-" in whole.stdout
+    assert len(re.findall("^saved ", whole.stdout, re.MULTILINE)) >= 2
     assert f"saved runs/whole/checkpoints/step-{steps:08}" in whole.stdout
     straight = metrics(work, "whole")
     assert list(straight) == list(range(1, steps + 1))

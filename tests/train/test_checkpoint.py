@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
 import signal
 import tarfile
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -66,7 +69,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
         losses.append(_step(me, module, updater, number))
         if number % 2 == 0:
             if number == tear_at and me.rank == 1:
-                of_store.seal = lambda path, rank: os.kill(os.getpid(), signal.SIGKILL)
+                of_store.SealingWriter.seals = lambda writer: os.kill(os.getpid(), signal.SIGKILL)
             store.save(number, updater, RunIdentity(*IDENTITY))
     store.close()
     return losses, torch.get_rng_state().sum().item()
@@ -113,7 +116,9 @@ def test_manifest_and_retention(saved):
     manifest = json.loads((root / "step-00000006" / "manifest.json").read_text().splitlines()[0])
     assert manifest["step"] == 6
     assert manifest["world_size"] == 2
-    assert set(manifest["files"]) == {p.name for p in (root / "step-00000006").iterdir()} - {"manifest.json"}
+    assert set(manifest["files"]) == {p.name for p in (root / "step-00000006").iterdir() if p.is_file()} - {
+        "manifest.json"
+    }
     assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(manifest["files"])
 
 
@@ -192,14 +197,14 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
 def _find_with_a_bad_disk(me, root):
     from llama405b.checkpoint import seal
 
-    true_hashes = seal._hashes
+    true_hashes = seal.block_hashes
 
     def broken(path, blocks, block_bytes):
         if path.name == "__1_0.distcp" and "step-00000008" in str(path):
             raise OSError(5, "Input/output error")
         return true_hashes(path, blocks, block_bytes)
 
-    seal._hashes = broken
+    seal.block_hashes = broken
     return _find(me, root, "auto")
 
 
@@ -426,3 +431,53 @@ def _crc_while_saving(me, directory, root):
 
 def test_torch_computes_no_crc_of_what_has_a_sha256(tiny, tmp_path):
     assert run_ranks(1, _crc_while_saving, tiny, tmp_path / "c") == [[False, True]]
+
+
+def _sealed_while_writing(me, directory, root, fails):
+    from llama405b.checkpoint import seal as of_seal
+    from llama405b.checkpoint import write as of_write
+    from llama405b.contract.checkpoints import RunIdentity
+    from llama405b.contract.errors import UserError
+
+    of_write.BLOCK_BYTES = 10_000
+    _, updater = _trainer(me, directory)
+    write, seals, blocks, pauses = of_write._Hashing.write, of_write.SealingWriter.seals, [], [0.5]
+
+    def full(hashing, content):
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have files, too
+        elif me.rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(hashing, content)
+
+    def compared(writer):
+        found = seals(writer)
+        for name, sealed in found.items():
+            read = tuple(of_seal.block_hashes(Path(writer.path) / name, range(len(sealed.blocks)), 10_000))
+            assert (sealed.blocks, sealed.bytes) == (read, (Path(writer.path) / name).stat().st_size)
+            blocks.append(len(read))
+        return {}  # their blocks are not those of a manifest
+
+    if fails:
+        of_write._Hashing.write = full
+    else:
+        of_write.SealingWriter.seals = compared
+    with contextlib.closing(_store(me, root)) as store:
+        store.take()
+        try:
+            store.save(1, updater, RunIdentity(*IDENTITY))
+        except (UserError, ValueError) as error:
+            return str(error), blocks
+    return "saved", blocks
+
+
+def test_files_are_hashed_as_they_are_written(tiny, tmp_path):
+    for _, blocks in run_ranks(2, _sealed_while_writing, tiny, tmp_path / "c", False):
+        assert len(blocks) > 1  # several threads, each with its file
+        assert max(blocks) > 1
+
+
+def test_a_writer_threads_error_is_not_lost(tiny, tmp_path):
+    for said, _ in run_ranks(2, _sealed_while_writing, tiny, tmp_path / "c", True):
+        assert "the checkpoint could not be written (rank 1: No space left on device)" in said
+    assert [name for name in _steps(tmp_path / "c") if not name.endswith(".tmp")] == []

@@ -42,7 +42,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     if bad := [result for result in rungs if result.fault]:
         print(f"rehearsal: FAILED after {time.monotonic() - began:.0f} s at its first rungs: {line_of(bad[0])}")
         return FAILED
-    saves, load_s = bool(trial.config.checkpoint.every), trial.config.timeouts.load
+    saves, load_s = trial.config.checkpoint.cadence.saves, trial.config.timeouts.load
     plan = launch(trial, hosts, fleet)
     fault = ""
     try:
@@ -76,7 +76,7 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
         "model.layers": min(LAYERS, config.model.layers or LAYERS),
         "model.weights": "random",
         "training.max_steps": 1000,  # it is killed long before that
-        "checkpoint.every": min(SAVE_AT, config.checkpoint.every),
+        "checkpoint.every": SAVE_AT if config.checkpoint.cadence.saves else 0,
         "checkpoint.keep": 1000,  # small models save the next ones before they are killed
     }
     if config.checkpoint.dir:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
+from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.run.plan import Terms
-from llama405b_tools.text.durations import seconds
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
@@ -87,7 +87,7 @@ class LaunchRequest:
     @property
     def saves(self) -> bool:
         """Whether it writes checkpoints."""
-        return self.config is not None and self.config.checkpoint.every > 0
+        return self.config is not None and self.config.checkpoint.cadence.saves
 
     @property
     def settings(self) -> Config:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
+from llama405b.contract.durations import seconds
 from llama405b.contract.errors import GOOD, UserError, code_for
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
@@ -19,7 +20,6 @@ from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, Orp
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.query import all_runs, ask_hosts, check_hosts, names_of, no_such_run, progress
-from llama405b_tools.text.durations import seconds
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
 

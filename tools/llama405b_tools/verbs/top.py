@@ -19,6 +19,7 @@ from rich.console import Console
 
 from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
+from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import check_run_name
 from llama405b_tools.hosts.files import read_hosts
@@ -27,7 +28,6 @@ from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.query import no_such_run
-from llama405b_tools.text.durations import seconds
 from llama405b_tools.top import sources
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.leaving import on_signals
