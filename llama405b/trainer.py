@@ -52,7 +52,8 @@ class SavingClock:
 
     def __init__(self, config: Checkpoint, world: int, restart_s: float) -> None:
         self.cadence, self.restart_s, self.mtbf_s = config.cadence, restart_s, config.mtbf * 3600 / world
-        self.saved_at, self.cost_s = time.monotonic(), None
+        self.saved_at = time.monotonic()
+        self.cost_s: float | None = None
 
     def due(self, step: int) -> bool:
         """Return whether to save after this step."""
