@@ -6,51 +6,81 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
 
 
-def _losses(directory, kind, offload, numerics="fp32"):
+def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda _: None):
+    """Losses of ten steps; ``seen`` hears of each step's number before it."""
     from llama405b import load, ranks
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
+    from llama405b.optim.offloaded import fill_for_fsdp
     from llama405b.optim.updater import build_updater
     from llama405b.parallel import fsdp1, fsdp2
+    from llama405b.parallel.masters import kept_weights
     from llama405b.step import train_step
 
     me = ranks.join("cuda", 60)
     try:
-        parallel = Parallel(fsdp=kind, offload="full" if offload else "none", numerics=numerics)
+        parallel = Parallel(fsdp=kind, offload=offload, numerics=numerics, overlap=overlap)
         config = llama.read_hf_config(directory)
         if kind == "fsdp1":
-            module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
+            kept = module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
         else:
             module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
             fsdp2.shard(module, parallel, me.device)
-            load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
+            kept = kept_weights(module, parallel)
+            load.load(kept, directory, "rank0", me, lambda *_: None, offload=offload != "none")
+            if kept is not module:
+                load.materialise(module, me)
         fsdp2.checkpoint_activations(module)
-        updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
+        if offload == "full":
+            fill_for_fsdp(module, 1, lambda *_: None)
+        updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device, kept=kept)
         losses = []
         for step in range(10):
+            seen(step)
             ids = ((torch.arange(17) + step) % 131).repeat(6, 1).to(me.device)
-            result = train_step(
-                module,
-                updater,
-                [(ids[:, :-1], ids[:, 1:])],
-                max_norm=1.0,
-                dp_size=1,
-            )
+            result = train_step(module, updater, [(ids[:, :-1], ids[:, 1:])], max_norm=1.0, dp_size=1)
             losses.append(result.loss)
+        updater.drain()
         return losses
     finally:
         ranks.leave()
 
 
 def test_fsdp1_and_fsdp2_with_and_without_offload_agree(tiny):
-    reference = _losses(tiny, "fsdp2", False)
+    reference = _losses(tiny, "fsdp2", "none")
     assert reference[-1] < reference[0]
     for kind, offload in (
-        ("fsdp2", True),
-        ("fsdp1", False),
+        ("fsdp2", "full"),
+        ("fsdp1", "none"),
     ):  # one rank: FSDP1 is NO_SHARD, wrong with offload in torch
         assert _losses(tiny, kind, offload) == pytest.approx(reference, abs=1e-3), (kind, offload)
 
 
 def test_bf16_compute_agrees_roughly(tiny):
-    assert _losses(tiny, "fsdp2", False, "fp32-master") == pytest.approx(_losses(tiny, "fsdp2", False), abs=0.1)
+    assert _losses(tiny, "fsdp2", "none", "fp32-master") == pytest.approx(_losses(tiny, "fsdp2", "none"), abs=0.1)
+
+
+def test_states_and_full_agree_bit_for_bit_hidden_or_not(tiny):
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [
+            _losses(tiny, "fsdp2", offload, "fp32-master", overlap)
+            for offload in ("full", "states")
+            for overlap in (False, True, True)  # the last is the control: the same twice
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert runs[1] == runs[2]
+    assert [run == runs[0] for run in runs] == [True] * len(runs)
+
+
+@pytest.mark.parametrize("offload", ["full", "states"])
+def test_no_step_pins_memory(tiny, offload):
+    pinned = []
+    _losses(tiny, "fsdp2", offload, "fp32-master", seen=lambda _: pinned.append(_allocations()))
+    assert pinned[2] == pinned[-1]
+    assert pinned[2] - pinned[0] <= 4  # for scalars that are read; one for each gradient would be many more
+
+
+def _allocations():
+    return torch.cuda.host_memory_stats()["num_host_alloc"]
