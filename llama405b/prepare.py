@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b import load, ranks
+from llama405b.capacity.estimate import Load
 from llama405b.checkpoint.snapshot import restore
 from llama405b.checkpoint.store import Store
 from llama405b.commands.demo import make_demo
@@ -54,7 +55,9 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     batches = open_batches(config.data, files, run.path.parent / ".cache", me, pulse.loaded, journal.log)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
     identity = identity_of(config, files, batches)
-    checkpoints, start = open_checkpoints(config, run, resume, identity, me, journal)
+    llama = weights.read_llama(files, config.model.layers)
+    each_bytes = Load.of(llama, config, me.world).checkpoint_bytes
+    checkpoints, start = open_checkpoints(config, run, resume, identity, each_bytes, me, journal)
     if me.leads:
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
@@ -81,7 +84,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
-    flops = weights.read_llama(files, config.model.layers).flops_per_token(config.data.seq_len)
+    flops = llama.flops_per_token(config.data.seq_len)
     return Trainer(
         config, run, me, module, updater, batches, checkpoints, identity, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), SavingClock(config.checkpoint, me.world, time.monotonic() - began), journal.tokens, flops,
@@ -89,7 +92,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
 
 
 def open_checkpoints(
-    config: Config, run: RunDir, resume: str, identity: RunIdentity, me: Ranks, journal: Journal
+    config: Config, run: RunDir, resume: str, identity: RunIdentity, each_bytes: int, me: Ranks, journal: Journal
 ) -> tuple[Store, Path | None]:
     """Take the directory of checkpoints, and find the one to resume from.
 
@@ -101,6 +104,7 @@ def open_checkpoints(
     try:
         if config.checkpoint.cadence.saves:
             checkpoints.take()
+            checkpoints.check_room(each_bytes)
         start, passed_over = checkpoints.find(resume)
         for each in passed_over:
             journal.log(f"ignored {each}; renamed to …aside")

@@ -83,6 +83,11 @@ class Load:
         return 4 if self.moments == "bf16" else 2 * self.weight_bytes
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint on disk, over all ranks."""
+        return (self.weight_bytes + self.moment_bytes) * self.llama.parameters
+
+    @property
     def host_bytes_per_parameter(self) -> float:
         """Bytes in host memory per parameter, as torch pins them."""
         weight, gradient = self.weight_bytes, GRADIENT[self.numerics]
@@ -119,7 +124,7 @@ def estimate(load: Load) -> Estimate:
         gpu_bytes=on_gpu * kept + _activations(load, on_gpu * gradients) + RUNTIME_BYTES,
         host_bytes=n / load.hosts * load.host_bytes_per_parameter,
         weights_bytes=2 * n,
-        checkpoints_bytes=(load.keep + 1) * saved * n,
+        checkpoints_bytes=(load.keep + 1) * load.checkpoint_bytes,
         step_s=_step_s(load),
     )
 

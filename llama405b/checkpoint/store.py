@@ -53,6 +53,7 @@ from llama405b.ranks import Ranks
 from llama405b.step import Updater
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
+LEAST_KEPT = 2  # so that one always verifies
 MAX_EVENTS = 10_000  # read, of this run
 
 
@@ -105,6 +106,28 @@ class Store:
         """
         self.prove_shared()
         self._on_rank0(lambda: self.holder.take(self.say), self.root)
+
+    def check_room(self, each_bytes: int) -> None:
+        """Refuse a disk that cannot hold as many checkpoints of this size as are kept, and one that is being written.
+
+        Raises:
+            UserError: It has too little room, beside what this run has there already.
+        """
+        with ranks.refusing_together():
+            if not self.me.leads:
+                return
+            own = sum(self._wrote(path) for path in committed(self.root))
+            free = shutil.disk_usage(self.root).free
+            if (self.keep + 1 - min(own, self.keep)) * each_bytes <= free:
+                return
+            fits = free // each_bytes + min(own, self.keep) - 1
+            remedy = (
+                f"use --checkpoint.keep {fits}, or another directory" if fits >= LEAST_KEPT else "use another directory"
+            )
+            raise UserError(
+                f"--checkpoint.dir: {self.root} has {free / 1e9:,.1f} GB free, but a checkpoint takes {each_bytes / 1e9:,.1f} GB, "
+                f"{self.keep} are kept, and one more is being written; {remedy}"
+            )
 
     def close(self) -> None:
         """Let the next run write into the directory."""

@@ -11,6 +11,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -481,3 +482,30 @@ def test_a_writer_threads_error_is_not_lost(tiny, tmp_path):
     for said, _ in run_ranks(2, _sealed_while_writing, tiny, tmp_path / "c", True):
         assert "the checkpoint could not be written (rank 1: No space left on device)" in said
     assert [name for name in _steps(tmp_path / "c") if not name.endswith(".tmp")] == []
+
+
+def _room(me, root, keep, free, each):
+    from llama405b.checkpoint import store as of_store
+    from llama405b.contract.errors import UserError
+
+    of_store.shutil.disk_usage = lambda _: types.SimpleNamespace(free=free)
+    try:
+        _store(me, root, keep).check_room(each)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_disk_that_cannot_hold_what_is_kept_is_refused_at_the_start(saved, tmp_path):
+    root, _ = saved  # it has three of this run
+    GB = 10**9
+    assert run_ranks(1, _room, tmp_path, 2, 30 * GB, 10 * GB) == [""]
+    [said] = run_ranks(1, _room, tmp_path, 3, 39 * GB, 10 * GB)
+    assert "has 39.0 GB free, but a checkpoint takes 10.0 GB, 3 are kept, and one more is being written" in said
+    assert said.endswith("use --checkpoint.keep 2, or another directory")
+    [said] = run_ranks(1, _room, tmp_path, 2, 29 * GB, 10 * GB)
+    assert said.endswith("; use another directory")
+    assert run_ranks(2, _room, root, 3, 10 * GB, 10 * GB) == ["", ""]
+    alone, together = run_ranks(2, _room, root, 4, 19 * GB, 10 * GB)
+    assert alone.endswith("use --checkpoint.keep 3, or another directory")
+    assert "stopped with rank 0" in together
