@@ -125,7 +125,7 @@ class Store:
                 f"use --checkpoint.keep {fits}, or another directory" if fits >= LEAST_KEPT else "use another directory"
             )
             raise UserError(
-                f"--checkpoint.dir: {self.root} has {free / 1e9:,.1f} GB free, but a checkpoint takes {each_bytes / 1e9:,.1f} GB, "
+                f"--checkpoint.dir: {self.root} has {free / 1e9:,.2f} GB free, but a checkpoint takes {each_bytes / 1e9:,.2f} GB, "
                 f"{self.keep} are kept, and one more is being written; {remedy}"
             )
 

@@ -501,7 +501,7 @@ def test_a_disk_that_cannot_hold_what_is_kept_is_refused_at_the_start(saved, tmp
     GB = 10**9
     assert run_ranks(1, _room, tmp_path, 2, 30 * GB, 10 * GB) == [""]
     [said] = run_ranks(1, _room, tmp_path, 3, 39 * GB, 10 * GB)
-    assert "has 39.0 GB free, but a checkpoint takes 10.0 GB, 3 are kept, and one more is being written" in said
+    assert "has 39.00 GB free, but a checkpoint takes 10.00 GB, 3 are kept, and one more is being written" in said
     assert said.endswith("use --checkpoint.keep 2, or another directory")
     [said] = run_ranks(1, _room, tmp_path, 2, 29 * GB, 10 * GB)
     assert said.endswith("; use another directory")
