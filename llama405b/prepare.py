@@ -35,6 +35,7 @@ from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
 from llama405b.parallel.masters import kept_weights
 from llama405b.ranks import Ranks
+from llama405b.step import Updater
 from llama405b.trainer import SavingClock, StopSignal, Trainer
 
 
@@ -70,16 +71,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         module, config.optimizer, config.parallel, me.device, pulse.waits_for_update, kept, pulse.loaded
     )
     torch.manual_seed(config.training.seed + me.rank)
-    done = 0
-    if start:
-        pulse.phase(Phase.RESUME)
-        done = restore(start, module, updater, me)
-        journal.log(f"resumed from {start}")
-        journal.event(EventKind.RESUMED, step=done, path=start)
-    else:
-        journal.event(EventKind.STARTED, step=0)
-        if resume == "auto":
-            journal.log("no checkpoint yet; starting from the model's weights")
+    done = resume_at(start, resume, module, updater, me, pulse, journal)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
@@ -89,6 +81,28 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         config, run, me, module, updater, batches, checkpoints, identity, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), SavingClock(config.checkpoint, me.world, time.monotonic() - began), journal.tokens, flops,
     )  # fmt: skip
+
+
+def resume_at(
+    start: Path | None,
+    resume: str,
+    module: torch.nn.Module,
+    updater: Updater,
+    me: Ranks,
+    pulse: Pulse,
+    journal: Journal,
+) -> int:
+    """Restore the checkpoint, if there is one; returns the steps that are done."""
+    if start is None:
+        journal.event(EventKind.STARTED, step=0)
+        if resume == "auto":
+            journal.log("no checkpoint yet; starting from the model's weights")
+        return 0
+    pulse.phase(Phase.RESUME)
+    done = restore(start, module, updater, me)
+    journal.log(f"resumed from {start}")
+    journal.event(EventKind.RESUMED, step=done, path=start)
+    return done
 
 
 def open_checkpoints(

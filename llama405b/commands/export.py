@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     path = find_checkpoint(args.source, args.step)
     saved = SavedWeights(path)
     small = args.model or find_model_files(path, args.source)
-    shapes = check(saved, small, path)
+    shapes = needed_tensors(saved, small, path)
     _, digest = write_manifest(saved.manifest)
     export = Export(digest, args.dtype, dict(plan_files(shapes, args.dtype, one_file=args.one_file)))
     write(export, saved, args.out)
@@ -146,7 +146,7 @@ def find_model_files(path: Path, source: str) -> Path:
     raise UserError(f"{path}: has no config.json beside its weights; name the model's directory with --model")
 
 
-def check(saved: SavedWeights, small: Path, path: Path) -> Shapes:
+def needed_tensors(saved: SavedWeights, small: Path, path: Path) -> Shapes:
     """Return the tensors that the model needs, after a check that the checkpoint has them.
 
     Raises:
