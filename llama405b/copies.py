@@ -133,10 +133,15 @@ def register(piece: Tensor, done: int, total: int) -> None:
     _registered.append(piece)
     error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: for every context
     if error:
-        raise UserError(
-            f"--parallel.offload: CUDA pinned {done / GIB:.1f} of {total / GIB:.1f} GiB of this rank's CPU memory, then refused (error "
-            f"{error}); raise the limit of locked memory (ulimit -l) or the container's memory, or use more hosts"
-        )
+        raise refused(done, total, f"error {error}")
+
+
+def refused(done: int, total: int, why: str) -> UserError:
+    """Say that CUDA does not pin as much memory as is needed."""
+    return UserError(
+        f"--parallel.offload: CUDA pinned {done / GIB:.1f} of {total / GIB:.1f} GiB of this rank's CPU memory, then refused ({why}); "
+        "raise the limit of locked memory (ulimit -l) or the container's memory, or use more hosts"
+    )
 
 
 def _pages(n_bytes: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from llama405b.contract.schema import Moments
-from llama405b.copies import Progress
+from llama405b.copies import Progress, refused
 from llama405b.optim.adamw import Settings, settings_of, start_moments, update_adamw
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
@@ -185,14 +185,20 @@ def fill_for_fsdp(model: nn.Module, sets: int, progress: Progress) -> None:
     """Pin an offloaded model's weights, and leave torch the pinned blocks that ``sets`` of gradients will take.
 
     FSDP would pin the weights in the first forward, and the gradients in the first backwards.
+
+    Raises:
+        UserError: CUDA cannot pin that much.
     """
     parameters = list(model.parameters())
     total, done, blocks = sum(local(p).nbytes for p in parameters) * (1 + sets), 0, []
     for parameter in parameters:
         weight = local(parameter)
-        if isinstance(parameter, DTensor) and weight.numel():
-            parameter._local_tensor = weight.pin_memory()
-        blocks += [torch.empty_like(weight, pin_memory=True) for _ in range(sets)]  # freed together, when all exist
+        try:
+            if isinstance(parameter, DTensor) and weight.numel():
+                parameter._local_tensor = weight.pin_memory()
+            blocks += [torch.empty_like(weight, pin_memory=True) for _ in range(sets)]  # freed together, when all exist
+        except RuntimeError as error:
+            raise refused(done, total, str(error).partition("\n")[0]) from None
         done += weight.nbytes * (1 + sets)
         progress(done, total)
 

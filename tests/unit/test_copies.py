@@ -68,3 +68,14 @@ def test_what_is_pinned_may_be_in_huge_pages():
         if int(line.split("-")[0], 16) <= piece.data_ptr() < int(line.split("-")[1].split()[0], 16)
     ]
     assert line.split()[1] == "rw-p"  # shared memory gets them only if the administrator says so
+
+
+def test_torch_that_cannot_pin_is_said_in_a_sentence(monkeypatch):
+    from llama405b.optim.offloaded import fill_for_fsdp
+
+    def refuse(*_, **__):
+        raise RuntimeError("CUDA error: out of memory\nmore words")
+
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    with pytest.raises(UserError, match=r"then refused \(CUDA error: out of memory\); raise the limit"):
+        fill_for_fsdp(torch.nn.Linear(4, 4), 1, lambda *_: None)
