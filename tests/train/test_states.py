@@ -204,3 +204,38 @@ def test_adding_gradients_is_no_update(tiny, offload):
     [work] = run_ranks(1, _waits, tiny, offload)
     assert (work.update_s, work.update_bytes) == (0, 0)
     assert work.down_bytes > 0
+
+
+def _other_moments(me, directory, root):
+    from llama405b.checkpoint.snapshot import restore, state_to_save
+    from llama405b.optim.norm import local
+
+    found = {}
+    for saved in ("fp32", "bf16"):
+        module, updater = build(me, directory, overlap=True, offload="states", moments=saved)
+        take(me, module, updater, 1)
+        path = root / saved / "step-00000001"
+        torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+        before = bits(module, updater)
+        for read in ("fp32", "bf16"):
+            module, updater = build(me, directory, overlap=True, offload="states", moments=read)
+            restore(path, module, updater, me)
+            after = bits(module, updater)
+            dtype = torch.bfloat16 if "bf16" in (saved, read) else torch.float32
+            same_weights = all(
+                torch.equal(a, b) for n in before for a, b in zip(before[n][:2], after[n][:2], strict=True)
+            )
+            same_moments = all(
+                torch.equal(a.to(dtype), b.to(dtype))
+                for n in before
+                for a, b in zip(before[n][2:], after[n][2:], strict=True)
+            )
+            kept = {local(state["exp_avg"]).dtype for state in updater.optimizer.state.values()}
+            found[saved, read] = (same_weights, same_moments, kept)
+    return found
+
+
+def test_a_resume_may_keep_moments_in_another_dtype(tiny, tmp_path):
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for found in run_ranks(2, _other_moments, tiny, tmp_path):
+        assert found == {(saved, read): (True, True, {dtypes[read]}) for saved in dtypes for read in dtypes}
