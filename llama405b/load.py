@@ -12,7 +12,7 @@ import math
 import mmap
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +36,9 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
 Layout = dict[str, TensorInfo]  # by name
 Unit = dict[str, nn.Parameter]  # by name
+Spans = dict[
+    str, tuple[tuple[int, int], int, int]
+]  # of a rank, by name: its rows, and where they begin and how long they are
 
 
 def load(
@@ -60,11 +63,12 @@ def load(
         how, files = _choose(directory, how, me)
     materialise(model, me, offload=offload)
     filler = _Filler(files, me)
-    fill = filler.receive if how == "rank0" else filler.read_own
+    fill = filler.read_own
+    if how == "rank0":
+        fill = filler.send if me.leads else filler.receive
     parts = [unit for _, unit in units(model)]
     sizes = [sum(files.layout[name].n_bytes for name in unit) for unit in parts]
-    for unit, done in zip(parts, itertools.accumulate(sizes), strict=True):
-        fill(unit)
+    for _, done in zip(fill(parts), itertools.accumulate(sizes), strict=True):
         progress(done, sum(sizes))
     if how == "local":
         return f"each rank {files.own}"
@@ -198,16 +202,21 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 class _Filler:
-    """Fills a rank's shards, unit by unit."""
+    """Fills a rank's shards, unit by unit; two units are under way, so that one is sent while another is read."""
 
     def __init__(self, files: _Files, me: Ranks) -> None:
         self.files, self.me, self.stage = files, me, Stage(me.device)
-        # One buffer for all sends or receives, reused for every unit: malloc would leave a hole for each.
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=me.device)
+        # Two buffers for all sends or receives, in turns: malloc would leave a hole for each unit.
+        self.buffers = [torch.empty(0, dtype=torch.uint8, device=me.device) for _ in range(2)]
+
+    def read_own(self, parts: Sequence[Unit]) -> Iterator[None]:
+        """Each rank reads its own rows."""
+        for unit in parts:
+            self._read(unit)
+            yield
 
     @torch.no_grad()
-    def read_own(self, unit: Unit) -> None:
-        """Each rank reads its own rows."""
+    def _read(self, unit: Unit) -> None:
         for name, parameter in unit.items():
             rows, shard = self.files.rows(name, *self._rows(name, self.me.shard)), _local(parameter)
             if shard.is_cuda:
@@ -216,25 +225,46 @@ class _Filler:
                 rows = came.view(rows.dtype).view(rows.shape)
             shard.copy_(rows)
 
+    def receive(self, parts: Sequence[Unit]) -> Iterator[None]:
+        """Copy the rows of each unit, which come from rank 0 in one piece, into the shards, while the next unit's come."""
+        coming: list[tuple[Spans, Tensor, dist.Work | None]] = []
+        for number in range(len(parts) + 1):
+            if number < len(parts):
+                spans, n_bytes = self._spans(parts[number], self.me.shard)
+                piece = self._buffer(number, n_bytes)
+                coming.append((spans, piece, dist.irecv(piece, 0) if n_bytes else None))
+            if number:
+                self._unpack(parts[number - 1], *coming.pop(0))
+                yield
+
     @torch.no_grad()
-    def receive(self, unit: Unit) -> None:
-        """Rank 0 sends every other rank its rows of this unit in one piece; each copies them into its shards."""
-        if self.me.leads:
-            self._send(unit)
-            return
-        spans, n_bytes = self._spans(unit, self.me.shard)
-        piece = self._scratch(n_bytes)
-        if n_bytes:
-            dist.recv(piece, 0)
+    def _unpack(self, unit: Unit, spans: Spans, piece: Tensor, came: dist.Work | None) -> None:
+        if came:
+            came.wait()
         for name, (_, begin, size) in spans.items():
             if size:
                 shard = _local(unit[name])
                 shard.copy_(piece[begin : begin + size].view(DTYPES[self.files.layout[name].dtype]).view(shard.shape))
 
-    def _send(self, unit: Unit) -> None:
-        """Pack every rank's rows, send them all at once, and read rank 0's own meanwhile."""
+    def send(self, parts: Sequence[Unit]) -> Iterator[None]:
+        """Send every other rank its rows of each unit in one piece, and read rank 0's own meanwhile."""
+        sending: list[list[dist.Work]] = [[], []]
+        for number, unit in enumerate(parts):
+            for work in sending[number % 2]:  # frees the buffer
+                work.wait()
+            pieces = self._pack(number, unit)
+            sending[number % 2] = [
+                work for rank, piece in enumerate(pieces, 1) if piece.numel() and (work := dist.isend(piece, rank))
+            ]
+            self._read(unit)
+            yield
+        for work in itertools.chain(*sending):
+            work.wait()
+
+    def _pack(self, number: int, unit: Unit) -> Sequence[Tensor]:
+        """Bring every other rank's rows of a unit into a buffer; returns each rank's piece of it."""
         packed = [self._spans(unit, self.me.axes.place(rank, SHARD)) for rank in range(1, self.me.world)]
-        everything = self._scratch(sum(n_bytes for _, n_bytes in packed))
+        everything = self._buffer(number, sum(n_bytes for _, n_bytes in packed))
         begins = itertools.accumulate((n_bytes for _, n_bytes in packed), initial=0)
         sources = [
             (begin + offset, self.files.rows(name, start, stop))
@@ -242,21 +272,18 @@ class _Filler:
             for name, ((start, stop), offset, _) in spans.items()
         ]
         self.stage.bring(everything, sources)
-        pieces = everything.split([n_bytes for _, n_bytes in packed])
-        sends = [dist.isend(piece, rank) for rank, piece in enumerate(pieces, 1) if piece.numel()]
-        self.read_own(unit)
-        for send in sends:
-            send.wait()
+        return everything.split([n_bytes for _, n_bytes in packed])
 
-    def _scratch(self, n_bytes: int) -> Tensor:
-        if self.buffer.numel() < n_bytes:
-            self.buffer = torch.empty(n_bytes, dtype=torch.uint8, device=self.buffer.device)
-        return self.buffer[:n_bytes]
+    def _buffer(self, number: int, n_bytes: int) -> Tensor:
+        slot = number % 2
+        if self.buffers[slot].numel() < n_bytes:
+            self.buffers[slot] = torch.empty(n_bytes, dtype=torch.uint8, device=self.me.device)
+        return self.buffers[slot][:n_bytes]
 
     def _rows(self, name: str, shard: Place) -> tuple[int, int]:
         return rows_of(self.files.layout[name].shape[0], shard.rank, shard.size)
 
-    def _spans(self, unit: Unit, shard: Place) -> tuple[dict[str, tuple[tuple[int, int], int, int]], int]:
+    def _spans(self, unit: Unit, shard: Place) -> tuple[Spans, int]:
         """A rank's rows of each tensor and their place in its piece (begin, size); and the piece's size, in bytes.
 
         Wider dtypes come first, so that each tensor is aligned to its element size; pieces are aligned to 16.

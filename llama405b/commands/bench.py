@@ -18,8 +18,10 @@ from llama405b.contract import rungs
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 
-RANGES = {"gb": (0.01, 10_000), "ranks": (1, 1024), "steps": (1, 10_000), "pairs": (1, 10_000), "unit_ms": (0.01, 10_000),
-          "elements": (1 << 16, 1 << 36)}  # fmt: skip
+RANGES = {
+    "gb": (0.01, 10_000), "ranks": (1, 1024), "repeat": (1, 100), "steps": (1, 10_000), "pairs": (1, 10_000),
+    "unit_ms": (0.01, 10_000), "elements": (1 << 16, 1 << 36),
+}  # fmt: skip
 
 
 LADDER = "From the first collective to whole steps on this machine's first GPU; each rung is a line, with cause and remedy if it fails."
@@ -35,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     load.add_argument(
         "--numerics", choices=("fp32-master", "pure-bf16"), default="fp32-master", help="dtype to keep [fp32-master]"
     )
+    load.add_argument("--repeat", type=int, default=3, help="measurements of each way, in rotating order [3]")
+    load.add_argument("--cold", action="store_true", help="drop the files from the page cache before each")
     load.add_argument("--dir", type=Path, help="where to write the checkpoint and keep it [a temporary directory]")
     gpu = what.add_parser(
         "gpu", help="a ladder for a new machine; `bench gpu HOSTS` climbs it on hosts", description=LADDER
@@ -94,4 +98,4 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             return bench_overlap(args.unit_ms / 1000, args.steps, args.trace)
         case "step":
             return bench_step(args.pairs)
-    return bench_load(args.gb, args.ranks, args.numerics, args.dir)
+    return bench_load(args.gb, args.ranks, args.numerics, args.dir, args.repeat, cold=args.cold)

@@ -1,8 +1,10 @@
-"""Time and memory of loading, compared with the usual way.
+"""Time and memory of loading, compared with the usual ways and with plain reading.
 
-Baseline: ``from_pretrained`` on rank 0, then ``set_model_state_dict(broadcast_from_rank0=True)``. Each way runs in
-fresh processes. Memory is rank 0's RssAnon + RssShmem (unreclaimable, unlike mapped file pages), sampled from another
-process: the peak, less the value before loading, less the bytes of rank 0's shards.
+Baseline: ``from_pretrained`` on rank 0 in the dtype that is kept, then ``set_model_state_dict(broadcast_from_rank0=True)``. Its
+careful form: loaded and sent in BF16, and each rank casts its shards. Plain reading: each rank's rows with ``readinto``, into
+fresh memory. Each way runs in fresh processes, in rotating order; the median counts. Memory is rank 0's RssAnon + RssShmem
+(unreclaimable, unlike mapped file pages), sampled from another process: the peak, less the value before loading, less the bytes of
+rank 0's shards.
 """
 
 import collections
@@ -11,6 +13,7 @@ import json
 import math
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -40,16 +44,34 @@ SHAPE = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16,
     "vocab_size": 32000,
 }  # fmt: skip
-FORMS = {"streamed": "rank 0 streams each rank its rows", "baseline": "from_pretrained + set_model_state_dict"}
+FORMS = {
+    "streamed": "rank 0 streams each rank its rows",
+    "baseline": "from_pretrained + set_model_state_dict",
+    "careful": "the same in BF16, shards cast after",
+    "local": "each rank reads its own rows",
+    "plain": "the same bytes, with readinto",
+}
+RATIOS = (("streamed", "baseline"), ("streamed", "careful"), ("local", "plain"))
 
 
-def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | None) -> tuple[dict[str, Any], str]:
-    """Write a BF16 checkpoint of ``gb`` x 10^9 bytes, load it both ways, and compare."""
+def bench_load(
+    gb: float, n_ranks: int, numerics: Numerics, directory: Path | None, repeat: int, *, cold: bool
+) -> tuple[dict[str, Any], str]:
+    """Write a BF16 checkpoint of ``gb`` x 10^9 bytes, load it in each way, and compare.
+
+    ``cold``: drop the files from the page cache before each, with ``POSIX_FADV_DONTNEED``.
+    """
     with contextlib.ExitStack() as leaving:
         scratch = directory or Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="llama405b-bench-")))
         llama = write_random(scratch, gb)
         file_bytes = sum(info.n_bytes for info in weights.read_tensors(scratch).values())
-        results = {form: _measure(form, scratch, n_ranks, numerics) for form in FORMS}
+        forms, tries = list(FORMS), collections.defaultdict[str, list[Figures]](list)
+        for first in range(repeat):
+            for form in forms[first % len(forms) :] + forms[: first % len(forms)]:
+                if cold:
+                    _forget(scratch)
+                tries[form].append(_measure(form, scratch, n_ranks, numerics))
+        results = {form: _median(tries[form]) for form in FORMS}
     dtype = fsdp2.shard_dtype(Parallel(numerics=numerics))
     unit = largest_unit(llama) * dtype.itemsize
     report = {
@@ -58,20 +80,36 @@ def bench_load(gb: float, n_ranks: int, numerics: Numerics, directory: Path | No
         "numerics": numerics,
         "largest_unit_bytes": unit,
         "forms": results,
+        "repeat": repeat,
+        "cold": cold,
+        "ratios": {f"{ours}/{other}": results[ours]["seconds"] / results[other]["seconds"] for ours, other in RATIOS},
         "torch": torch.__version__,
     }
     lines = [
         f"checkpoint {file_bytes / 1e9:.2f} GB in BF16, {n_ranks} ranks (gloo, CPU), kept in {dtype}, "
-        f"largest unit {unit / GIB:.3f} GiB, torch {torch.__version__}",
+        f"largest unit {unit / GIB:.3f} GiB, page cache {'cold' if cold else 'warm'}, median of {repeat}, torch {torch.__version__}",
         f"{'form':40} {'seconds':>8} {'rank 0 peak above its shards':>29} {'in largest units':>17}",
     ]
     for form, found in results.items():
         above = found["peak_above_shards_bytes"]
         lines.append(f"{FORMS[form]:40} {found['seconds']:8.2f} {above / GIB:25.3f} GiB {above / unit:17.1f}")
-    ratio = results["baseline"]["peak_above_shards_bytes"] / max(1, results["streamed"]["peak_above_shards_bytes"])
-    speed = results["baseline"]["seconds"] / results["streamed"]["seconds"]
-    lines.append(f"the baseline needs {ratio:.1f} times the memory and {speed:.1f} times the time")
+    lines += [
+        f"seconds of {ours} / {other}: {ratio:.2f}"
+        for (ours, other), ratio in zip(RATIOS, report["ratios"].values(), strict=True)
+    ]
     return report, "\n".join(lines)
+
+
+def _median(tries: Sequence[Figures]) -> Figures:
+    return {name: statistics.median(each[name] for each in tries) for name in tries[0]}
+
+
+def _forget(directory: Path) -> None:
+    """Drop a directory's files from the page cache."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_random(directory: Path, gb: float) -> weights.Llama:
@@ -149,18 +187,22 @@ def _rank(
     me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
     config = model.read_hf_config(directory)
     parallel = Parallel(numerics=numerics)
-    module = model.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
+    kept = fsdp2.shard_dtype(parallel)
+    module = model.build_on_meta(config, "sdpa", torch.bfloat16 if form == "careful" else kept)
     fsdp2.shard(module, parallel, me.device)
     dist.barrier()  # do not count the connections and buffers of the first collective
     with _Peak() as peak:
         began = time.perf_counter()
-        if form == "streamed":
-            load.load(module, directory, "rank0", me, lambda *_: None)
+        if form in ("streamed", "local"):
+            load.load(module, directory, {"streamed": "rank0"}.get(form, form), me, lambda *_: None)
+        elif form == "plain":
+            read = _read_plainly(directory, me)
         else:
-            _baseline(module, directory, me, fsdp2.shard_dtype(parallel))
+            _baseline(module, directory, me, torch.bfloat16 if form == "careful" else kept)
+            module.to(kept)
         dist.barrier()
         seconds = time.perf_counter() - began
-    shards = sum(p.data.to_local().nbytes for p in module.parameters())
+    shards = read if form == "plain" else sum(p.data.to_local().nbytes for p in module.parameters())
     if me.leads:
         results.put({"seconds": seconds, "shard_bytes": shards, "peak_above_shards_bytes": peak.above - shards})
     ranks.leave()
@@ -170,6 +212,20 @@ def _baseline(module: Any, directory: Path, me: ranks.Ranks, dtype: torch.dtype)
     whole = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).state_dict() if me.leads else {}
     load.materialise(module, me)
     set_model_state_dict(module, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+
+
+def _read_plainly(directory: Path, me: ranks.Ranks) -> int:
+    """Read this rank's rows of every tensor into fresh memory; returns how many bytes that were."""
+    pieces = []
+    for info in weights.read_tensors(directory).values():
+        start, stop = load.rows_of(info.shape[0], me.rank, me.world)
+        pieces.append(np.empty((stop - start) * info.row_bytes, dtype=np.uint8))
+        with info.file.open("rb", buffering=0) as file:
+            file.seek(info.offset + start * info.row_bytes)
+            view = pieces[-1].data
+            while view:
+                view = view[file.readinto(view) :]
+    return sum(piece.nbytes for piece in pieces)
 
 
 class _Peak:
