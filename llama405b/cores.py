@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from llama405b.contract.plan import OWN_THREADS
 from llama405b.ranks import Ranks
 
 SYS = Path("/sys")
@@ -34,8 +35,10 @@ def bind(me: Ranks) -> str:
     if found is None:
         return "cores: the NUMA node of this GPU is not known; not bound"
     os.sched_setaffinity(0, found.cpus)
-    torch.set_num_threads(found.threads)
-    return f"cores: bound to NUMA node {found.node} of its GPU ({len(found.cpus)} CPUs), {found.threads} threads"
+    if OWN_THREADS not in os.environ:
+        torch.set_num_threads(found.threads)
+    threads = f"{torch.get_num_threads()} threads{' (OMP_NUM_THREADS)' * (OWN_THREADS in os.environ)}"
+    return f"cores: bound to NUMA node {found.node} of its GPU ({len(found.cpus)} CPUs), {threads}"
 
 
 def bus_id(device: int) -> str:

@@ -9,6 +9,7 @@ from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+OWN_THREADS = "LLAMA405B_OWN_THREADS"  # in the ranks' environment, if OMP_NUM_THREADS there is the user's
 REHEARSAL = "-rehearsal"  # suffix of a run's name: its checkpoints may be deleted
 
 

@@ -46,3 +46,22 @@ def test_a_rank_without_a_gpu_is_not_bound(monkeypatch):
 
     monkeypatch.setattr(cores.os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
     assert cores.bind(Ranks(0, 1, 0, "a", cores.torch.device("cpu"))) == ""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_users_number_of_threads_is_kept(monkeypatch, own):
+    from llama405b.contract.plan import OWN_THREADS
+    from llama405b.ranks import Ranks
+
+    monkeypatch.delenv(OWN_THREADS, raising=False)
+    if own:
+        monkeypatch.setenv(OWN_THREADS, "1")
+    threads = []
+    monkeypatch.setattr(cores.torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(cores.torch, "get_num_threads", lambda: (threads or [3])[-1])
+    monkeypatch.setattr(cores.os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(cores, "bus_id", lambda _: "0")
+    monkeypatch.setattr(cores, "binding_of", lambda *_: cores.Binding(0, frozenset({0, 1}), 8))
+    said = cores.bind(Ranks(0, 1, 0, "a", cores.torch.device("cuda", 0)))
+    assert threads == ([] if own else [8])
+    assert said.endswith("3 threads (OMP_NUM_THREADS)" if own else "8 threads")

@@ -7,7 +7,7 @@ import pytest
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
-from llama405b.contract.plan import Node, Plan, check_run_name
+from llama405b.contract.plan import OWN_THREADS, Node, Plan, check_run_name
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import agent_command
 from llama405b_tools.machine.fabric import Rdma, RdmaPort
@@ -106,7 +106,9 @@ def test_ranks_threads_and_the_users_own_variables():
     plan = built(part("1", 0, "m1", 8), part("2", 0, "m2", 0), env={"OMP_NUM_THREADS": "3"})
     assert [(node.slots, node.first_rank) for node in plan.nodes] == [(8, 0), (1, 8)]
     assert [node.env["OMP_NUM_THREADS"] for node in plan.nodes] == ["3", "3"]
-    assert built(part("1", 4, "m", 0), part("2", 4, "m", 0)).nodes[0].env["OMP_NUM_THREADS"] == "2"
+    assert plan.nodes[0].env[OWN_THREADS] == "1"
+    ours = built(part("1", 4, "m", 0), part("2", 4, "m", 0)).nodes[0].env
+    assert (ours["OMP_NUM_THREADS"], OWN_THREADS in ours) == ("2", False)
     assert (plan.rdzv_id, plan.attempt, plan.owner) == ("r-3-0123abcd", 3, "me@here")
     assert built(part("1", 0, "m", 1, places={"scratch": "/nvme"})).nodes[0].env["TMPDIR"] == "/nvme"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
-from llama405b.contract.plan import Node, Plan
+from llama405b.contract.plan import OWN_THREADS, Node, Plan
 from llama405b_tools.machine import fabric
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.text.fold import fold_names
@@ -73,7 +73,8 @@ def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) ->
     for i, part in enumerate(parts):
         on_machine = sum(n for n, other in zip(slots, parts, strict=True) if other.machine == part.machine)
         threads = {"OMP_NUM_THREADS": str(max(1, part.cores // on_machine))}
-        env = threads | hidden | devices[i] | nccl[i] | places_env(part.places) | dict(terms.env)
+        own = {OWN_THREADS: "1"} if "OMP_NUM_THREADS" in terms.env else {}
+        env = threads | own | hidden | devices[i] | nccl[i] | places_env(part.places) | dict(terms.env)
         nodes.append(Node(part.name, slots[i], firsts[i], part.workdir, part.python, part.address, part.interface, env))
     return Plan(
         run=terms.run,
