@@ -48,6 +48,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
         s: m["loss"] for s, m in metrics(work, "whole").items()
     }
     assert re.search(r"recovering: node-b: exited 1: rank 1 was killed by SIGKILL", guard_log(work, "g"))
+    wait_for(lambda: "end " in (work / "notes").read_text())  # told after the log was written
     events = [line.split()[0] for line in (work / "notes").read_text().splitlines()]
     assert events == ["incident", "recovery", "incident", "recovery", "end"]
     state = cli(work, "status", "--run", "g")

@@ -246,7 +246,7 @@ def _backlog(me, directory, form):
 
     def counted(act, *args):
         future = submit(act, *args)
-        if args[0] is slow_add:
+        if act is slow_add:
             adding.append(future)
             most.append(sum(not each.done() for each in adding))
         return future
