@@ -58,7 +58,8 @@ def test_a_flood_of_lines_does_not_freeze_the_screen(top, work, end):
         top.keys("l")
         top.shows(r"── LOGS.*\n(.*\n)+.*NCCL TRACE", 20)
         top.keys("l", "G", "j", "Enter")
-        shown = top.shows(r"── PROCESSES(.|\n)*node-b r1 │ quiet", 20)
+        # one line for both ranks where they printed it within the window in which equals are folded
+        shown = top.shows(r"── PROCESSES(.|\n)*node-b r(0-)?1 │ quiet", 20)
         assert "NCCL" not in shown
         top.keys("q")
     else:
