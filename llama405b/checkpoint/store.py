@@ -76,6 +76,12 @@ def without_crc() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
+def _seals_of_others(partial: Path) -> dict[str, Seal]:
+    """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint. They are rank 0's."""
+    files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
+    return {path.relative_to(partial).as_posix(): seal(path, 0) for path in files}
+
+
 class Store:
     """The checkpoints of one run, in a directory that all hosts share."""
 
@@ -179,19 +185,12 @@ class Store:
             with without_crc():
                 dcp.save(state_to_save(updater, self.me), storage_writer=writer, process_group=self.group)
         except dcp.api.CheckpointException as failed:
-            causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(failed.failures.items()))
+            causes = "; ".join(f"rank {rank}: {reason_of(cause[0])}" for rank, cause in sorted(failed.failures.items()))
             raise UserError(
                 f"{partial}: the checkpoint could not be written ({causes}); free space, then resume"
             ) from None
-        mine: dict[str, Seal] = {}
-        with ranks.refusing_together():
-            try:
-                mine = writer.seals() | self._seals_of_others(partial)
-            except OSError as error:
-                raise UserError(
-                    f"{partial}: the checkpoint could not be written (rank {self.me.rank}: {reason_of(error)}); free space, "
-                    "then resume"
-                ) from None
+        mine = writer.seals
+        self._on_rank0(lambda: mine.update(_seals_of_others(partial)), partial)
         files = {name: sealed for part in ranks.agreed(mine, dict[str, Seal]) for name, sealed in part.items()}
         manifest = Manifest(
             format=2,
@@ -325,11 +324,6 @@ class Store:
             mine = PassedOver(path, Fault.UNREADABLE, why)
         faults = [each for each in ranks.agreed(mine, PassedOver | None) if each]
         return min(faults, key=lambda each: each.fault is not Fault.UNREADABLE, default=Found(path, opened))
-
-    def _seals_of_others(self, partial: Path) -> dict[str, Seal]:
-        """Seal what no rank's tensors are in, on rank 0: DCP's metadata, and what describes the checkpoint."""
-        files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
-        return {path.relative_to(partial).as_posix(): seal(path, 0) for path in files if self.me.leads}
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
         """Write the manifest and give the directory its final name."""

@@ -1,7 +1,7 @@
 """Write this rank's part of a checkpoint with DCP, in several threads, hashing each block on its way to the disk.
 
-torch loses the errors of all writer threads but one, and would then commit a checkpoint that lacks their tensors: they are
-kept here, and raised.
+torch loses the errors of all writer threads but one, and would then commit a checkpoint that lacks their tensors: what was
+written is counted here.
 """
 
 import contextlib
@@ -14,7 +14,10 @@ from typing import IO
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from llama405b.contract.checkpoints import BLOCK_BYTES, DATA_FILE, Seal
 
@@ -30,14 +33,20 @@ class SealingWriter(dcp.FileSystemWriter):
         super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=threads, overwrite=False)
         self.fs = self.sealing = _Sealing(rank)
 
-    def seals(self) -> dict[str, Seal]:
-        """Return the seals by name.
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part; DCP tells all ranks what is raised.
 
         Raises:
-            OSError: A file could not be written.
+            Exception: A thread's own, or that something was not written.
         """
-        if self.sealing.faults:
-            raise self.sealing.faults[0]
+        written = super().write_data(plan, planner)
+        if len(written.wait()) != len(plan.items):
+            raise next(iter(self.sealing.faults), RuntimeError("a writer thread died"))
+        return written
+
+    @property
+    def seals(self) -> dict[str, Seal]:
+        """The seals by name."""
         return self.sealing.seals
 
 
@@ -45,7 +54,7 @@ class _Sealing(FileSystem):
     """DCP's files, of which those with data are sealed as they are written."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.seals, self.faults = rank, dict[str, Seal](), list[OSError]()
+        self.rank, self.seals, self.faults = rank, dict[str, Seal](), list[Exception]()
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -61,7 +70,7 @@ class _Sealing(FileSystem):
                 file.flush()
                 os.fsync(file.fileno())
             self.seals[Path(path).name] = Seal(hashing.written, self.rank, hashing.blocks())
-        except OSError as error:
+        except Exception as error:
             self.faults.append(error)
             raise
 

@@ -22,8 +22,6 @@ RANGES = {
     "gb": (0.01, 10_000), "ranks": (1, 1024), "repeat": (1, 100), "steps": (1, 10_000), "pairs": (1, 10_000),
     "unit_ms": (0.01, 10_000), "elements": (1 << 16, 1 << 36),
 }  # fmt: skip
-
-
 LADDER = "From the first collective to whole steps on this machine's first GPU; each rung is a line, with cause and remedy if it fails."
 
 

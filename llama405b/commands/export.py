@@ -43,6 +43,15 @@ class Export:
     dtype: str
     files: Mapping[str, Shapes]  # what each output file holds
 
+    def bytes_of(self, name: str) -> int:
+        """Return the size of an output file's tensors."""
+        return sum(math.prod(shape) for shape in self.files[name].values()) * DTYPES[self.dtype].itemsize
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(map(self.bytes_of, self.files))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
@@ -70,19 +79,17 @@ def main(argv: Sequence[str]) -> int:
     path = find_checkpoint(args.source, args.step)
     saved = SavedWeights(path)
     small = args.model or find_model_files(path, args.source)
-    shapes = needed_tensors(saved, small, path)
+    llama = saved_shape(saved, small, path)
     _, digest = write_manifest(saved.manifest)
-    export = Export(digest, args.dtype, dict(plan_files(shapes, args.dtype, one_file=args.one_file)))
+    export = Export(digest, args.dtype, dict(plan_files(llama.tensors(), args.dtype, one_file=args.one_file)))
     write(export, saved, args.out)
-    finish(export, small, args.out, len({name.split(".")[2] for name in shapes if name.startswith("model.layers.")}))
-    n_bytes = sum(map(math.prod, shapes.values())) * DTYPES[args.dtype].itemsize
-    print(
-        f"exported {path} to {args.out}: {counted(len(export.files), 'file')}, {n_bytes / 1e9:.2f} GB in {args.dtype}"
-    )
+    finish(export, small, args.out, llama.layers)
+    size = f"{counted(len(export.files), 'file')}, {export.n_bytes / 1e9:.2f} GB in {args.dtype}"
+    print(f"exported {path} to {args.out}: {size}")
     print(f"serve it, for example: vllm serve {args.out}", flush=True)
     if args.push_to_hub:
         upload(args.out, args.push_to_hub)
-    return try_model(args.out, args.try_, n_bytes) if args.try_ else 0
+    return try_model(args.out, args.try_, export.n_bytes) if args.try_ else 0
 
 
 def _parser() -> OneLineParser:
@@ -146,8 +153,8 @@ def find_model_files(path: Path, source: str) -> Path:
     raise UserError(f"{path}: has no config.json beside its weights; name the model's directory with --model")
 
 
-def needed_tensors(saved: SavedWeights, small: Path, path: Path) -> Shapes:
-    """Return the tensors that the model needs, after a check that the checkpoint has them.
+def saved_shape(saved: SavedWeights, small: Path, path: Path) -> weights.Llama:
+    """Return the shape of the model that was saved, after a check that the checkpoint has all of its tensors.
 
     Raises:
         UserError: It has others.
@@ -160,15 +167,15 @@ def needed_tensors(saved: SavedWeights, small: Path, path: Path) -> Shapes:
         raise UserError(
             f"{path}: has {counted(layers, 'layer')}, but {small / 'config.json'} says {llama.layers}; use --model"
         )
-    shapes = dataclasses.replace(llama, layers=layers).tensors()
-    for name, shape in shapes.items():
+    llama = dataclasses.replace(llama, layers=layers)
+    for name, shape in llama.tensors().items():
         found = tuple(saved.tensors[name].size) if name in saved.tensors else ()
         if found != shape:
             raise UserError(
                 f"{path}: {name} is {list(found)}, but {small / 'config.json'} requires {list(shape)}; name the right "
                 "model's directory with --model"
             )
-    return shapes
+    return llama
 
 
 def plan_files(shapes: Shapes, dtype: str, *, one_file: bool) -> Iterator[tuple[str, Shapes]]:
@@ -194,17 +201,14 @@ def write(export: Export, saved: SavedWeights, out: Path) -> None:
         RunError: It cannot be written; the same command resumes.
     """
     done = _begin(export, out)
-    sizes = {
-        name: sum(map(math.prod, shapes.values())) * DTYPES[export.dtype].itemsize
-        for name, shapes in export.files.items()
-    }
     lacking = [name for name in export.files if name not in done]
-    need, free = sum(sizes[name] for name in lacking), shutil.disk_usage(out).free
+    need, free = sum(map(export.bytes_of, lacking)), shutil.disk_usage(out).free
     if need > free:
         raise UserError(f"{out}: {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed; name another disk")
     began, written = time.monotonic(), 0
     for name in lacking:
         try:
+            write_json(out / RECORD, Record(export.source, export.dtype, done))  # before anything is there
             digest = write_tensors(out / name, export.files[name], DTYPES[export.dtype], saved.read)
             done[name] = _written(out / name, digest)
             write_json(out / RECORD, Record(export.source, export.dtype, done))
@@ -212,7 +216,7 @@ def write(export: Export, saved: SavedWeights, out: Path) -> None:
             raise RunError(
                 f"{out / name}: cannot be written ({reason_of(error)}); run the same command to resume"
             ) from None
-        written += sizes[name]
+        written += export.bytes_of(name)
         rate = written / max(1e-6, time.monotonic() - began)
         print(
             f"{len(done)}/{len(export.files)}  {name}: {written / 1e9:.2f} of {need / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, "
@@ -235,10 +239,12 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
         raise UserError(f"{out}: cannot be used ({reason_of(error)}); name another directory") from None
     if (record.source, record.dtype) != (export.source, export.dtype):
         raise UserError(f"{out}: holds an export of another checkpoint, or in another dtype; name another directory")
+    if others := sorted(record.files.keys() - export.files.keys()):
+        raise UserError(f"{out}: holds {others[0]}, of the same model in other files; name another directory")
     return {
         name: seal
         for name, seal in record.files.items()
-        if name in export.files and (out / name).is_file() and seal == _written(out / name, seal.sha256)
+        if (out / name).is_file() and seal == _written(out / name, seal.sha256)
     }
 
 
@@ -254,13 +260,12 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
         RunError: It cannot be written; the same command resumes.
     """
     described = weights.read_hf_json(small / "config.json")
-    dtype = {"bf16": "bfloat16", "fp32": "float32"}[export.dtype]
+    dtype = str(DTYPES[export.dtype]).removeprefix("torch.")
     described |= {key: dtype for key in ("dtype", "torch_dtype") if key == "dtype" or key in described}
     described["num_hidden_layers"] = layers
     described["architectures"] = ["LlamaForCausalLM"]
-    total = sum(math.prod(shape) for shapes in export.files.values() for shape in shapes.values())
     index = {
-        "metadata": {"total_size": total * DTYPES[export.dtype].itemsize},
+        "metadata": {"total_size": export.n_bytes},
         "weight_map": {name: file for file, shapes in export.files.items() for name in shapes},
     }
     try:

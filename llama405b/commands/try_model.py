@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from llama405b.contract.errors import GOOD, UNFIT
+from llama405b.contract.errors import FAILED, GOOD, UNFIT
 
 NEW_TOKENS = 40
 SPARE = 1.2  # of the weights' bytes, for all else
@@ -14,6 +14,9 @@ SPARE = 1.2  # of the weights' bytes, for all else
 
 def try_model(directory: Path, prompt: str, n_bytes: int) -> int:
     """Print what the model says after a prompt (greedy), with its chat template if it has one; returns the exit code."""
+    if not (directory / "tokenizer.json").is_file():
+        print(f"--try: {directory} has no tokenizer.json, so a prompt cannot be read; copy it there, and try again")
+        return FAILED
     device, room = _roomiest()
     if n_bytes * SPARE > room:
         print(

@@ -7,15 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llama405b.contract import reader
+from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.phrases import counted, did_you_mean, reason_of
+from llama405b.contract.reader import MalformedError
 
 SIGN = "rung "
 
 
 class Rung(enum.StrEnum):
-    """A step of the ladder; each needs those before it."""
+    """A step of the ladder, from what needs the least to what needs the most."""
 
     START = "start"
     COLLECTIVES = "collectives"
@@ -30,11 +32,8 @@ class Rung(enum.StrEnum):
 
 ONE_RANK_ONLY = (Rung.UPDATE, Rung.LAYER_NONE, Rung.LAYER_STATES, Rung.LAYER_FULL)
 MANY_RANKS_ONLY = (Rung.COLLECTIVES,)
-LINKS = (
-    Rung.START,
-    Rung.COLLECTIVES,
-    Rung.COPIES,
-)  # what a rehearsal climbs; if one fails, nothing after it makes sense
+# What a rehearsal climbs; if one fails, nothing after it makes sense.
+LINKS = (Rung.START, Rung.COLLECTIVES, Rung.COPIES)
 ABOUT_S = {  # on a GPU; a rung is not begun if less time is left
     Rung.START: 15, Rung.COLLECTIVES: 20, Rung.COPIES: 20, Rung.UPDATE: 60, Rung.LAYER_NONE: 60, Rung.LAYER_STATES: 120,
     Rung.LAYER_FULL: 120, Rung.HIDING: 120, Rung.EXACT: 60,
@@ -121,7 +120,7 @@ class Log:
         """Create the directory.
 
         Raises:
-            UserError: It cannot be written.
+            UserError: It cannot be written, or has results that cannot be read.
         """
         self.out = out
         try:
@@ -129,12 +128,24 @@ class Log:
             (out / ".writable").touch()
             (out / ".writable").unlink()
         except OSError as error:
-            raise UserError(f"--out: {out} cannot be written ({reason_of(error)}); name another directory") from None
+            raise self._unwritable(error) from None
+        self.results()  # found out now, and not after an hour
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"--out: {self.out} cannot be written ({reason_of(error)}); name another directory")
 
     def add(self, result: RungResult) -> None:
-        """Write a result, in place of an earlier one of that rung on as many ranks; one that was skipped is none."""
-        if not result.skipped:
+        """Write a result, in place of an earlier one of that rung on as many ranks; one that was skipped is none.
+
+        Raises:
+            UserError: It cannot be written.
+        """
+        if result.skipped:
+            return
+        try:
             write_json(self.out / f"{result.hosts:03}-{result.ranks:04}-{result.rung}.json", result)
+        except OSError as error:
+            raise self._unwritable(error) from None
 
     def results(self) -> list[RungResult]:
         """Return all results, from few ranks to many.
@@ -142,8 +153,13 @@ class Log:
         Raises:
             UserError: A file holds something else.
         """
-        files = sorted(self.out.glob("*-*-*.json"))
-        found = [reader.loads(RungResult, file.read_text(encoding="utf-8"), str(file)) for file in files]
+        try:
+            found = [
+                reader.loads(RungResult, file.read_text(encoding="utf-8"), str(file))
+                for file in sorted(self.out.glob("*-*-*.json"))
+            ]
+        except (OSError, MalformedError) as error:
+            raise UserError(f"--out: {error}; delete that file, or name another directory") from None
         order = list(Rung)
         return sorted(found, key=lambda each: (each.hosts, each.ranks, order.index(each.rung)))
 
@@ -170,10 +186,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-gpu"), help="directory of the results [bench-gpu]")
     parser.add_argument(
         "--within",
-        type=float,
+        type=lambda text: seconds(text, "--within"),
         default=540.0,
-        metavar="S",
-        help="begin no rung that would take longer than this in all [540]",
+        metavar="TIME",
+        help="begin no rung that would take longer than this in all [9m]",
     )
 
 

@@ -70,7 +70,7 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
         losses.append(_step(me, module, updater, number))
         if number % 2 == 0:
             if number == tear_at and me.rank == 1:
-                of_store.SealingWriter.seals = lambda writer: os.kill(os.getpid(), signal.SIGKILL)
+                of_store.SealingWriter.seals = property(lambda writer: os.kill(os.getpid(), signal.SIGKILL))
             store.save(number, updater, RunIdentity(*IDENTITY))
     store.close()
     return losses, torch.get_rng_state().sum().item()
@@ -442,13 +442,13 @@ def _sealed_while_writing(me, directory, root, fails):
 
     of_write.BLOCK_BYTES = 10_000
     _, updater = _trainer(me, directory)
-    write, seals, blocks, pauses = of_write._Hashing.write, of_write.SealingWriter.seals, [], [0.5]
+    write, seals, blocks, pauses = of_write._Hashing.write, of_write.SealingWriter.seals.fget, [], [0.5]
 
     def full(hashing, content):
         if threading.current_thread() is threading.main_thread():
             time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have files, too
         elif me.rank == 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise fails
         return write(hashing, content)
 
     def compared(writer):
@@ -462,7 +462,7 @@ def _sealed_while_writing(me, directory, root, fails):
     if fails:
         of_write._Hashing.write = full
     else:
-        of_write.SealingWriter.seals = compared
+        of_write.SealingWriter.seals = property(compared)
     with contextlib.closing(_store(me, root)) as store:
         store.take()
         try:
@@ -473,14 +473,21 @@ def _sealed_while_writing(me, directory, root, fails):
 
 
 def test_files_are_hashed_as_they_are_written(tiny, tmp_path):
-    for _, blocks in run_ranks(2, _sealed_while_writing, tiny, tmp_path / "c", False):
+    for _, blocks in run_ranks(2, _sealed_while_writing, tiny, tmp_path / "c", None):
         assert len(blocks) > 1  # several threads, each with its file
         assert max(blocks) > 1
 
 
-def test_a_writer_threads_error_is_not_lost(tiny, tmp_path):
-    for said, _ in run_ranks(2, _sealed_while_writing, tiny, tmp_path / "c", True):
-        assert "the checkpoint could not be written (rank 1: No space left on device)" in said
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (MemoryError("no more"), "no more"),
+    ],
+)
+def test_a_writer_threads_error_is_not_lost(tiny, tmp_path, error, words):
+    for said, _ in run_ranks(2, _sealed_while_writing, tiny, tmp_path / "c", error):
+        assert f"the checkpoint could not be written (rank 1: {words})" in said
     assert [name for name in _steps(tmp_path / "c") if not name.endswith(".tmp")] == []
 
 

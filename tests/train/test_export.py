@@ -132,9 +132,24 @@ def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, c
     count = len(written)
     assert export.main(["r", str(out)]) == 0
     assert len(written) == count
-    for other in (["--dtype", "fp32"],):
-        with pytest.raises(UserError, match="another checkpoint, or in another dtype"):
-            export.main(["r", str(out), *other])
+    with pytest.raises(UserError, match="another checkpoint, or in another dtype"):
+        export.main(["r", str(out), "--dtype", "fp32"])
+    with pytest.raises(UserError, match="of the same model in other files; name another directory"):
+        export.main(["r", str(out), "--one-file"])
+
+
+def test_one_that_was_interrupted_in_its_first_file_goes_on(at, tmp_path, monkeypatch):
+    read = export.SavedWeights.read
+
+    def interrupted(saved, name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export.SavedWeights, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export.main(["r", str(tmp_path / "out")])
+    monkeypatch.setattr(export.SavedWeights, "read", read)
+    assert export.main(["r", str(tmp_path / "out")]) == 0
+    assert not list((tmp_path / "out").glob(".*.partial"))
 
 
 def test_one_tensor_at_a_time_is_in_memory(at, tmp_path, monkeypatch):
@@ -208,6 +223,9 @@ def test_another_models_files_are_refused(at, tiny_tied, tmp_path):
 def test_what_this_machine_cannot_hold_is_not_tried(at, tmp_path, monkeypatch, capsys):
     from llama405b.commands import try_model
 
+    assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 1
+    assert "has no tokenizer.json, so a prompt cannot be read" in capsys.readouterr().out
+    (tmp_path / "out/tokenizer.json").touch()
     monkeypatch.setattr(try_model, "_roomiest", lambda: ("cpu", 1000))
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 3
     said = capsys.readouterr().out

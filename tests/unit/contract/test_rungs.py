@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from llama405b.contract import rungs
+from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.rungs import Figure, Rung, RungResult
 
@@ -54,3 +55,28 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--out: .*file cannot be written"):
         rungs.Log(tmp_path / "file")
+
+
+def test_results_that_cannot_be_read_are_named_before_anything_is_climbed(tmp_path):
+    (tmp_path / "001-0001-start.json").write_text("x")
+    with pytest.raises(UserError, match=r"--out: .*001-0001-start.json is not JSON .*; delete that file"):
+        rungs.Log(tmp_path)
+
+
+def test_a_disk_that_fills_up_is_said(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    log = rungs.Log(tmp_path)
+    monkeypatch.setattr(rungs, "write_json", full)
+    with pytest.raises(UserError, match=r"--out: .* cannot be written \(No space left on device\)"):
+        log.add(ON_GPU)
+
+
+def test_the_time_is_one():
+    parser = OneLineParser(prog="x")
+    rungs.add_options(parser)
+    assert parser.parse(["--within", "9m"]).within == parser.parse([]).within == 540
+    for text in ("nan", "0x", "-1"):
+        with pytest.raises(UserError, match="--within"):
+            parser.parse([f"--within={text}"])

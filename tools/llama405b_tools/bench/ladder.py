@@ -45,7 +45,6 @@ def main(argv: Sequence[str]) -> int:
         for number, (name, part) in enumerate(scopes(hosts), 1):
             print(f"{name}:", flush=True)
             request = dataclasses.replace(base, run=f"{base.run}-{number}")
-
             found = climb_on(request, part, fleet, chosen, args.within, say)
             faults = [result.rung for result in found if result.fault]
             if faults:

@@ -36,11 +36,9 @@ def climb_on(
 ) -> list[RungResult]:
     """Climb rungs on all ranks of these hosts; ``say`` hears of each result as it comes. Nothing is left running.
 
-    The last result is a failure, if there is one.
-
     Raises:
         UserError: The launch was refused.
-        RunError: A host is not fit, or did not start.
+        RunError: A host is not fit or did not start, or something is left running.
     """
     options = ["--rungs", ",".join(rungs), "--within", f"{within_s:.0f}", "--device", "cpu" if on_cpu else "auto"]
     program = ("-m", "llama405b.commands.ladder.program", *options)
@@ -64,11 +62,11 @@ def climb_on(
         tell(watch)
     finally:
         end_everywhere(plan, fleet)
-    if len(found) < len(expected) and all(result.good or result.skipped for result in found):
+    if len(found) < len(expected) and not any(result.fault for result in found):
         worst = watch.worst()
         fault = f"{worst.host}: {failure_words(worst)}" if worst else "it ended without a result"
         found.append(
-            RungResult(expected[len(found)], plan.world, len(plan.nodes), "", "", time.monotonic() - began, fault=fault)
+            RungResult(expected[len(found)], plan.world, len(plan.nodes), seconds=time.monotonic() - began, fault=fault)
         )
         say(found[-1])
     return found
