@@ -32,14 +32,16 @@ class Journal:
 
     def event(
         self, kind: EventKind, *, step: int | None = None, path: Path | None = None, detail: str = "",
-        request: str = "", cause: Cause | None = None, count: int = 0, digest: str = "",
+        request: str = "", cause: Cause | None = None, count: int = 0, digest: str = "", took_s: float = 0.0, blocked_s: float = 0.0,
     ) -> None:  # fmt: skip
         """Add an event."""
         if not self.me.leads:
             return
         place = str(path or "")
         now, attempt = time.time(), self.me.attempt
-        event = RunEvent(now, self.writer, kind, attempt, step, place, count, cause, request, detail, digest)
+        event = RunEvent(
+            now, self.writer, kind, attempt, step, place, count, cause, request, detail, digest, took_s, blocked_s
+        )
         with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
             append_line(self.run.events(self.writer), reader.dumps(event))
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from llama405b import load, ranks
 from llama405b.capacity.estimate import Load
+from llama405b.checkpoint.saving import Saving
 from llama405b.checkpoint.snapshot import restore
 from llama405b.checkpoint.store import Store
 from llama405b.commands.demo import make_demo
@@ -35,8 +36,9 @@ from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
 from llama405b.parallel.masters import kept_weights
 from llama405b.ranks import Ranks
+from llama405b.saver import Saver, SavingClock
 from llama405b.step import Updater
-from llama405b.trainer import SavingClock, StopSignal, Trainer
+from llama405b.trainer import StopSignal, Trainer
 
 
 def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopSignal) -> Trainer:
@@ -77,9 +79,11 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
     flops = llama.flops_per_token(config.data.seq_len)
+    clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
+    saver = Saver(Saving(checkpoints, config.checkpoint.staging_bytes), updater, identity, clock, journal, pulse)
     return Trainer(
-        config, run, me, module, updater, batches, checkpoints, identity, range(done + 1, steps + 1), journal, pulse, stop,
-        Inbox(run, me), SavingClock(config.checkpoint, me.world, time.monotonic() - began), journal.tokens, flops,
+        config, run, me, module, updater, batches, checkpoints, saver, range(done + 1, steps + 1), journal, pulse, stop,
+        Inbox(run, me), journal.tokens, flops,
     )  # fmt: skip
 
 

@@ -117,15 +117,16 @@ def set_timeout(timeout_s: int) -> None:
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
 
 
-def from_rank0(value: T, kind: Any = None) -> T:
+def from_rank0(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> T:
     """Return rank 0's value on every rank; see ``agreed``."""
-    return agreed(value, kind)[0]
+    return agreed(value, kind, group)[0]
 
 
-def agreed(value: T, kind: Any = None) -> list[T]:
+def agreed(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return all ranks' values, by rank, on every rank; sent as JSON through CPU memory.
 
-    ``kind``: their type, needed if it is generic, like ``dict[str, int]``.
+    ``kind``: their type, needed if it is generic, like ``dict[str, int]``. ``group``: of all ranks, for what happens beside
+    training; None: the default one.
 
     Raises:
         MalformedError: Another rank sent something else.
@@ -134,12 +135,12 @@ def agreed(value: T, kind: Any = None) -> list[T]:
         return [value]
     mine = torch.frombuffer(bytearray(reader.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([mine.numel()]))
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group)
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: mine.numel()] = mine
     everyone = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(everyone, padded)
+    dist.all_gather(everyone, padded, group)
     return [
         reader.loads(kind or type(value), raw[: int(size)].numpy().tobytes(), f"what rank {rank} sent")
         for rank, (raw, size) in enumerate(zip(everyone, sizes, strict=True))
@@ -155,8 +156,10 @@ class FollowedError(UserError):
 
 
 @contextlib.contextmanager
-def refusing_together() -> Iterator[None]:
+def refusing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """If any rank refuses inside, all do, with the message of the lowest such rank, so that none waits for one that left.
+
+    ``group``: see ``agreed``.
 
     Raises:
         UserError: This rank refused.
@@ -167,7 +170,7 @@ def refusing_together() -> Iterator[None]:
         yield
     except UserError as found:
         error = str(found)
-    for rank, words in enumerate(agreed(error)):
+    for rank, words in enumerate(agreed(error, group=group)):
         if words and rank == dist.get_rank():
             raise UserError(words)
         if words:

@@ -6,6 +6,7 @@ Shape suffixes: B sequences of a micro-batch, S positions, V vocabulary.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -42,11 +43,26 @@ class UpdateWork:
         )
 
 
+Keeps = Callable[[Sequence[Tensor]], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """State that is updated in one piece."""
+
+    tensors: Sequence[Tensor]  # this rank's: weights as they are kept, moments, and how often they were updated
+    updated: "Future[None] | None" = None  # the update that is pending, or was the last
+
+
 class Updater(Protocol):
     """Clips the gradients and updates the weights; at once, or while the next forward runs."""
 
     kept: nn.Module  # its parameters are the weights as they are kept: the model, or FP32 masters of its weights
     optimizer: torch.optim.Optimizer  # of those
+    before_update: Keeps  # told what the next steps are about to change; may wait. Pending updates call the one before
+
+    def units(self) -> list[Unit]:
+        """Return the state, in the order in which it is updated."""
 
     def collect(self) -> None:
         """Take the gradients of a micro-batch, to be added to those of the micro-batches before."""

@@ -11,15 +11,13 @@ import torch
 
 from llama405b import ranks
 from llama405b.checkpoint.store import Store
-from llama405b.contract.cadence import best_interval
-from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.requests import RequestKind, RunRequest
-from llama405b.contract.schema import Checkpoint, Config
+from llama405b.contract.schema import Config
 from llama405b.data.batches import Batches
 from llama405b.diagnose import Profile, write_memory, write_stacks
 from llama405b.heartbeat import Pulse
@@ -27,6 +25,7 @@ from llama405b.inbox import MAX_STEPS, Inbox
 from llama405b.journal import Journal
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
+from llama405b.saver import Saver
 from llama405b.step import NonFiniteError, Updater, train_step
 from llama405b.timer import Laps
 
@@ -47,24 +46,6 @@ class StopSignal:
         self.came = True
 
 
-class SavingClock:
-    """When the next checkpoint is due, by this rank's clock."""
-
-    def __init__(self, config: Checkpoint, world: int, restart_s: float) -> None:
-        self.cadence, self.restart_s, self.mtbf_s = config.cadence, restart_s, config.mtbf * 3600 / world
-        self.saved_at = time.monotonic()
-        self.cost_s: float | None = None
-
-    def due(self, step: int) -> bool:
-        """Return whether to save after this step."""
-        best_s = best_interval(self.cost_s, self.restart_s, self.mtbf_s)
-        return self.cadence.due(step, time.monotonic() - self.saved_at, best_s)
-
-    def saved(self, cost_s: float) -> None:
-        """Begin to count anew, after a save that training waited for so long."""
-        self.saved_at, self.cost_s = time.monotonic(), cost_s
-
-
 @dataclasses.dataclass(slots=True)
 class Trainer:
     """A model on its ranks, and everything that takes its steps."""
@@ -76,13 +57,12 @@ class Trainer:
     updater: Updater
     batches: Batches
     checkpoints: Store
-    identity: RunIdentity
+    saver: Saver
     steps: range  # still to do
     journal: Journal
     pulse: Pulse
     stop: StopSignal
     inbox: Inbox
-    clock: SavingClock
     tokens: int = 0  # target tokens so far, over all ranks
     flops_per_token: int = 0
     profile: Profile | None = None
@@ -101,7 +81,8 @@ class Trainer:
             if metrics is None:
                 self.skip(step)
             else:
-                ranks.set_timeout(self.config.timeouts.step)
+                timeouts = self.config.timeouts  # a slow disk, on one rank, may hold up the update there
+                ranks.set_timeout(timeouts.load if self.saver.step else timeouts.step)
                 self.pulse.stepped(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
                 self.journal.metrics(metrics)
             if self.obey(step):
@@ -183,12 +164,21 @@ class Trainer:
         counts = dict.fromkeys(RequestKind, 0)
         for request in requests:
             counts[request.kind] = max(counts[request.kind], 1, min(request.steps, MAX_STEPS))
-        due = self.me.leads and self.clock.due(step)  # one clock decides for all
-        stops, is_due, *found = ranks.greatest_of([int(self.stop.came), int(due), *counts.values()])
+        due = self.me.leads and self.saver.clock.due(step)  # one clock decides for all
+        own = [self.stop.came, due, self.saver.busy, *counts.values()]
+        stops, is_due, busy, *found = ranks.greatest_of([int(each) for each in own])
         wanted = dict(zip(counts, found, strict=True))
-        saves, ending = self.clock.cadence.saves, bool(stops) or step == self.steps.stop - 1
-        if saves and (is_due or ending or wanted[RequestKind.SAVE]):
-            self.answer(requests, RequestKind.SAVE, step, self.save(step))
+        ending = bool(stops) or step == self.steps.stop - 1
+        if self.saver.saves:
+            if ending:
+                ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
+            self.saver.after_step(
+                step,
+                due=bool(is_due or wanted[RequestKind.SAVE]),
+                busy=bool(busy),
+                ending=ending,
+                requests=[request for request in requests if request.kind is RequestKind.SAVE],
+            )
         elif wanted[RequestKind.SAVE]:
             self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves no checkpoints")
         for kind, write in ((RequestKind.STACKS, write_stacks), (RequestKind.MEMORY, write_memory)):
@@ -197,22 +187,6 @@ class Trainer:
         self.finish_profile(step, ending=ending)
         self.begin_profile(requests, wanted[RequestKind.PROFILE], step)
         return bool(stops)
-
-    def save(self, step: int) -> Path:
-        """Write a checkpoint.
-
-        Raises:
-            UserError: It could not be written.
-        """
-        began = time.monotonic()
-        self.pulse.phase(Phase.CHECKPOINT)
-        ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
-        path = self.checkpoints.save(step, self.updater, self.identity)
-        self.clock.saved(time.monotonic() - began)
-        self.journal.log(f"saved {path}")
-        self.journal.event(EventKind.SAVED, step=step, path=path, digest=self.checkpoints.saved.get(str(path), ""))
-        self.pulse.phase(Phase.TRAIN)
-        return path
 
     def finish_profile(self, step: int, *, ending: bool) -> None:
         """Write the profile if this was its last step, or the run's."""

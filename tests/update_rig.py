@@ -5,6 +5,7 @@ import time
 import torch
 
 BATCH, SEQ, VOCABULARY = 12, 16, 131
+IDENTITY = ("a model", "some data", 16, 12, "fp32", 0, 0)
 
 
 def batch(step, me, accumulation):
@@ -78,3 +79,24 @@ def same(one, other):
     return one.keys() == other.keys() and all(
         torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
     )
+
+
+def dcp_save(updater, me, path):
+    """Save as torch does, while nothing else happens."""
+    from llama405b.checkpoint.snapshot import state_to_save
+
+    type(updater).drain(updater)
+    torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+
+
+def save(store, step, updater):
+    """Save as a run does, wait for it, and raise why it failed."""
+    from llama405b.checkpoint.saving import Saving
+    from llama405b.contract.checkpoints import RunIdentity
+
+    saving = Saving(store)
+    saving.begin(step, updater, RunIdentity(*IDENTITY))
+    outcome = saving.finish()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

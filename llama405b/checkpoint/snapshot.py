@@ -18,8 +18,7 @@ from llama405b.step import Updater
 
 
 def state_to_save(updater: Updater, me: Ranks) -> dict[str, Any]:
-    """Return this rank's part of what DCP saves."""
-    updater.drain()
+    """Return this rank's part of what DCP saves: the very tensors, of which updates may be pending."""
     model_state, optimizer_state = get_state_dict(updater.kept, updater.optimizer)
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 

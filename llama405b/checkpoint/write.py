@@ -1,7 +1,6 @@
-"""Write this rank's part of a checkpoint with DCP, in several threads, hashing each block on its way to the disk.
+"""Write this rank's part of a checkpoint in DCP's format, in several threads, hashing each block on its way to the disk.
 
-torch loses the errors of all writer threads but one, and would then commit a checkpoint that lacks their tensors: what was
-written is counted here.
+Knows DCP's plan and files; where the tensors live, and what changes them meanwhile, is ``Frozen``'s.
 """
 
 import contextlib
@@ -9,17 +8,21 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from llama405b.contract.checkpoints import BLOCK_BYTES, DATA_FILE, Seal
+from llama405b.checkpoint.frozen import Frozen
+from llama405b.contract.checkpoints import BLOCK_BYTES, Seal
 
 THREADS = 4  # per rank; hashing and writing release the GIL
 
@@ -27,52 +30,46 @@ THREADS = 4  # per rank; hashing and writing release the GIL
 class SealingWriter(dcp.FileSystemWriter):
     """Writes into an empty directory; then knows the seals of the data files that this rank wrote."""
 
-    def __init__(self, path: Path, rank: int, *, in_cpu_memory: bool) -> None:
-        """``in_cpu_memory``: where the tensors are; copies from a GPU are overlapped by one thread alone."""
-        threads = THREADS if in_cpu_memory else 1
-        super().__init__(path, single_file_per_rank=True, sync_files=True, thread_count=threads, overwrite=False)
-        self.fs = self.sealing = _Sealing(rank)
+    def __init__(self, path: Path, rank: int, frozen: Frozen) -> None:
+        super().__init__(path, overwrite=False)
+        self.directory, self.rank, self.frozen = path, rank, frozen
+        self.seals: dict[str, Seal] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part; DCP tells all ranks what is raised.
+        """Write this rank's part, and flush it to the disk; DCP tells all ranks what is raised.
 
         Raises:
-            Exception: A thread's own, or that something was not written.
+            OSError: A file cannot be written.
         """
-        written = super().write_data(plan, planner)
-        if len(written.wait()) != len(plan.items):
-            raise next(iter(self.sealing.faults), RuntimeError("a writer thread died"))
-        return written
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        self.frozen.plan([planner.resolve_data(item).detach() for item in tensors])
+        names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(THREADS)]
+        small = iter([item for item in plan.items if item.type is WriteItemType.BYTE_IO])  # for whoever comes first
 
-    @property
-    def seals(self) -> dict[str, Seal]:
-        """The seals by name."""
-        return self.sealing.seals
+        def write_some(name: str) -> list[WriteResult]:
+            with self._sealing(name) as output:
+                others = [output.add(item, planner.resolve_data(item)) for item in small]
+                return others + [output.add(tensors[number], tensor) for number, tensor in self.frozen.read()]
 
-
-class _Sealing(FileSystem):
-    """DCP's files, of which those with data are sealed as they are written."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.seals, self.faults = rank, dict[str, Seal](), list[Exception]()
+        with ThreadPoolExecutor(THREADS, "writer") as threads:
+            parts = [threads.submit(write_some, name) for name in names]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result for part in parts for result in part.result()])
+        assert len(done.value()) == len(plan.items)
+        return done
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file."""
-        if mode != "wb" or not DATA_FILE.fullmatch(Path(path).name):
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
+    def _sealing(self, name: str) -> "Iterator[_Hashing]":
+        """Open a file that is flushed to its disk at the end, and sealed; an error ends the other threads too."""
         try:
-            with Path(path).open("wb") as file:
-                hashing = _Hashing(file)
-                yield hashing
+            with (self.directory / name).open("wb") as file:
+                yield (output := _Hashing(file))
                 file.flush()
                 os.fsync(file.fileno())
-            self.seals[Path(path).name] = Seal(hashing.written, self.rank, hashing.blocks())
-        except Exception as error:
-            self.faults.append(error)
+        except BaseException:
+            self.frozen.abandon()
             raise
+        self.seals[name] = Seal(output.written, self.rank, output.blocks())
 
 
 class _Hashing(io.RawIOBase):
@@ -80,6 +77,18 @@ class _Hashing(io.RawIOBase):
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.written, self.done, self.block = file, 0, list[str](), hashlib.sha256()
+
+    def add(self, item: WriteItem, content: "Tensor | io.BytesIO") -> WriteResult:
+        """Append what a reader of DCP's format finds there."""
+        begin = self.written
+        if isinstance(content, Tensor):
+            if content.untyped_storage().nbytes() != content.nbytes:
+                content = content.clone()  # torch.save writes the whole of what a view is of
+            torch.save(content, self)
+        else:
+            self.write(content.getbuffer())
+        length = self.written - begin
+        return WriteResult(item.index, length, _StorageInfo(Path(self.file.name).name, begin, length))
 
     def write(self, content: "bytes | memoryview") -> int:  # type: ignore[override]
         """Write, and hash."""
@@ -113,12 +122,3 @@ class _Hashing(io.RawIOBase):
     def flush(self) -> None:
         """Let the file do that."""
         self.file.flush()
-
-    def fileno(self) -> int:
-        """Return the file's own."""
-        return self.file.fileno()
-
-
-def kept_in_cpu_memory(kept: torch.nn.Module) -> bool:
-    """Return whether a module's parameters are in CPU memory."""
-    return next(kept.parameters()).device.type == "cpu"

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from llama405b.contract.errors import FAILED, GOOD, UNFIT
+from llama405b.memory import free_bytes
 
 NEW_TOKENS = 40
 SPARE = 1.2  # of the weights' bytes, for all else
@@ -41,5 +42,4 @@ def _roomiest() -> tuple[str, int]:
     """Return where a model may be put, and how many bytes are free there."""
     if torch.cuda.is_available():
         return "cuda", torch.cuda.mem_get_info()[0]
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    return "cpu", int(fields["MemAvailable"].split()[0]) * 1024
+    return "cpu", free_bytes()

@@ -24,6 +24,7 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's too, by rank
 CONFIG_FILE, MODEL_FILES = "config.toml", "model"  # the run's settings; the model's configuration and tokenizer
 ABOUT = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # what makes a checkpoint understood alone
 BLOCK_BYTES = 64 << 20
+LEAST_KEPT = 2  # so that one always verifies
 WHOLE_FILE = 1 << 59  # the block size of format 1
 
 

@@ -13,21 +13,28 @@ import operator
 import re
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.cadence import Cadence
+from llama405b.contract.checkpoints import LEAST_KEPT
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
 from llama405b.contract.schema import ALIASES, TYPES, Config, Training, fields
+from llama405b.contract.sizes import staging_bytes
 from llama405b.contract.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
 MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
 PRESET_DIR = Path(__file__).parent / "presets"
+# Settings that are written in a way of their own.
+READERS: dict[str, Callable[[str], object]] = {
+    "checkpoint.every": Cadence.read,
+    "checkpoint.staging": staging_bytes,
+}
 ABOVE_ZERO = (  # other numbers may be 0
     "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
     "checkpoint.mtbf",
@@ -265,17 +272,17 @@ def convert(key: str, value: Json, where: str) -> Any:
         if value in words:
             return value
         raise UserError(f"{where}: {key} is {value!r}; use one of {', '.join(words)}")
-    if key == "checkpoint.every":
-        return _convert_every(value, where)
+    if key in READERS:
+        return _read_by(READERS[key], value, where)
     if _is(value, type_):
         return type_(value)
     raise UserError(f"{where}: {key} is {value!r}; use a value of type {type_.__name__}")
 
 
-def _convert_every(value: Json, where: str) -> str:
+def _read_by(reads: Callable[[str], object], value: Json, where: str) -> str:
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else json.dumps(value)
     try:
-        Cadence.read(text)
+        reads(text)
     except UserError as fault:
         raise UserError(f"{where}: {fault}") from None
     return text
@@ -335,6 +342,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     model, training, optimizer, parallel = config.model, config.training, config.optimizer, config.parallel
     saves, keep, betas = config.checkpoint.cadence.saves, config.checkpoint.keep, list(optimizer.betas)
     lr, min_lr = optimizer.lr, optimizer.min_lr
+    too_few = f"checkpoint.keep is {keep}; keep at least {LEAST_KEPT}, so that one always verifies"
     only_bf16 = "flash-attn computes in BF16 only; use sdpa, or numerics other than fp32"
     only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
     only_fsdp2 = "states needs fsdp2; use it, or full"
@@ -346,7 +354,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
-        ("checkpoint.keep", saves and keep < 2, f"checkpoint.keep is {keep}; keep at least 2, so that one always verifies"),
+        ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
         ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
         ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),

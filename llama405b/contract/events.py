@@ -15,7 +15,8 @@ class EventKind(enum.StrEnum):
     STARTED = "started"  # training begins after ``step``, from the model's weights
     RESUMED = "resumed"  # from the checkpoint ``path`` of ``step``
     PASSED_OVER = "passed over"  # the checkpoint ``path``, renamed aside: ``detail`` says why
-    SAVED = "saved"  # the checkpoint ``path`` after ``step``; ``digest``: of its manifest
+    SAVED = "saved"  # the checkpoint ``path`` after ``step``, in ``took_s``; ``digest``: of its manifest
+    NOT_SAVED = "not saved"  # the state after ``step``: ``detail`` says why; training went on
     SKIPPED = "skipped"  # ``step``, in which every target is masked; the ``count``-th of this attempt
     STOPPED = "stopped"  # after ``step``, on request
     REFUSED = "refused"  # the trainer refused its input: ``cause``
@@ -41,3 +42,5 @@ class RunEvent:
     request: str = ""
     detail: str = ""  # for people; never parsed
     digest: str = ""  # SHA-256
+    took_s: float = 0.0
+    blocked_s: float = 0.0  # of ``took_s``: how long training waited

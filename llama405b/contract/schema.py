@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from llama405b.contract.cadence import Cadence
+from llama405b.contract.sizes import staging_bytes
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
 Offload = Literal["none", "states", "full"]
@@ -137,10 +138,19 @@ class Checkpoint:
         "steps between checkpoints, a time like 10m, or auto: as often as costs least (the last step is always saved); 0: never",
     )
     mtbf: float = option(50_000.0, "with auto: mean hours between failures of one rank; rented machines may have fewer")
+    staging: str = option(
+        "auto",
+        "with saves beside training: CPU memory per host for copies, like 200GB; auto: up to 80% of what is free; 0: none",
+    )
     keep: int = option(2, "how many of this run's newest checkpoints to keep; at least 2")
     allow_changes: bool = option(
         False, "resume although model, data, sequence length, global batch, numerics or a seed are not the checkpoint's"
     )
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """CPU memory per host for copies of what is saved; None: as much as is free."""
+        return staging_bytes(self.staging)
 
     @property
     def cadence(self) -> Cadence:

@@ -69,6 +69,15 @@ def settings_of(optimizer: torch.optim.AdamW) -> list[Settings]:
     ]
 
 
+def state_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return this rank's parts of weights, moments and step counts."""
+    return [local(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
+
+
+def nothing_to_keep(_: Sequence[Tensor]) -> None:
+    """Let tensors change: nobody reads them (see ``Updater.before_update``)."""
+
+
 def start_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Set the moments of a parameter to zero, as AdamW does in its first step."""
     optimizer.state[parameter] = {

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from llama405b.contract.schema import Moments
 from llama405b.copies import Progress, refused
-from llama405b.optim.adamw import Settings, settings_of, start_moments, update_adamw
+from llama405b.optim.adamw import Settings, nothing_to_keep, settings_of, start_moments, state_of, update_adamw
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
-from llama405b.step import UpdateWork
+from llama405b.step import Keeps, Unit, UpdateWork
 
 LONG_WAIT_S = 5.0
 Waits = Callable[[bool], None]  # told when a wait has become long, and when it is over
@@ -42,6 +42,15 @@ class Part:
     sums: list[list[Tensor]] = dataclasses.field(default_factory=list)  # by group, of the micro-batches so far
     adding: "Future[None] | None" = None
     pending: "Future[None] | None" = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """How all units are updated in one step, as it was when that began."""
+
+    settings: Sequence[Settings]  # by parameter group
+    factor: float  # of the gradients
+    before_update: Keeps
 
 
 class Offloaded:
@@ -67,6 +76,7 @@ class Offloaded:
         """
         self.kept, self.optimizer, self.waits, self.hides, self.factor = kept, optimizer, waits, hides, 1.0
         self.done, self.told = UpdateWork(), UpdateWork()
+        self.before_update: Keeps = nothing_to_keep
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         named = {name.replace(WRAPPER, ""): p for name, p in kept.named_parameters()}
         self.parts, self.hooks = [], []
@@ -116,10 +126,10 @@ class Offloaded:
 
     def update(self) -> None:
         """See ``Updater``: returns at once, unless nothing is to be hidden."""
-        settings = settings_of(self.optimizer)
+        step = Step(settings_of(self.optimizer), self.factor, self.before_update)
         for part in self.parts:
             sums, part.sums = part.sums, []
-            part.pending = self.worker.submit(self._update, part, sums, settings, self.factor)
+            part.pending = self.worker.submit(self._update, part, sums, step)
         if not self.hides:
             self.drain()
 
@@ -151,6 +161,13 @@ class Offloaded:
         self.done.exposed_s += time.perf_counter() - began
         update.result()
 
+    def units(self) -> list[Unit]:
+        """See ``Updater``."""
+        return [
+            Unit([t for _, members in part.groups for t in state_of(self.optimizer, members)], part.pending)
+            for part in self.parts
+        ]
+
     def drain(self) -> None:
         """See ``Updater``."""
         for part in self.parts:
@@ -165,19 +182,15 @@ class Offloaded:
         return self.told - before
 
     @torch.no_grad()
-    def _update(
-        self, part: Part, sums: Sequence[Sequence[Tensor]], settings: Sequence[Settings], factor: float
-    ) -> None:
+    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Step) -> None:
         began = time.perf_counter()
         for (group, parameters), gradients in zip(part.groups, sums, strict=True):
-            scale(gradients, factor)
-            states = [self.optimizer.state[p] for p in parameters]
-            update_adamw(parameters, states, gradients, settings[group])
-            written = [
-                [local(p), local(state["exp_avg"]), local(state["exp_avg_sq"])]
-                for p, state in zip(parameters, states, strict=True)
-            ]
-            self.done.update_bytes += 2 * _bytes(written) + (1 + 2 * (factor != 1.0)) * _bytes([gradients])
+            scale(gradients, step.factor)
+            changed = state_of(self.optimizer, parameters)
+            step.before_update(changed)
+            update_adamw(parameters, [self.optimizer.state[p] for p in parameters], gradients, step.settings[group])
+            written, scaled = [tensor for tensor in changed if tensor.dim()], step.factor != 1.0
+            self.done.update_bytes += 2 * _bytes([written]) + (1 + 2 * scaled) * _bytes([gradients])
         self.done.update_s += time.perf_counter() - began
 
 

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from llama405b.contract.schema import Moments
 from llama405b.copies import Arrived, Progress, allocate, copy, nothing
-from llama405b.optim.adamw import Settings
 from llama405b.optim.norm import local
-from llama405b.optim.offloaded import Offloaded, Part, Waits
+from llama405b.optim.offloaded import Offloaded, Part, Step, Waits
 from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
 
 
@@ -158,10 +157,8 @@ class States(Offloaded):
         self.drain()
         self.told = dataclasses.replace(self.done)  # no step's work
 
-    def _update(
-        self, part: Part, sums: Sequence[Sequence[Tensor]], settings: Sequence[Settings], factor: float
-    ) -> None:
-        super()._update(part, sums, settings, factor)
+    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Step) -> None:
+        super()._update(part, sums, step)
         self._upload(part)
 
     @torch.no_grad()

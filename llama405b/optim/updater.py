@@ -6,11 +6,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.copies import Progress
-from llama405b.optim.adamw import build_optimizer
+from llama405b.optim.adamw import build_optimizer, nothing_to_keep, state_of
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.optim.offloaded import Offloaded, Waits
 from llama405b.optim.states import States
-from llama405b.step import Updater, UpdateWork
+from llama405b.step import Keeps, Unit, Updater, UpdateWork
 
 
 def build_updater(
@@ -45,6 +45,7 @@ class Sequential:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW, *, reuses_gradients: bool = False) -> None:
         self.kept, self.optimizer, self.reuses_gradients = model, optimizer, reuses_gradients
+        self.before_update: Keeps = nothing_to_keep
 
     def collect(self) -> None:
         """Gradients add up where they are."""
@@ -60,12 +61,18 @@ class Sequential:
 
     def update(self) -> None:
         """See ``Updater``."""
+        for unit in self.units():
+            self.before_update(unit.tensors)
         self.optimizer.step()
         self.zero()
 
     def zero(self) -> None:
         """See ``Updater``."""
         self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)
+
+    def units(self) -> list[Unit]:
+        """See ``Updater``."""
+        return [Unit(state_of(self.optimizer, [parameter])) for parameter in self.kept.parameters()]
 
     def drain(self) -> None:
         """Nothing is ever pending."""

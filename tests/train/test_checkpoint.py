@@ -9,7 +9,6 @@ import shutil
 import signal
 import tarfile
 import tempfile
-import threading
 import time
 import types
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from conftest import ROOT
 from ranks_rig import run_ranks
+from update_rig import save
 
 
 def _trainer(me, directory, load_weights=True):
@@ -59,8 +59,7 @@ def _store(me, root, keep=3, run="run"):
 
 
 def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
-    from llama405b.checkpoint import store as of_store
-    from llama405b.contract.checkpoints import RunIdentity
+    from llama405b.checkpoint import write as of_write
 
     module, updater = _trainer(me, directory)
     store = _store(me, root, keep, run)
@@ -70,8 +69,8 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
         losses.append(_step(me, module, updater, number))
         if number % 2 == 0:
             if number == tear_at and me.rank == 1:
-                of_store.SealingWriter.seals = property(lambda writer: os.kill(os.getpid(), signal.SIGKILL))
-            store.save(number, updater, RunIdentity(*IDENTITY))
+                of_write.Seal = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            save(store, number, updater)
     store.close()
     return losses, torch.get_rng_state().sum().item()
 
@@ -413,20 +412,19 @@ def test_what_belongs_to_another_user_is_not_called_damaged(tmp_path):
 
 
 def _crc_while_saving(me, directory, root):
-    from llama405b.checkpoint import store as of_store
-    from llama405b.contract.checkpoints import RunIdentity
+    from llama405b.checkpoint import saving as of_saving
 
     _, updater = _trainer(me, directory)
-    seen, save = [], of_store.dcp.save
+    seen, dcp_save = [], of_saving.dcp.save
 
     def watched(*args, **more):
         seen.append(torch.serialization.get_crc32_options())
-        return save(*args, **more)
+        return dcp_save(*args, **more)
 
-    of_store.dcp.save = watched
+    of_saving.dcp.save = watched
     with contextlib.closing(_store(me, root)) as store:
         store.take()
-        store.save(1, updater, RunIdentity(*IDENTITY))
+        save(store, 1, updater)
     return [*seen, torch.serialization.get_crc32_options()]
 
 
@@ -435,38 +433,37 @@ def test_torch_computes_no_crc_of_what_has_a_sha256(tiny, tmp_path):
 
 
 def _sealed_while_writing(me, directory, root, fails):
+    from llama405b.checkpoint import saving as of_saving
     from llama405b.checkpoint import seal as of_seal
     from llama405b.checkpoint import write as of_write
-    from llama405b.contract.checkpoints import RunIdentity
     from llama405b.contract.errors import UserError
 
     of_write.BLOCK_BYTES = 10_000
     _, updater = _trainer(me, directory)
-    write, seals, blocks, pauses = of_write._Hashing.write, of_write.SealingWriter.seals.fget, [], [0.5]
+    writes, write, blocks, pauses = of_write._Hashing.write, of_saving.Saving._write, [], [0.5]
 
     def full(hashing, content):
-        if threading.current_thread() is threading.main_thread():
-            time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have files, too
+        if hashing.file.name.endswith("_0.distcp"):
+            time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have something to write, too
         elif me.rank == 1:
             raise fails
-        return write(hashing, content)
+        return writes(hashing, content)
 
-    def compared(writer):
-        found = seals(writer)
-        for name, sealed in found.items():
-            read = tuple(of_seal.block_hashes(Path(writer.path) / name, range(len(sealed.blocks)), 10_000))
-            assert (sealed.blocks, sealed.bytes) == (read, (Path(writer.path) / name).stat().st_size)
+    def compared(saving, partial, *args):
+        for name, sealed in write(saving, partial, *args).items():
+            read = tuple(of_seal.block_hashes(partial / name, range(len(sealed.blocks)), 10_000))
+            assert (sealed.blocks, sealed.bytes) == (read, (partial / name).stat().st_size)
             blocks.append(len(read))
         return {}  # their blocks are not those of a manifest
 
     if fails:
         of_write._Hashing.write = full
     else:
-        of_write.SealingWriter.seals = property(compared)
+        of_saving.Saving._write = compared
     with contextlib.closing(_store(me, root)) as store:
         store.take()
         try:
-            store.save(1, updater, RunIdentity(*IDENTITY))
+            save(store, 1, updater)
         except (UserError, ValueError) as error:
             return str(error), blocks
     return "saved", blocks

@@ -19,7 +19,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.schema import Config
 from llama405b.contract.weights import SMALL_FILES, read_tensors
 from ranks_rig import run_ranks
-from update_rig import batch, build, take
+from update_rig import batch, build, save, take
 
 HELD = torch.randint(0, 131, (4, 17), generator=torch.Generator().manual_seed(99))
 
@@ -27,7 +27,6 @@ HELD = torch.randint(0, 131, (4, 17), generator=torch.Generator().manual_seed(99
 def _save(me, directory, root, steps, form):
     """Train, save, and return the loss of a held batch."""
     from llama405b.checkpoint.store import Store
-    from llama405b.contract.checkpoints import RunIdentity
 
     module, updater = build(me, directory, overlap=True, **form)
     for number in range(1, steps + 1):
@@ -42,7 +41,7 @@ def _save(me, directory, root, steps, form):
         run.config.write_text(to_toml(Config()))
     with contextlib.closing(Store(run.checkpoints, 2, me, run=run)) as store:
         store.take()
-        store.save(steps, updater, RunIdentity("m", "d", 16, 12, "fp32", 0, 0))
+        save(store, steps, updater)
     with torch.no_grad():
         logits = module(input_ids=HELD[:, :-1], use_cache=False).logits
         return float(F.cross_entropy(logits.flatten(0, 1).float(), HELD[:, 1:].flatten()))

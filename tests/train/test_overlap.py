@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ranks_rig import run_ranks
-from update_rig import batch, bits, build, same, slow, take
+from update_rig import batch, bits, build, dcp_save, same, slow, take
 
 STEPS = 50
 SAVED, RESUMED, LOOKED = 20, 31, 7  # the step that is saved; after which it is resumed; how often a forward only looks
@@ -22,7 +22,7 @@ FORMS = {  # each with torch's AdamW between the steps first
 
 def _train(me, directory, root, *, accumulation, overlap, **form):
     """Train 50 steps with a save, a resume and forwards that only look; returns what was seen, and the bits at the end."""
-    from llama405b.checkpoint.snapshot import restore, state_to_save
+    from llama405b.checkpoint.snapshot import restore
 
     module, updater = build(me, directory, overlap=overlap, **form)
     if overlap:
@@ -35,7 +35,7 @@ def _train(me, directory, root, *, accumulation, overlap, **form):
             with torch.no_grad():
                 seen.append(float(module(input_ids=batch(0, me, 1)[0][0], use_cache=False).logits.sum()))
         if step == SAVED and again:
-            torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=saved)
+            dcp_save(updater, me, saved)
         if step == RESUMED and again:
             again = False
             assert restore(saved, module, updater, me) == SAVED
@@ -121,7 +121,7 @@ def test_all_units_are_pending_when_the_step_returns_and_updated_beside_the_forw
 
 def _mutated(me, directory, root, form, mutate):
     """Whether the result still is the sequential one."""
-    from llama405b.checkpoint.snapshot import restore, state_to_save
+    from llama405b.checkpoint.snapshot import restore
 
     outcomes = []
     for each in FORMS[form]:
@@ -131,7 +131,7 @@ def _mutated(me, directory, root, form, mutate):
             mutate(updater)
         path = root / f"{each['overlap']}" / "step-00000001"
         seen = [take(me, module, updater, 1)]
-        torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+        dcp_save(updater, me, path)
         seen += [take(me, module, updater, step) for step in (2, 3)]
         restore(path, module, updater, me)
         type(updater).drain(updater)

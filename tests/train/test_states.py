@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ranks_rig import run_ranks
-from update_rig import bits, build, same, slow, take
+from update_rig import bits, build, dcp_save, same, slow, take
 
 
 def _bytes(me, directory, moments):
@@ -73,7 +73,7 @@ def test_what_fsdp_moves_with_full_offload_is_counted(tiny):
 
 
 def _rounded(me, directory, form, root):
-    from llama405b.checkpoint.snapshot import restore, state_to_save
+    from llama405b.checkpoint.snapshot import restore
 
     outcomes = []
     for overlap in (False, True):
@@ -84,7 +84,7 @@ def _rounded(me, directory, form, root):
         for number in range(1, 9):
             seen.append(take(me, module, updater, number, 2))
             if number == 4:
-                torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+                dcp_save(updater, me, path)
         restore(path, module, updater, me)
         seen += [take(me, module, updater, number, 2) for number in range(5, 9)]
         assert seen[8:] == seen[4:8]
@@ -111,13 +111,11 @@ def test_bf16_moments_are_the_same_hidden_or_not(tiny, tmp_path, form):
 
 
 def _save(me, directory, root, forms):
-    from llama405b.checkpoint.snapshot import state_to_save
-
     for name, form in forms.items():
         module, updater = build(me, directory, overlap=True, **form)
         for number in (1, 2, 3):
             take(me, module, updater, number)
-        torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=root / name / "step-00000003")
+        dcp_save(updater, me, root / name / "step-00000003")
 
 
 def _go_on(me, directory, root, forms):
@@ -207,7 +205,7 @@ def test_adding_gradients_is_no_update(tiny, offload):
 
 
 def _other_moments(me, directory, root):
-    from llama405b.checkpoint.snapshot import restore, state_to_save
+    from llama405b.checkpoint.snapshot import restore
     from llama405b.optim.norm import local
 
     found = {}
@@ -215,7 +213,7 @@ def _other_moments(me, directory, root):
         module, updater = build(me, directory, overlap=True, offload="states", moments=saved)
         take(me, module, updater, 1)
         path = root / saved / "step-00000001"
-        torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
+        dcp_save(updater, me, path)
         before = bits(module, updater)
         for read in ("fp32", "bf16"):
             module, updater = build(me, directory, overlap=True, offload="states", moments=read)

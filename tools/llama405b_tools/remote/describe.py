@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from llama405b.contract.checkpoints import newest_complete
+from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
@@ -15,6 +16,7 @@ from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.status import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 
 NEWEST_RUNS = 20
+NEWEST_EVENTS = 50
 LAST_BYTES = 4096  # of the metrics file, enough for its last line
 
 
@@ -59,6 +61,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         guard=read_record(GuardState, run.guarded(host)),
         blames=tuple(read_records(Blame, run.blames(host), NEWEST_RUNS)),
         world=plan.world,
+        save_s=_save_seconds(run),
     )
 
 
@@ -93,6 +96,11 @@ def stop_mark(run: RunDir, host: str) -> StopMark:
 def checkpoints_of(run: RunDir, plan: Plan) -> Path:
     """The directory of a run's checkpoints."""
     return Path(plan.checkpoint_dir or run.checkpoints)
+
+
+def _save_seconds(run: RunDir) -> float:
+    events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)
+    return next((event.took_s for event in reversed(events) if event.kind is EventKind.SAVED), 0.0)
 
 
 def _last_metrics(path: Path) -> Metrics | None:

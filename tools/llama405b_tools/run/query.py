@@ -20,6 +20,7 @@ from llama405b_tools.text.fold import fold_names
 
 STATUS_TIMEOUT_S = 30.0
 SHOWN_RUNS = 8  # in a message
+LEAST_GRACE_S = 30.0
 
 
 Seen = dict[str, HostRun | HostError | None]  # what each host knows about a run; None: the host does not know it
@@ -103,6 +104,12 @@ def newest_checkpoint(fleet: Fleet, run: str) -> Path | None:
     told = replies(_ask_all(fleet, run)).values()
     paths = [Path(each.checkpoint) for reply in told for each in reply.runs if each.checkpoint]
     return max(paths, key=step_of, default=None)
+
+
+def seconds_to_save(fleet: Fleet, run: str) -> float:
+    """How long to let a run save before it ends: its last save twice, as one may be under way, and a margin."""
+    told = replies(_ask_all(fleet, run)).values()
+    return LEAST_GRACE_S + 2 * max((each.save_s for reply in told for each in reply.runs), default=0.0)
 
 
 def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | None]:

@@ -2,6 +2,7 @@
 
 import getpass
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, OrphansRequest
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
 from llama405b_tools.run.endings import not_ended
-from llama405b_tools.run.query import all_runs, ask_hosts, check_hosts, names_of, no_such_run, progress
+from llama405b_tools.run.query import all_runs, ask_hosts, check_hosts, names_of, no_such_run, progress, seconds_to_save
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -28,12 +29,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("stop", __doc__)
     parser.add_argument(
-        "--grace", default="30s", metavar="TIME", help="time for the trainer to save first; 0: none [30s]"
+        "--grace",
+        metavar="TIME",
+        help="time for the trainer to save first; 0: none [30s, and twice what its last save took]",
     )
     parser.add_argument("--orphans", action="store_true", help="list what is left of runs whose node runner is gone")
     parser.add_argument("--end", action="store_true", help="with --orphans: end them")
     args = parser.parse(argv)
-    grace_s = seconds(args.grace, "--grace")
+    grace_s = None if args.grace is None else seconds(args.grace, "--grace")
     if args.end and not args.orphans:
         raise UserError("--end needs --orphans; plain `stop` already ends the run")
     if args.orphans and args.run:
@@ -44,8 +47,11 @@ def main(argv: Sequence[str]) -> int:
     return end_run(backend_of(args.run, args.hosts), grace_s)
 
 
-def end_run(backend: Backend, grace_s: float) -> int:
-    """End the run, print each host's state before and after, and return the exit code."""
+def end_run(backend: Backend, grace_s: float | None) -> int:
+    """End the run, print each host's state before and after, and return the exit code.
+
+    ``grace_s``: time for the trainer to save; None: as long as its last saves suggest.
+    """
     if backend.waiting():
         gone = backend.cancel()
         if after := backend.waiting():
@@ -55,6 +61,11 @@ def end_run(backend: Backend, grace_s: float) -> int:
         run = check_run_name(backend.run or ask_hosts(fleet, None)[0])
         check_hosts(fleet, run)
         dismiss(RunDir.here(run))
+        if grace_s is None:
+            grace_s = seconds_to_save(fleet, run)
+            print(
+                f"the trainer has up to {grace_s:.0f} s to save; --grace 0 does not wait", file=sys.stderr, flush=True
+            )
         ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
         told = replies(ends)
         if told.keys() == ends.keys() and not any(end.known for end in told.values()):

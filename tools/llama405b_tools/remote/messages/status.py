@@ -53,6 +53,7 @@ class HostRun:
     guard: GuardState | None = None  # as last heard from it here; None: none was asked for
     blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
     world: int = 0  # ranks on all its hosts
+    save_s: float = 0.0  # how long its last save took; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,102 @@
+"""What changes in a directory of checkpoints: each is complete or absent. All of it is rank 0's, while it holds the lease.
+
+A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is there. A committed directory is
+never changed or replaced, and deleted only by the run that wrote it. Knows files; not tensors or ranks.
+"""
+
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.checkpoint.lease import Holder
+from llama405b.checkpoint.seal import open_manifest, seal, sync
+from llama405b.contract.checkpoints import (
+    CONFIG_FILE,
+    DATA_FILE,
+    MANIFEST,
+    MODEL_FILES,
+    Manifest,
+    Seal,
+    committed,
+    step_of,
+    write_manifest,
+)
+from llama405b.contract.errors import UserError
+from llama405b.contract.paths import RunDir
+
+
+class Directory:
+    """The directory of one run's checkpoints, for the one process that changes it."""
+
+    def __init__(self, root: Path, run: RunDir, host: str, attempt: int) -> None:
+        """``run``: its name marks checkpoints as its own, and its files describe them."""
+        self.root, self.run, self.host = root, run, host
+        self.holder = Holder(root, run.name, f"{host}:{run.path.resolve()}", attempt)
+
+    def partial(self, final: Path) -> Path:
+        """Where this run writes or deletes a checkpoint; the name tells other runs that it is not theirs."""
+        return final.with_name(f"{final.name}.{self.run.name}.tmp")
+
+    def begin(self, final: Path) -> None:
+        """Create an empty directory to write into, after deleting those that this run left half-written.
+
+        Raises:
+            UserError: The checkpoint exists.
+        """
+        if final.exists():
+            raise UserError(
+                f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
+                "give this one its own --checkpoint.dir"
+            )
+        own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run.name)}\.tmp")
+        for leftover in [path for path in self.root.iterdir() if own.fullmatch(path.name)]:
+            shutil.rmtree(leftover)
+        partial = self.partial(final)
+        partial.mkdir()
+        self._describe(partial)
+
+    def _describe(self, partial: Path) -> None:
+        """Add what a checkpoint is understood by alone: the run's settings, the model's configuration and tokenizer."""
+        (partial / MODEL_FILES).mkdir()
+        if self.run.config.is_file():
+            shutil.copyfile(self.run.config, partial / CONFIG_FILE)
+        for file in self.run.model(self.host).glob("[!.]*"):
+            shutil.copyfile(file, partial / MODEL_FILES / file.name)
+        sync(partial / MODEL_FILES)
+
+    def seal_others(self, final: Path) -> dict[str, Seal]:
+        """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
+        partial = self.partial(final)
+        files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
+        return {path.relative_to(partial).as_posix(): seal(path, 0) for path in files}
+
+    def commit(self, final: Path, manifest: Manifest) -> str:
+        """Write the manifest, and give the directory its final name; returns the manifest's digest."""
+        partial = self.partial(final)
+        content, digest = write_manifest(manifest)
+        (partial / MANIFEST).write_bytes(content)
+        sync(partial / MANIFEST)
+        sync(partial)
+        partial.rename(final)  # raises if another run put a checkpoint there meanwhile
+        sync(self.root)
+        return digest
+
+    def retire(self, step: int, keep: int) -> None:
+        """Delete all but the newest ``keep`` checkpoints of this run up to a step."""
+        for old in [path for path in committed(self.root) if step_of(path) <= step and self.wrote(path)][:-keep]:
+            doomed = self.partial(old)  # rename first, so that a kill leaves nothing that looks complete
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def set_aside(self, paths: Sequence[Path]) -> None:
+        """Rename checkpoints so that ``auto`` does not find them."""
+        mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
+        for old in paths:
+            old.rename(old.with_name(f"{old.name}.{mark}"))
+
+    def wrote(self, path: Path) -> bool:
+        """Whether this run saved a checkpoint."""
+        opened = open_manifest(path, {})
+        return isinstance(opened, Manifest) and opened.run == self.run.name

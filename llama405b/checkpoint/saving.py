@@ -1,0 +1,147 @@
+"""Saving beside training: snapshot, write, seal and commit, in a thread and with collectives of their own.
+
+The tensors are written from where training keeps them, see ``frozen``. Knows the store and DCP; not when to save.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from llama405b import ranks
+from llama405b.checkpoint.frozen import Frozen, Staging, Ways
+from llama405b.checkpoint.snapshot import state_to_save
+from llama405b.checkpoint.store import Store
+from llama405b.checkpoint.write import SealingWriter
+from llama405b.contract.checkpoints import Manifest, RunIdentity, Seal
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import reason_of
+from llama405b.memory import free_bytes
+from llama405b.step import Updater
+
+SPARE = 0.8  # of the free memory may be taken for copies
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was written."""
+
+    step: int
+    path: Path
+    digest: str  # of the manifest
+    took_s: float
+    ways: Ways
+    blocked_s: float = 0.0  # how long training waited for it
+
+
+class Saving:
+    """Writes one checkpoint at a time into a store."""
+
+    def __init__(self, store: Store, staging_bytes: int | None = None) -> None:
+        """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some."""
+        self.store, self.me, self.staging_bytes = store, store.me, staging_bytes
+        self.staging: Staging | None = None
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.under_way: Future[Saved] | None = None
+        self.blocked_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self.under_way is not None and not self.under_way.done()
+
+    def begin(self, step: int, updater: Updater, identity: RunIdentity) -> None:
+        """Begin to write ``step-N``: what is written is the state now, with all updates that are pending.
+
+        Call it on all ranks after the same step, and ``finish`` before the next time.
+        """
+        began = time.monotonic()
+        if self.staging is None:
+            of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
+            self.staging = Staging(of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        state = state_to_save(updater, self.me)
+        frozen = Frozen(updater.units(), self.staging)
+        updater.before_update = frozen.before_update
+        self.under_way = self.thread.submit(self._save, step, state, frozen, identity)
+        if isinstance(updater.kept, FullyShardedDataParallel):  # what its state dict refers to is its own affair
+            self.under_way.exception()
+        self.blocked_s = time.monotonic() - began
+
+    def finish(self) -> Saved | UserError | None:
+        """Wait for what was begun; returns it, or why it could not be written: then earlier checkpoints are untouched.
+
+        Raises:
+            UserError: Another run has taken the directory over.
+        """
+        if self.under_way is None:
+            return None
+        began, under_way, self.under_way = time.monotonic(), self.under_way, None
+        try:
+            saved = under_way.result()
+        except UserError as error:
+            self.store.refuse_if_taken()
+            return error
+        blocked_s = self.blocked_s + saved.ways.waited_s + time.monotonic() - began
+        return dataclasses.replace(saved, blocked_s=blocked_s)
+
+    def _save(self, step: int, state: dict[str, Any], frozen: Frozen, identity: RunIdentity) -> Saved:
+        began, store = time.monotonic(), self.store
+        if self.me.on_gpu:
+            torch.cuda.set_device(self.me.device)
+        final = store.root / f"step-{step:08d}"
+        partial, directory = store.directory.partial(final), store.directory
+        try:
+            store.on_rank0(lambda: directory.begin(final), partial, store.group)
+            mine = self._write(partial, state, frozen)
+            store.on_rank0(lambda: mine.update(directory.seal_others(final)), partial, store.group)
+            manifest = self._manifest(step, mine, identity)
+            store.on_rank0(lambda: store.remember(final, directory.commit(final, manifest)), final, store.group)
+        finally:
+            frozen.abandon()
+        store.on_rank0(lambda: directory.retire(step, store.keep), store.root, store.group)
+        return Saved(step, final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
+
+    def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:
+        writer = SealingWriter(partial, self.me.rank, frozen)
+        try:
+            with without_crc():
+                dcp.save(state, storage_writer=writer, process_group=self.store.group)
+        except dcp.api.CheckpointException as failed:
+            causes = "; ".join(f"rank {rank}: {reason_of(cause[0])}" for rank, cause in sorted(failed.failures.items()))
+            raise UserError(f"{partial}: the checkpoint could not be written ({causes}); free space there") from None
+        return writer.seals
+
+    def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity) -> Manifest:
+        """Gather what all ranks wrote."""
+        parts = ranks.agreed(mine, dict[str, Seal], self.store.group)
+        return Manifest(
+            format=2,
+            step=step,
+            files=dict(sorted((name, sealed) for part in parts for name, sealed in part.items())),
+            world_size=self.me.world,
+            run=self.store.run.name,
+            hosts=tuple(ranks.agreed(self.me.host, group=self.store.group)),
+            identity=identity,
+            sequences=step * identity.global_batch_size,
+            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        )
+
+
+@contextlib.contextmanager
+def without_crc() -> Iterator[None]:
+    """Have torch write no CRC-32 of each tensor: the manifest has SHA-256, and the CRC halves the speed of writing."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

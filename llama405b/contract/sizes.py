@@ -1,0 +1,29 @@
+"""Sizes as people write them. Pure."""
+
+import re
+
+from llama405b.contract.errors import UserError
+
+SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)(MB|GB|TB)?")
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, None: 1}
+
+
+def n_bytes(text: str, where: str) -> int:
+    """Read ``500MB``, ``40GB``, ``1.5TB`` or plain bytes.
+
+    Raises:
+        UserError: The text is none of them.
+    """
+    match = SIZE.fullmatch(text)
+    if not match:
+        raise UserError(f"{where}: {text!r} is not a valid size; write 500MB, 40GB or 1.5TB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def staging_bytes(text: str) -> int | None:
+    """Read ``checkpoint.staging``: a size, or auto: None.
+
+    Raises:
+        UserError: It is neither.
+    """
+    return None if text == "auto" else n_bytes(text, "checkpoint.staging")

@@ -1,0 +1,117 @@
+"""When this run saves, and what is told of it. Knows the clock, the journal and the requests; not how a checkpoint is made."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.checkpoint.saving import Saved, Saving
+from llama405b.contract.cadence import best_interval
+from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.errors import UserError
+from llama405b.contract.events import EventKind
+from llama405b.contract.records import Phase
+from llama405b.contract.requests import RunRequest
+from llama405b.contract.schema import Checkpoint
+from llama405b.heartbeat import Pulse
+from llama405b.journal import Journal
+from llama405b.step import Updater
+
+
+class SavingClock:
+    """When the next checkpoint is due, by this rank's clock."""
+
+    def __init__(self, config: Checkpoint, world: int, restart_s: float) -> None:
+        self.cadence, self.restart_s, self.mtbf_s = config.cadence, restart_s, config.mtbf * 3600 / world
+        self.began_at = time.monotonic()
+        self.cost_s: float | None = None
+
+    def due(self, step: int) -> bool:
+        """Return whether to save after this step."""
+        best_s = best_interval(self.cost_s, self.restart_s, self.mtbf_s)
+        return self.cadence.due(step, time.monotonic() - self.began_at, best_s)
+
+    def began(self) -> None:
+        """Begin to count anew."""
+        self.began_at = time.monotonic()
+
+
+class Saver:
+    """Saves beside training, one checkpoint at a time; all ranks call it alike."""
+
+    def __init__(
+        self,
+        saving: Saving,
+        updater: Updater,
+        identity: RunIdentity,
+        clock: SavingClock,
+        journal: Journal,
+        pulse: Pulse,
+    ) -> None:
+        self.saving, self.updater, self.identity = saving, updater, identity
+        self.clock, self.journal, self.pulse = clock, journal, pulse
+        self.saves = clock.cadence.saves
+        self.step = 0  # of the save that is under way; 0: none is
+        self.put_off = False  # a save that was due while another was under way
+        self.asked: list[RunRequest] = []  # answered with the save that is under way
+        self.waiting: list[RunRequest] = []  # answered with the next one
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self.saving.busy
+
+    def after_step(self, step: int, *, due: bool, busy: bool, ending: bool, requests: Sequence[RunRequest]) -> None:
+        """Save if that is due or requested; at the end wait for it.
+
+        ``busy``: whether any rank is still writing; then the next save is put off until the first step after that.
+
+        Raises:
+            UserError: The last checkpoint of the run could not be written, or another run has taken the directory over.
+        """
+        self.waiting += requests
+        self.put_off = self.put_off or due or bool(requests)
+        if self.step and (ending or not busy):
+            self.finish()
+        if ending or (self.put_off and not busy):
+            self.begin(step)
+        if ending and (failed := self.finish()):
+            raise failed
+
+    def begin(self, step: int) -> None:
+        """Begin to save."""
+        self.put_off = False
+        self.asked, self.waiting = self.waiting, []
+        self.step = step
+        self.clock.began()
+        self.saving.begin(step, self.updater, self.identity)
+
+    def finish(self) -> UserError | None:
+        """Wait for the save that is under way, and report it; returns why it failed.
+
+        Raises:
+            UserError: Another run has taken the directory over.
+        """
+        if self.busy:
+            self.pulse.phase(Phase.CHECKPOINT)
+        outcome, step, self.step = self.saving.finish(), self.step, 0
+        if isinstance(outcome, Saved):
+            self.clock.cost_s = outcome.blocked_s
+            self.journal.log(
+                f"saved {outcome.path} in {outcome.took_s:.1f} s, {outcome.blocked_s:.1f} s of them waited for"
+            )
+            self.journal.event(
+                EventKind.SAVED, step=step, path=outcome.path, digest=outcome.digest,
+                took_s=outcome.took_s, blocked_s=outcome.blocked_s,
+            )  # fmt: skip
+            self.answer(step, outcome.path, "")
+        elif outcome:
+            self.journal.log(f"step {step} was not saved: {outcome}; earlier checkpoints are untouched")
+            self.journal.event(EventKind.NOT_SAVED, step=step, detail=str(outcome))
+            self.answer(step, None, str(outcome))
+        self.pulse.phase(Phase.TRAIN)
+        return outcome if isinstance(outcome, UserError) else None
+
+    def answer(self, step: int, path: Path | None, why: str) -> None:
+        """Report for all requests of this save that they were carried out, or why not."""
+        for request in self.asked:
+            self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)

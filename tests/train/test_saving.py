@@ -1,0 +1,194 @@
+"""Saving beside training: what lands is the state after the step, however slowly it is written."""
+
+import errno
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks_rig import run_ranks
+from update_rig import IDENTITY, bits, build, same, slow, take
+
+SAVED, LAST = 3, 9
+STEP_S, STEPS_A_SAVE = 0.2, 4
+FORMS = {
+    "none": {"offload": "none", "overlap": False, "numerics": "fp32"},
+    "states": {"offload": "states", "overlap": True},
+    "full": {"offload": "full", "overlap": True},
+    "full, in turn": {"offload": "full", "overlap": False},
+}
+
+
+def _saving(me, root, staging=None):
+    from llama405b.checkpoint.saving import Saving
+    from llama405b.checkpoint.store import Store
+    from llama405b.contract.paths import RunDir
+
+    store = Store(Path(root), 2, me, run=RunDir(Path(root).parent / "run"))
+    store.take()
+    return store, Saving(store, staging)
+
+
+def _identity():
+    from llama405b.contract.checkpoints import RunIdentity
+
+    return RunIdentity(*IDENTITY)
+
+
+def _slow_disk(seconds_a_tensor):
+    """Have this rank's threads write at a steady rate, one at a time."""
+    from llama405b.checkpoint import write as of_write
+
+    add, disk = of_write._Hashing.add, threading.Lock()
+
+    def slowly(self, item, content):
+        if isinstance(content, torch.Tensor):
+            with disk:
+                time.sleep(seconds_a_tensor)
+        return add(self, item, content)
+
+    of_write._Hashing.add = slowly
+
+
+def _train(me, directory, root, form, share=None):
+    """Save after a step, and train on: beside the save, with staging for a share of the state; or after it (None)."""
+    module, updater = build(me, directory, **FORMS[form])
+    if FORMS[form]["overlap"]:
+        slow(updater, 0.01)  # so that updates are pending when the save begins
+    torch.manual_seed(me.rank)  # the checkpoint has its state
+    for step in range(1, SAVED + 1):
+        take(me, module, updater, step)
+    tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
+    whole = sum(tensor.nbytes for tensor in tensors)
+    store, saving = _saving(me, root, int(whole * (share or 0)))
+    if share is not None:
+        _slow_disk(STEPS_A_SAVE * STEP_S / len(tensors))
+    saving.begin(SAVED, updater, _identity())
+    saved = saving.finish() if share is None else None
+    seen, beside = [], 0
+    for step in range(SAVED + 1, LAST + 1):
+        time.sleep(STEP_S * (share is not None))  # the device computes
+        seen.append(take(me, module, updater, step))
+        beside += saving.busy
+    saved = saved or saving.finish()
+    store.close()
+    return seen, bits(module, updater), saved, beside, whole
+
+
+def _twice(me, directory, roots, form, share):
+    return _train(me, directory, roots[0], form), _train(me, directory, roots[1], form, share)
+
+
+def _content(path, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(path, tmp_path / "whole.pt")
+    return torch.load(tmp_path / "whole.pt", weights_only=False)
+
+
+def _equal(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize(("form", "share"), [*((form, 0.5) for form in FORMS), ("states", 0), ("states", 1)])
+def test_what_lands_is_the_state_after_the_step(tiny, tmp_path, form, share):
+    roots = [tmp_path / name / "checkpoints" for name in ("in-turn", "beside")]
+    for (losses, state, *_), (also, and_state, saved, steps, whole) in run_ranks(2, _twice, tiny, roots, form, share):
+        assert losses == also
+        assert same(state, and_state)
+        assert steps >= 1 + (share > 0)  # without staging the first updates wait for all of it
+        assert saved.ways.straight_bytes > 0
+        assert (saved.ways.staged_bytes > 0) == (share > 0)
+        if share < 1:  # of whole: the rest, but for what was written straight
+            assert saved.ways.waited_bytes > 0
+            assert saved.blocked_s >= saved.ways.waited_s > 0
+        assert saved.ways.straight_bytes + saved.ways.staged_bytes >= whole
+    one, other = (_content(root / f"step-{SAVED:08d}", tmp_path) for root in roots)
+    assert _equal(one, other)
+    assert len(one["model"]) > 10
+
+
+class _Told:
+    """A journal and a pulse that keep what they are told."""
+
+    def __init__(self):
+        self.events, self.phases, self.lines = [], [], []
+
+    def log(self, line):
+        self.lines.append(line)
+
+    def event(self, kind, *, step, detail="", path=None, request="", **_):
+        self.events.append((str(kind), step, request, bool(path), detail))
+
+    def phase(self, phase):
+        self.phases.append(str(phase))
+
+
+def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_at=0):
+    """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved."""
+    from llama405b import ranks
+    from llama405b.checkpoint import write as of_write
+    from llama405b.contract.errors import UserError
+    from llama405b.contract.requests import RequestKind, RunRequest
+    from llama405b.contract.schema import Checkpoint
+    from llama405b.saver import Saver, SavingClock
+
+    module, updater = build(me, directory, offload="states", overlap=True)
+    store, saving = _saving(me, root)
+    told = _Told()
+    saver = Saver(saving, updater, _identity(), SavingClock(Checkpoint(every=every), me.world, 1.0), told, told)
+    write = of_write._Hashing.write
+
+    def failing(hashing, content):
+        time.sleep(slow_s)
+        if me.rank == 1 and saver.step in fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(hashing, content)
+
+    of_write._Hashing.write = failing
+    error = ""
+    for step in range(1, steps + 1):
+        take(me, module, updater, step)
+        while saver.busy and not slow_s:  # steps are longer than saves
+            time.sleep(0.01)
+        due, busy = ranks.greatest_of([int(me.leads and saver.clock.due(step)), int(saver.busy)])
+        asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
+        try:
+            saver.after_step(step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked)
+        except UserError as refused:
+            error = str(refused)
+    store.close()
+    return told, error, sorted(path.name for path in Path(root).iterdir() if path.is_dir())
+
+
+def test_training_goes_on_after_a_save_that_failed(tiny, tmp_path):
+    for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "2", (4,)):
+        kinds = [(kind, step) for kind, step, *_ in told.events]
+        assert kinds == [("saved", 2), ("not saved", 4), ("saved", 6), ("saved", 8)]
+        assert "rank 1: No space left on device" in told.events[1][-1]
+        assert (error, there) == ("", ["step-00000006", "step-00000008"])
+
+
+def test_a_last_save_that_fails_is_an_error(tiny, tmp_path):
+    for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "4", (8,)):
+        assert "could not be written (rank 1: No space left on device)" in error
+        assert [name for name in there if not name.endswith(".tmp")] == ["step-00000004"]
+        assert told.events[-1][:2] == ("not saved", 8)
+
+
+def test_a_save_that_is_due_during_another_is_put_off(tiny, tmp_path):
+    for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "1", (), 0.002, 12, 3):
+        saved = [step for kind, step, *_ in told.events if kind == "saved"]
+        assert saved[0] == 1
+        assert saved[-1] == 12  # the last one is not put off
+        assert 2 <= len(saved) < 12
+        answered = [(step, request) for kind, step, request, *_ in told.events if kind == "answered"]
+        assert len(answered) == 1
+        assert answered[0][0] >= 3
+        assert (error, len(there)) == ("", 2)
