@@ -3,6 +3,7 @@
 import base64
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,12 +11,12 @@ import torch.distributed as dist
 
 from llama405b import load, ranks
 from llama405b.capacity.estimate import Load
+from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.saving import Saving
-from llama405b.checkpoint.snapshot import restore
 from llama405b.checkpoint.store import Store
+from llama405b.checkpoint.verified import DamagedError
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
-from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.config import DEMO_MODEL, check_world, on_ranks, to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
@@ -60,11 +61,18 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     identity = identity_of(config, files, batches)
     llama = weights.read_llama(files, config.model.layers)
     each_bytes = Load.of(llama, config, me.world).checkpoint_bytes
-    checkpoints, start = open_checkpoints(config, run, resume, identity, each_bytes, me, journal)
+
+    def check(chosen: Resume) -> None:
+        if chosen.found and (
+            changed := accept_changes(chosen.found, identity, allowed=config.checkpoint.allow_changes)
+        ):
+            journal.log(changed)
+
+    checkpoints, chosen = open_checkpoints(config, run, resume, each_bytes, me, journal, check)
     if me.leads:
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
-    module, kept = build_module(config, files, start, me, pulse, journal)
+    module, kept = build_module(config, files, me, pulse, journal, from_checkpoint=chosen.found is not None)
     if me.on_gpu and config.parallel.updates_on_cpu:
         pulse.phase(Phase.PIN)
         if config.parallel.offload == "full":
@@ -73,7 +81,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         module, config.optimizer, config.parallel, me.device, pulse.waits_for_update, kept, pulse.loaded
     )
     torch.manual_seed(config.training.seed + me.rank)
-    done = resume_at(start, resume, module, updater, me, pulse, journal)
+    done = resume_at(chosen, check, module, updater, me, pulse, journal)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
@@ -88,34 +96,50 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
 
 
 def resume_at(
-    start: Path | None,
-    resume: str,
+    chosen: Resume,
+    check: Callable[[Resume], None],
     module: torch.nn.Module,
     updater: Updater,
     me: Ranks,
     pulse: Pulse,
     journal: Journal,
 ) -> int:
-    """Restore the checkpoint, if there is one; returns the steps that are done."""
-    if start is None:
+    """Load the chosen checkpoint, or an older one if it is damaged; returns the steps that are done."""
+    if chosen.found is None:
         journal.event(EventKind.STARTED, step=0)
-        if resume == "auto":
+        if chosen.wanted == "auto":
             journal.log("no checkpoint yet; starting from the model's weights")
         return 0
     pulse.phase(Phase.RESUME)
-    done = restore(start, module, updater, me)
+    while True:
+        start = chosen.found.path
+        try:
+            done = chosen.load(module, updater, me, pulse.loaded)
+            break
+        except DamagedError as fault:
+            journal.log(f"{fault}; loading {chosen.found.path} instead")
+            check(chosen)
+    for each in chosen.passed_over:
+        journal.log(f"ignored {each}; renamed to …aside")
+        journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
     journal.log(f"resumed from {start}")
     journal.event(EventKind.RESUMED, step=done, path=start)
     return done
 
 
 def open_checkpoints(
-    config: Config, run: RunDir, resume: str, identity: RunIdentity, each_bytes: int, me: Ranks, journal: Journal
-) -> tuple[Store, Path | None]:
-    """Take the directory of checkpoints, and find the one to resume from.
+    config: Config,
+    run: RunDir,
+    resume: str,
+    each_bytes: int,
+    me: Ranks,
+    journal: Journal,
+    check: Callable[[Resume], None],
+) -> tuple[Store, Resume]:
+    """Take the directory of checkpoints, and choose the one to resume from; ``check`` may refuse it.
 
     Raises:
-        UserError: The directory or the checkpoint cannot be used, or the run would learn other things than before.
+        UserError: The directory or the checkpoint cannot be used.
     """
     root = Path(config.checkpoint.dir or run.checkpoints)
     checkpoints = Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run, say=journal.log)
@@ -123,18 +147,12 @@ def open_checkpoints(
         if config.checkpoint.cadence.saves:
             checkpoints.take()
             checkpoints.check_room(each_bytes)
-        start, passed_over = checkpoints.find(resume)
-        for each in passed_over:
-            journal.log(f"ignored {each}; renamed to …aside")
-            journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
-        if start is None:
-            return checkpoints, None
-        if changed := accept_changes(start, identity, allowed=config.checkpoint.allow_changes):
-            journal.log(changed)
+        chosen = Resume(checkpoints, resume)
+        check(chosen)
     except UserError:
         checkpoints.close()
         raise
-    return checkpoints, start.path
+    return checkpoints, chosen
 
 
 def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) -> Path:
@@ -166,7 +184,7 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
 
 
 def build_module(
-    config: Config, files: Path, start: Path | None, me: Ranks, pulse: Pulse, journal: Journal
+    config: Config, files: Path, me: Ranks, pulse: Pulse, journal: Journal, *, from_checkpoint: bool
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Build the sharded model, and the weights as they are kept (or only their memory, if a checkpoint will fill it).
 
@@ -190,7 +208,7 @@ def build_module(
         kept, offload = kept_weights(module, parallel), parallel.offload != "none"
         if kept is not module:
             load.materialise(module, me)
-        if start:
+        if from_checkpoint:
             load.materialise(kept, me, offload=offload)
             how = "weights come from the checkpoint"
         else:

@@ -18,6 +18,7 @@ RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
 FLOPS = 480e12  # per H100 in BF16, as attained with communication
 HOST_BYTES_PER_S = 200e9  # of one host's memory, as AdamW attains
 DEVICE_BYTES_PER_S = 3e12
+DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
 PINNED = 1.19
 BYTES_PER_LOGIT = 12  # BF16, its FP32 copy, softmax and gradient
 GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
@@ -187,7 +188,16 @@ def describe_needs(load: Load) -> list[str]:
     return [
         f"estimate     {_gib(needs.gpu_bytes)} of GPU memory per rank, {ram}{time}; no GPU has confirmed this yet",
         f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {load.keep + 1} checkpoints",
+        _saving(load),
     ]
+
+
+def _saving(load: Load) -> str:
+    each = load.checkpoint_bytes / load.hosts
+    return (
+        f"save         {_gib(each)} per host, {each / DISK_BYTES_PER_S:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, beside training; "
+        "what is not written when its next update comes takes CPU memory, or delays it"
+    )
 
 
 def table_row(name: str, load: Load) -> str:

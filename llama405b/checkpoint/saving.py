@@ -129,7 +129,7 @@ class Saving:
             files=dict(sorted((name, sealed) for part in parts for name, sealed in part.items())),
             world_size=self.me.world,
             run=self.store.run.name,
-            hosts=tuple(ranks.agreed(self.me.host, group=self.store.group)),
+            hosts=self.store.hosts,
             identity=identity,
             sequences=step * identity.global_batch_size,
             versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},

@@ -9,7 +9,16 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from llama405b.contract.checkpoints import BLOCK_BYTES, MANIFEST, Manifest, Seal, n_blocks, read_manifest, step_of
+from llama405b.contract.checkpoints import (
+    BLOCK_BYTES,
+    DATA_FILE,
+    MANIFEST,
+    Manifest,
+    Seal,
+    n_blocks,
+    read_manifest,
+    step_of,
+)
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.reader import MalformedError
 
@@ -86,8 +95,8 @@ def _foreign(path: Path) -> PassedOver | None:
     return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
 
 
-def find_fault(path: Path, manifest: Manifest, part: int, parts: int) -> PassedOver | None:
-    """Return the first fault of a checkpoint, checking every ``parts``-th block from ``part`` on.
+def find_fault(path: Path, manifest: Manifest) -> PassedOver | None:
+    """Return the first fault of a checkpoint that is seen without reading its tensors: those are verified as they are loaded.
 
     Raises:
         OSError: A disk, a mount or a permission prevents reading.
@@ -95,19 +104,17 @@ def find_fault(path: Path, manifest: Manifest, part: int, parts: int) -> PassedO
     if foreign := _foreign(path):
         return foreign
     damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
-    first = 0  # of the file's blocks, among all
     for name, sealed in manifest.files.items():
         file = path / name
         if not file.exists():
             return damaged(f"{file}: missing")
         if file.stat().st_size != sealed.bytes:
             return damaged(f"{file}: {file.stat().st_size} bytes, but the manifest says {sealed.bytes}")
-        mine = range((part - first) % parts, len(sealed.blocks), parts)
-        for block, found in zip(mine, block_hashes(file, mine, manifest.block_bytes), strict=True):
-            if found != sealed.blocks[block]:
-                where = f"block {block + 1} of {len(sealed.blocks)}"
-                return damaged(f"{file}: its content does not match its checksum ({where})")
-        first += len(sealed.blocks)
+        if DATA_FILE.fullmatch(name):
+            with file.open("rb"):
+                continue
+        if tuple(block_hashes(file, range(len(sealed.blocks)), manifest.block_bytes)) != sealed.blocks:
+            return damaged(f"{file}: its content does not match its checksum")
     return None
 
 

@@ -23,8 +23,14 @@ def state_to_save(updater: Updater, me: Ranks) -> dict[str, Any]:
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 
 
-def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks) -> int:
-    """Load a verified checkpoint into the shards; returns its step."""
+def restore(
+    path: Path, model: nn.Module, updater: Updater, me: Ranks, files: dcp.FileSystemReader | None = None
+) -> int:
+    """Load a checkpoint into the shards; returns its step. ``files``: what reads it; None: DCP, which verifies nothing.
+
+    Raises:
+        dcp.api.CheckpointException: On every rank, if ``files`` raised on any.
+    """
     kept, optimizer = updater.kept, updater.optimizer
     updater.drain()
     for module in model.modules():
@@ -32,7 +38,7 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks) -> int:
             module.reshard()
     model_state, optimizer_state = get_state_dict(kept, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    files = dcp.FileSystemReader(path)
+    files = files or dcp.FileSystemReader(path)
     if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
         state["rng"] = {str(me.rank): _rng_state(me)}
     dcp.load(state, storage_reader=files)

@@ -1,8 +1,6 @@
-"""The checkpoints of one run, for all ranks: which there are, and which of them to resume from.
+"""The directory of a run's checkpoints, for all ranks: taken by one run, shared by all hosts, and what is in it.
 
-Resume reads only what verifies against its manifest: DCP itself loads torn directories and flipped bits without an error.
-
-Knows the directory and its one writer; not the loss or the data.
+Knows the directory and its one writer; not tensors, the loss or the data.
 """
 
 import contextlib
@@ -25,14 +23,12 @@ from llama405b.contract.checkpoints import (
     LEAST_KEPT,
     Manifest,
     committed,
-    refuse_held,
-    step_of,
 )
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import counted, reason_of
+from llama405b.contract.phrases import reason_of
 from llama405b.contract.trust import user_of
 from llama405b.ranks import Ranks
 
@@ -42,7 +38,7 @@ MAX_EVENTS = 10_000  # read, of this run
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that verifies."""
+    """A checkpoint that is complete, as far as that is seen without reading its tensors."""
 
     path: Path
     manifest: Manifest
@@ -69,6 +65,7 @@ class Store:
         self.holder = self.directory.holder
         # Saving goes on beside training, whose collectives must not mix with its own.
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self.hosts = tuple(ranks.agreed(me.host))  # by rank
 
     def take(self) -> None:
         """Check that all ranks share the directory, and become the only run that writes into it.
@@ -163,61 +160,13 @@ class Store:
         """Keep the digest of a manifest that this run wrote."""
         self.saved[str(path)] = digest
 
-    def find(self, resume: str) -> tuple[Found | None, list[PassedOver]]:
-        """Find the checkpoint that ``resume`` (no, auto, a step, a path) names, and set newer ones aside.
-
-        Raises:
-            UserError: A named checkpoint is missing or does not verify; ``auto`` finds checkpoints but none verifies, or
-            a newer one cannot be read; or the directory holds checkpoints of another run.
-        """
+    def present(self) -> list[Path]:
+        """List the committed checkpoints that rank 0 sees, oldest first."""
         seen: list[str] = []
         self.on_rank0(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
-        present = [self.root / name for name in ranks.from_rank0(tuple(seen), tuple[str, ...])]
-        if resume == "no":
-            refuse_held(self.root, present)
-            return None, []
-        if resume == "auto":
-            return self._newest(present)
-        if resume.isdecimal():
-            return self._named(self.root / f"step-{int(resume):08d}", present)
-        return self._named(Path(resume), present)
+        return [self.root / name for name in ranks.from_rank0(tuple(seen), tuple[str, ...])]
 
-    def _named(self, path: Path, present: list[Path]) -> tuple[Found, list[PassedOver]]:
-        """The requested checkpoint; later ones are set aside, unless they belong to another run."""
-        found = self._verify(path)
-        if isinstance(found, PassedOver):
-            raise UserError(f"--resume: {found}; use another one, or auto")
-        later = [each for each in present if step_of(each) > step_of(path)]
-        if later and path.parent.resolve() != self.root.resolve():
-            raise UserError(
-                f"--checkpoint.dir: {self.root} holds checkpoints up to {later[-1].name}, of another run; "
-                "use another directory"
-            )
-        self._set_aside(later)
-        return found, [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
-
-    def _newest(self, present: list[Path]) -> tuple[Found | None, list[PassedOver]]:
-        """The newest of these that verifies; damaged newer ones are set aside, one that may be intact is an error."""
-        passed_over: list[PassedOver] = []
-        for path in reversed(present):
-            found = self._verify(path)
-            if isinstance(found, Found):
-                self._set_aside([newer.path for newer in passed_over])
-                return found, passed_over
-            if found.fault is Fault.UNREADABLE:
-                raise UserError(
-                    f"--resume auto: {found}; it may be intact: make it readable, or go back to an earlier step "
-                    "with --resume STEP"
-                )
-            passed_over.append(found)
-        if passed_over:
-            raise UserError(
-                f"--resume auto: {self.root} has {counted(len(present), 'checkpoint')}, but none verifies "
-                f"({'; '.join(map(str, passed_over))}); to start from the model's weights, use another --checkpoint.dir"
-            )
-        return None, []
-
-    def _set_aside(self, paths: list[Path]) -> None:
+    def set_aside(self, paths: list[Path]) -> None:
         """Rename checkpoints so that ``auto`` does not find them; a run that saves none takes the directory for that."""
 
         def rename() -> None:
@@ -227,8 +176,8 @@ class Store:
 
         self.on_rank0(rename, self.root)
 
-    def _verify(self, path: Path) -> Found | PassedOver:
-        """Hash the blocks, split over the ranks; returns the first fault found, but an unreadable checkpoint first."""
+    def look_at(self, path: Path) -> Found | PassedOver:
+        """Open a checkpoint; returns the first fault that is seen without reading its tensors, but an unreadable file first."""
         opened: Manifest | PassedOver = PassedOver(path, Fault.UNREADABLE, "rank 0 knows")
         if self.me.leads:
             opened = open_manifest(path, self.saved)
@@ -236,7 +185,7 @@ class Store:
         if isinstance(opened, PassedOver):
             return opened
         try:
-            mine = find_fault(path, opened, self.me.rank, self.me.world)
+            mine = find_fault(path, opened)
         except OSError as error:
             why = f"{path}: cannot be read ({reason_of(error)}) on {self.me.host}"
             mine = PassedOver(path, Fault.UNREADABLE, why)

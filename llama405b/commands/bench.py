@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llama405b.commands.bench_checkpoint import bench_checkpoint
 from llama405b.commands.bench_load import bench_load
 from llama405b.commands.bench_step import bench_step
 from llama405b.commands.bench_update import bench_optimizer, bench_overlap
@@ -20,7 +21,7 @@ from llama405b.contract.errors import UserError
 
 RANGES = {
     "gb": (0.01, 10_000), "ranks": (1, 1024), "repeat": (1, 100), "steps": (1, 10_000), "pairs": (1, 10_000),
-    "unit_ms": (0.01, 10_000), "elements": (1 << 16, 1 << 36),
+    "saves": (1, 10_000), "unit_ms": (0.01, 10_000), "elements": (1 << 16, 1 << 36),
 }  # fmt: skip
 LADDER = "From the first collective to whole steps on this machine's first GPU; each rung is a line, with cause and remedy if it fails."
 
@@ -51,10 +52,18 @@ def main(argv: Sequence[str]) -> int:
     overlap.add_argument("--unit-ms", type=float, default=10.0, help="time of a unit's forward, in ms [10]")
     overlap.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
     overlap.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, for chrome://tracing")
+    checkpoint = what.add_parser(
+        "checkpoint",
+        help="saves beside training against saves in turn, and plain writes to the same disk",
+        description="",
+    )
+    checkpoint.add_argument("--gb", type=float, default=1.0, help="size of the state, in GB [1]")
+    checkpoint.add_argument("--saves", type=int, default=30, help="saves of each kind, in turns [30]")
+    checkpoint.add_argument("--dir", type=Path, help="where to write [a temporary directory]")
     step = what.add_parser("step", help="our step against a loop written by hand, in CPU seconds", description="")
     for verb in (optimizer, step):
         verb.add_argument("--pairs", type=int, default=20, help="measurements of each, in turns [20]")
-    for verb in (load, optimizer, overlap, step):
+    for verb in (load, optimizer, overlap, checkpoint, step):
         verb.add_argument("--json", action="store_true", help="print JSON, for scripts")
     args = parser.parse(argv)
     if args.what == "gpu":
@@ -94,6 +103,8 @@ def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             return bench_optimizer(args.elements, args.pairs)
         case "overlap":
             return bench_overlap(args.unit_ms / 1000, args.steps, args.trace)
+        case "checkpoint":
+            return bench_checkpoint(args.gb, args.saves, args.dir)
         case "step":
             return bench_step(args.pairs)
     return bench_load(args.gb, args.ranks, args.numerics, args.dir, args.repeat, cold=args.cold)

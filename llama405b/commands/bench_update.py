@@ -29,7 +29,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Optimizer
 from llama405b.optim.adamw import Settings, State, build_optimizer, update_adamw
-from llama405b.optim.offloaded import Offloaded, Part
+from llama405b.optim.offloaded import Offloaded, Part, Step
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
 WIDTH = 16  # of the stand-in's layers
@@ -136,19 +136,25 @@ class _Unit(nn.Linear):
         return out
 
 
-def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
-    """Take steps of ``UNITS`` units; returns how long they took, and what ran when."""
-    trace = Trace()
+def stand_in_model(case: Case, trace: Trace) -> nn.Sequential:
+    """Return ``UNITS`` units that FSDP2 has sharded, and whose device is a stand-in."""
     model = nn.Sequential(*(_Unit(i, case, trace) for i in range(UNITS)))
     for unit in model:
         fully_shard(unit, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return model
+
+
+def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
+    """Take steps of ``UNITS`` units; returns how long they took, and what ran when."""
+    trace = Trace()
+    model = stand_in_model(case, trace)
     updater = Offloaded(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
     update, numbers = updater._update, {part.name: i for i, part in enumerate(updater.parts)}
 
-    def stand_in(part: Part, sums: Sequence[Sequence[Tensor]], settings: Sequence[Settings], factor: float) -> None:
+    def stand_in(part: Part, sums: Sequence[Sequence[Tensor]], step: Step) -> None:
         trace.span("update", numbers[part.name], case.update)
-        update(part, sums, settings, factor)
+        update(part, sums, step)
 
     updater._update = stand_in
     x, rows = torch.randn(2, WIDTH), []

@@ -115,6 +115,18 @@ def test_a_step_and_the_optimizer_are_measured_beside_their_baselines(tmp_path, 
     assert ratio in done.stdout
 
 
+def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path, cli):
+    done = cli(
+        tmp_path, "bench", "checkpoint", "--gb", "0.02", "--saves", "1", "--dir", tmp_path, "--json", timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert [case["share"] for case in report["cases"]] == [0.5, 4.0]
+    assert all(case["in_turn_s"] > 0 and case["step_s"] > 0 for case in report["cases"])
+    assert report["bytes_per_s"] > 0
+    assert [path for path in tmp_path.iterdir() if "bench-checkpoint" in path.name] == []
+
+
 @pytest.mark.parametrize(
     "args",
     [["overlap", "--unit-ms", "0"], ["optimizer", "--pairs", "0"], ["step", "--pairs", "-1"]],

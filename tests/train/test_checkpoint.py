@@ -76,22 +76,26 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
 
 
 def _resume(me, directory, root, resume="auto"):
-    from llama405b.checkpoint.snapshot import restore
+    from llama405b.checkpoint.resume import Resume
+    from llama405b.checkpoint.verified import DamagedError
     from llama405b.contract.errors import UserError
 
     module, updater = _trainer(me, directory, load_weights=False)
     torch.manual_seed(99 + me.rank)
+    done = None
     with contextlib.closing(_store(me, root)) as store:
         try:
-            found, newer = store.find(resume)
-            passed_over = [str(each) for each in newer]
+            chosen = Resume(store, resume)
+            while done is None and chosen.found:
+                path = chosen.found.path
+                with contextlib.suppress(DamagedError):
+                    done = chosen.load(module, updater, me, lambda *_: None)
         except UserError as error:
             return str(error)
-        if found is None:
-            return None, passed_over, []
-        done = restore(found.path, module, updater, me)
+        if done is None:
+            return None, [], []
         losses = [_step(me, module, updater, number) for number in range(done + 1, 9)]
-        return found.path.name, passed_over, losses
+        return path.name, [str(each) for each in chosen.passed_over], losses
 
 
 @pytest.fixture(scope="module")
@@ -194,28 +198,31 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
     assert _contents(root) == before
 
 
-def _find_with_a_bad_disk(me, root):
-    from llama405b.checkpoint import seal
+def _resume_with_a_bad_disk(me, directory, root, bad):
+    from llama405b.checkpoint import seal, verified
 
     true_hashes = seal.block_hashes
 
     def broken(path, blocks, block_bytes):
-        if path.name == "__1_0.distcp" and "step-00000008" in str(path):
+        if path.name == bad and "step-00000008" in str(path):
             raise OSError(5, "Input/output error")
         return true_hashes(path, blocks, block_bytes)
 
-    seal.block_hashes = broken
-    return _find(me, root, "auto")
+    seal.block_hashes = verified.block_hashes = broken
+    return _resume(me, directory, root)
 
 
-@pytest.mark.parametrize("cause", ["another user's", "an I/O error"])
-def test_a_newer_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_renamed(copy, cause):
+@pytest.mark.parametrize("cause", ["another user's", "__1_0.distcp", ".metadata"])
+def test_a_newer_checkpoint_that_cannot_be_read_is_neither_passed_over_nor_renamed(tiny, copy, cause):
     root, _ = copy
     if cause == "another user's":
         os.chown(root / "step-00000008", 12345, -1)
         found, why = run_ranks(2, _find, root, "auto"), "belongs to another user"
     else:
-        found, why = run_ranks(2, _find_with_a_bad_disk, root), "cannot be read (Input/output error) on host-"
+        found, why = (
+            run_ranks(2, _resume_with_a_bad_disk, tiny, root, cause),
+            "cannot be read (Input/output error) on host-",
+        )
     assert all("--resume auto: " in words and why in words and "--resume STEP" in words for words in found)
     assert _steps(root) == ["step-00000004", "step-00000006", "step-00000008"]
 
@@ -241,12 +248,14 @@ def test_only_its_own_half_written_directories_are_deleted(tiny, tmp_path):
 
 
 def _find(me, root, resume):
+    from llama405b.checkpoint.resume import Resume
     from llama405b.contract.errors import UserError
 
     with contextlib.closing(_store(me, root)) as store:
         try:
-            found, passed_over = store.find(resume)
-            return [str(found and found.path), str(passed_over)]
+            chosen = Resume(store, resume)
+            chosen.settle()
+            return [str(chosen.found and chosen.found.path), str(chosen.passed_over)]
         except UserError as error:
             return str(error)
 
@@ -371,6 +380,7 @@ def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path
 
 def test_the_block_that_was_changed_is_named(tmp_path, monkeypatch):
     from llama405b.checkpoint import seal
+    from llama405b.checkpoint.verified import DamagedError, VerifiedReader
     from llama405b.contract.checkpoints import Manifest
 
     monkeypatch.setattr(seal, "BLOCK_BYTES", 100)
@@ -378,16 +388,13 @@ def test_the_block_that_was_changed_is_named(tmp_path, monkeypatch):
     (tmp_path / ".metadata").write_bytes(b"")
     files = {name: seal.seal(tmp_path / name, 0) for name in ("__0_0.distcp", ".metadata")}
     manifest = Manifest(2, 4, files, 1, 100)
-    assert [seal.find_fault(tmp_path, manifest, part, 3) for part in range(3)] == [None] * 3
+    VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 0, 950)
     with (tmp_path / "__0_0.distcp").open("r+b") as file:
         file.seek(720)
         file.write(b"x")
-    faults = [seal.find_fault(tmp_path, manifest, part, 3) for part in range(3)]  # each part in one place
-    assert [fault and fault.why.split(": ")[1] for fault in faults] == [
-        None,
-        "its content does not match its checksum (block 8 of 10)",
-        None,
-    ]
+    VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 0, 700)
+    with pytest.raises(DamagedError, match=r"__0_0.distcp: its content does not match its checksum \(block 8 of 10\)"):
+        VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 650, 60)
 
 
 def test_only_its_own_checkpoints_are_retired(tiny, tmp_path):

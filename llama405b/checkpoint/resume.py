@@ -1,0 +1,121 @@
+"""Which checkpoint a run goes on from: chosen by its manifest and the sizes of its files, and proved by loading it.
+
+DCP itself loads torn directories and flipped bits without an error. Knows the store; not what is loaded into.
+"""
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from llama405b import ranks
+from llama405b.checkpoint.seal import Fault, PassedOver
+from llama405b.checkpoint.snapshot import restore
+from llama405b.checkpoint.store import Found, Store
+from llama405b.checkpoint.verified import DamagedError, VerifiedReader
+from llama405b.contract.checkpoints import refuse_held, step_of
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import counted, reason_of
+from llama405b.copies import Progress
+from llama405b.ranks import Ranks
+from llama405b.step import Updater
+
+
+class Resume:
+    """What ``--resume`` (no, auto, a step, a path) asks for; all ranks call it alike."""
+
+    def __init__(self, store: Store, wanted: str) -> None:
+        """Choose.
+
+        Raises:
+            UserError: A named checkpoint is missing or incomplete; ``auto`` finds checkpoints but none that is complete, or
+            a newer one cannot be read; or the directory holds checkpoints of another run.
+        """
+        self.store, self.wanted = store, wanted
+        self.found: Found | None = None
+        self.passed_over: list[PassedOver] = []
+        self.untried = store.present()  # the newest last
+        self.n_present = len(self.untried)
+        if wanted == "no":
+            refuse_held(store.root, self.untried)
+        elif wanted == "auto":
+            self._choose_newest()
+        else:
+            self._choose_named()
+
+    def load(self, model: torch.nn.Module, updater: Updater, me: Ranks, progress: Progress) -> int:
+        """Load what was found into the shards; returns its step. All that is not used is set aside.
+
+        Raises:
+            DamagedError: A part of it is not what was saved: the shards are as they may be, and ``found`` is now an older one.
+            UserError: There is none, or it cannot be read.
+        """
+        assert self.found
+        reader = VerifiedReader(self.found.path, self.found.manifest)
+        reader.told = progress
+        with ranks.refusing_together():
+            reader.read_metadata()
+        try:
+            done = restore(self.found.path, model, updater, me, reader)
+        except CheckpointException as failed:
+            fault = _fault(self.found, failed, self.store.hosts)
+            self._reject(fault)
+            raise DamagedError(fault.why) from None
+        self.settle()
+        return done
+
+    def settle(self) -> None:
+        """Rename what was passed over, so that ``auto`` does not find it."""
+        self.store.set_aside([each.path for each in self.passed_over])
+
+    def _choose_named(self) -> None:
+        """The requested checkpoint; later ones are set aside, unless they belong to another run."""
+        root = self.store.root
+        path = root / f"step-{int(self.wanted):08d}" if self.wanted.isdecimal() else root.__class__(self.wanted)
+        found = self.store.look_at(path)
+        if isinstance(found, PassedOver):
+            raise UserError(f"--resume: {found}; use another one, or auto")
+        later = [each for each in self.untried if step_of(each) > step_of(path)]
+        if later and path.parent.resolve() != root.resolve():
+            raise UserError(
+                f"--checkpoint.dir: {root} holds checkpoints up to {later[-1].name}, of another run; use another directory"
+            )
+        self.found = found
+        self.passed_over = [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
+
+    def _choose_newest(self) -> None:
+        """The newest that looks complete; one that may be intact is an error."""
+        self.found = None
+        while self.untried and not self.found:
+            looked = self.store.look_at(self.untried.pop())
+            if isinstance(looked, Found):
+                self.found = looked
+            else:
+                self._pass_over(looked)
+        if self.passed_over and not self.found:
+            raise UserError(
+                f"--resume auto: {self.store.root} has {counted(self.n_present, 'checkpoint')}, but none verifies "
+                f"({'; '.join(map(str, self.passed_over))}); to start from the model's weights, use another --checkpoint.dir"
+            )
+
+    def _pass_over(self, fault: PassedOver) -> None:
+        if fault.fault is Fault.UNREADABLE:
+            raise UserError(
+                f"--resume auto: {fault}; it may be intact: make it readable, or go back to an earlier step with --resume STEP"
+            )
+        self.passed_over.append(fault)
+
+    def _reject(self, fault: PassedOver) -> None:
+        """Go on to an older checkpoint, if any will do."""
+        if self.wanted != "auto":
+            raise UserError(f"--resume: {fault}; use another one, or auto")
+        self._pass_over(fault)
+        self._choose_newest()
+
+
+def _fault(found: Found, failed: CheckpointException, hosts: tuple[str, ...]) -> PassedOver:
+    """Return why a checkpoint could not be loaded; a disk that could not be read comes first."""
+    causes = {rank: cause[0] for rank, cause in sorted(failed.failures.items())}
+    for rank, cause in causes.items():
+        if not isinstance(cause, DamagedError):
+            why = f"{found.path}: cannot be read ({reason_of(cause)}) on {hosts[rank]}"
+            return PassedOver(found.path, Fault.UNREADABLE, why)
+    return PassedOver(found.path, Fault.DAMAGED, str(next(iter(causes.values()))))

@@ -1,0 +1,199 @@
+"""What checkpoints cost a run: seconds that training loses to them, beside training and in turn.
+
+The schedule is the real one (worker, hooks, saves), on one rank, with a state of real size and a stand-in for the device: each
+unit's forward, backward and update take a fixed time, and no core. Cost is the time of all steps and saves less that of
+the same steps without saves: so it has what blocked and what made steps slower. What the last save takes after the last step
+is reported apart.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llama405b import ranks
+from llama405b.checkpoint.saving import Saved, Saving
+from llama405b.checkpoint.store import Store
+from llama405b.checkpoint.write import THREADS
+from llama405b.commands.bench_update import UNITS, WIDTH, Case, Trace, stand_in_model
+from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.errors import UserError
+from llama405b.contract.paths import RunDir
+from llama405b.contract.schema import Optimizer
+from llama405b.optim.adamw import build_optimizer, state_of
+from llama405b.optim.offloaded import Offloaded, Part, Step
+from llama405b.ranks import Ranks
+
+SHARES = (0.5, 4.0)  # of a step: what a save takes
+IDENTITY = RunIdentity("stand-in", "stand-in", 1, 1, "fp32", 0, 0)
+BYTES_PER_PARAMETER = 12  # FP32 weights and moments
+BACKWARD, UPDATE = 2.0, 0.5  # of a unit's forward
+PLAIN_BYTES = 1 << 20  # at a time, of plain writes
+
+
+class _Training:
+    """Steps of the stand-in, whose state has ``n_bytes``."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.case = Case(0.0, 0.0, 0.0)
+        self.model = stand_in_model(self.case, Trace())
+        kept = nn.Module()  # by the model's names, as masters of its weights are
+        for name, _ in self.model.named_parameters():
+            owner = nn.Module()
+            kept.add_module(name.partition(".")[0], owner)
+            owner.weight = nn.Parameter(torch.randn(n_bytes // BYTES_PER_PARAMETER // UNITS))
+        self.updater = Offloaded(
+            self.model, kept, build_optimizer(kept, Optimizer()), torch.device("cpu"), lambda _: None
+        )
+        self.updater._update = self._stand_in
+        self.x = torch.randn(2, WIDTH)
+
+    def _stand_in(self, part: Part, _sums: Sequence[Sequence[Tensor]], step: Step) -> None:
+        for _, parameters in part.groups:
+            step.before_update(state_of(self.updater.optimizer, parameters))
+        time.sleep(self.model[0].case.update)
+
+    def pace(self, step_s: float) -> None:
+        """Set how long a step takes."""
+        forward = step_s / (1 + BACKWARD) / UNITS
+        for unit in self.model:
+            unit.case = Case(forward, BACKWARD * forward, UPDATE * forward)
+
+    def step(self) -> None:
+        """Take a step."""
+        self.model(self.x).sum().backward()
+        self.updater.update()
+
+
+class _Saves:
+    """Saves of the stand-in's state, in a directory of their own."""
+
+    def __init__(self, training: _Training, directory: Path, me: Ranks) -> None:
+        self.training, self.number = training, 0
+        self.store = Store(directory / "checkpoints", 2, me, run=RunDir(directory))
+        self.store.take()
+        self.saving = Saving(self.store)
+
+    def begin(self) -> None:
+        """Begin the next one."""
+        self.number += 1
+        self.saving.begin(self.number, self.training.updater, IDENTITY)
+
+    def finish(self) -> Saved:
+        """Wait for it.
+
+        Raises:
+            UserError: It could not be written.
+        """
+        outcome = self.saving.finish()
+        if not isinstance(outcome, Saved):
+            raise outcome or UserError("bench checkpoint: nothing was saved")
+        return outcome
+
+
+def bench_checkpoint(gb: float, saves: int, directory: Path | None) -> tuple[dict[str, Any], str]:
+    """Measure what ``saves`` checkpoints of ``gb`` GB cost: see the module."""
+    n_bytes = int(gb * 1e9)
+    with tempfile.TemporaryDirectory(dir=directory, prefix="bench-checkpoint-") as scratch:
+        me = ranks.join("cpu", 600)
+        try:
+            training = _Training(n_bytes)
+            work = _Saves(training, Path(scratch), me)
+            speeds = _speeds(work, Path(scratch), n_bytes, max(3, saves // 6))
+            cases = [_compare(training, work, share, n_bytes / speeds[0], saves) for share in SHARES]
+            work.store.close()
+        finally:
+            dist.destroy_process_group()
+    disk = _disk_of(Path(scratch).parent)
+    report = {
+        "bytes": n_bytes, "saves": saves, "disk": disk, "bytes_per_s": speeds[0], "plain_bytes_per_s": speeds[1],
+        "write_ratio": speeds[0] / speeds[1], "cases": cases, "torch": torch.__version__,
+    }  # fmt: skip
+    ours, plain = (speed / 1e9 for speed in speeds)
+    lines = [f"{gb:g} GB on {disk}: {ours:.2f} GB/s, plain writes {plain:.2f} GB/s; ours / plain {ours / plain:.2f}"]
+    lines.append("save / step   beside, a save   in turn, a save   beside / in turn   last wait")
+    for case in cases:
+        beside, in_turn = (case[way] / saves for way in ("beside_s", "in_turn_s"))
+        ratio, wait = case["ratio"], case["last_wait_s"]
+        lines.append(
+            f"{case['share']:<13g} {beside:.3f} s          {in_turn:.3f} s           {ratio:.3f}              {wait:.2f} s"
+        )
+    return report, "\n".join(lines)
+
+
+def _compare(training: _Training, work: _Saves, share: float, save_s: float, saves: int) -> dict[str, float]:
+    """Take the same steps without saves, with saves in turn, and with saves beside."""
+    training.pace(save_s / share)
+    each = int(share) + 2  # steps from one save to the next: one more than it lasts
+    bare = in_turn = beside = last_wait_s = 0.0
+    for _ in range(saves):  # in rotating order, as disks have moods
+        bare += _timed(training, each)
+        began = time.perf_counter()
+        work.begin()
+        work.finish()
+        in_turn += time.perf_counter() - began + _timed(training, each)
+        began = time.perf_counter()
+        work.begin()
+        beside += time.perf_counter() - began + _timed(training, each)
+        began = time.perf_counter()
+        work.finish()
+        last_wait_s = time.perf_counter() - began
+        beside += last_wait_s
+    return {
+        "share": share,
+        "step_s": bare / saves / each,
+        "in_turn_s": in_turn - bare,
+        "beside_s": beside - bare,
+        "ratio": (beside - bare) / (in_turn - bare),
+        "last_wait_s": last_wait_s,
+    }
+
+
+def _timed(training: _Training, steps: int) -> float:
+    began = time.perf_counter()
+    for _ in range(steps):
+        training.step()
+    training.updater.drain()
+    return time.perf_counter() - began
+
+
+def _speeds(work: _Saves, scratch: Path, n_bytes: int, repeat: int) -> tuple[float, float]:
+    """Return the bytes per second of our saves, and of plain writes of as much by as many threads; medians."""
+    ours, plain = [], []
+    content = torch.randn(PLAIN_BYTES // 4).numpy().tobytes()
+
+    def write(number: int) -> None:
+        with (scratch / f"plain-{number}").open("wb") as file:
+            for _ in range(n_bytes // THREADS // PLAIN_BYTES):
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    for _ in range(repeat):
+        began = time.perf_counter()
+        work.begin()
+        work.finish()
+        ours.append(n_bytes / (time.perf_counter() - began))
+        began = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(write, range(THREADS)))
+        plain.append(n_bytes // THREADS // PLAIN_BYTES * PLAIN_BYTES * THREADS / (time.perf_counter() - began))
+        for number in range(THREADS):
+            (scratch / f"plain-{number}").unlink()
+    return statistics.median(ours), statistics.median(plain)
+
+
+def _disk_of(directory: Path) -> str:
+    """Name the filesystem that a directory is on."""
+    mounts = [line.split()[:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    place = directory.resolve()
+    device, point, kind = max((m for m in mounts if place.is_relative_to(m[1])), key=lambda mount: len(mount[1]))
+    return f"{device} ({kind}, {point})"
