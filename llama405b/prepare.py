@@ -69,7 +69,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
             journal.log(changed)
 
     checkpoints, chosen = open_checkpoints(config, run, resume, each_bytes, me, journal, check)
-    if me.leads:
+    if checkpoints.keeps:
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
     module, kept = build_module(config, files, me, pulse, journal, from_checkpoint=chosen.found is not None)
@@ -142,9 +142,13 @@ def open_checkpoints(
         UserError: The directory or the checkpoint cannot be used.
     """
     root = Path(config.checkpoint.dir or run.checkpoints)
-    checkpoints = Store(root, config.checkpoint.keep, me, config.timeouts.load, run=run, say=journal.log)
+    settings, shared = config.checkpoint, config.checkpoint.place == "shared"
+    checkpoints = Store(root, settings.keep, me, config.timeouts.load, run=run, say=journal.log, shared=shared)
+    if not shared:
+        what = counted(len(checkpoints.keepers), "directory", "directories")
+        journal.log(f"checkpoints: each host keeps its part, {what} in all; if a host is lost, so are they")
     try:
-        if config.checkpoint.cadence.saves:
+        if settings.cadence.saves:
             checkpoints.take()
             checkpoints.check_room(each_bytes)
         chosen = Resume(checkpoints, resume)

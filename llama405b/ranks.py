@@ -147,6 +147,18 @@ def agreed(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -
     ]
 
 
+def bytes_from(rank: int, content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+    """Return one rank's bytes on every rank; sent through CPU memory."""
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, rank, group)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if dist.get_rank() == rank and content:
+        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if int(size):
+        dist.broadcast(buffer, rank, group)
+    return buffer.numpy().tobytes()
+
+
 class FollowedError(UserError):
     """Another rank refused its input, so all ranks stop."""
 

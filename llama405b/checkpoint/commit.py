@@ -1,13 +1,14 @@
-"""What changes in a directory of checkpoints: each is complete or absent. All of it is rank 0's, while it holds the lease.
+"""What changes in a directory of checkpoints: each is complete or absent. All of it is the keeper's, while it holds the lease.
 
 A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is there. A committed directory is
 never changed or replaced, and deleted only by the run that wrote it. Knows files; not tensors or ranks.
 """
 
+import contextlib
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.checkpoint.lease import Holder
@@ -20,11 +21,13 @@ from llama405b.contract.checkpoints import (
     Manifest,
     Seal,
     committed,
+    read_manifest,
     step_of,
     write_manifest,
 )
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
+from llama405b.contract.reader import MalformedError
 
 
 class Directory:
@@ -36,8 +39,12 @@ class Directory:
         self.holder = Holder(root, run.name, f"{host}:{run.path.resolve()}", attempt)
 
     def partial(self, final: Path) -> Path:
-        """Where this run writes or deletes a checkpoint; the name tells other runs that it is not theirs."""
+        """Where this run writes a checkpoint; the name tells other runs that it is not theirs."""
         return final.with_name(f"{final.name}.{self.run.name}.tmp")
+
+    def borrowed(self, final: Path) -> Path:
+        """Where this run reads a checkpoint of which it has only a part."""
+        return final.with_name(f"{final.name}.{self.run.name}.tmp-read")
 
     def begin(self, final: Path) -> None:
         """Create an empty directory to write into, after deleting those that this run left half-written.
@@ -50,8 +57,7 @@ class Directory:
                 f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
                 "give this one its own --checkpoint.dir"
             )
-        own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run.name)}\.tmp")
-        for leftover in [path for path in self.root.iterdir() if own.fullmatch(path.name)]:
+        for leftover in self._own("tmp(-read|-old)?"):
             shutil.rmtree(leftover)
         partial = self.partial(final)
         partial.mkdir()
@@ -68,33 +74,60 @@ class Directory:
 
     def seal_others(self, final: Path) -> dict[str, Seal]:
         """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
+        return {name: seal(self.partial(final) / name, 0) for name in self.others(final)}
+
+    def others(self, final: Path) -> dict[str, bytes]:
+        """Return what no tensors are in, by name."""
         partial = self.partial(final)
         files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
-        return {path.relative_to(partial).as_posix(): seal(path, 0) for path in files}
+        return {path.relative_to(partial).as_posix(): path.read_bytes() for path in files}
 
-    def commit(self, final: Path, manifest: Manifest) -> str:
-        """Write the manifest, and give the directory its final name; returns the manifest's digest."""
+    def add(self, final: Path, files: Mapping[str, bytes]) -> None:
+        """Add files to a checkpoint that is being written."""
+        for name, content in files.items():
+            file = self.partial(final) / name
+            file.write_bytes(content)
+            sync(file)
+
+    def prepare(self, final: Path, manifest: Manifest) -> str:
+        """Write the manifest, so that only the final name is missing; returns the manifest's digest."""
         partial = self.partial(final)
         content, digest = write_manifest(manifest)
         (partial / MANIFEST).write_bytes(content)
         sync(partial / MANIFEST)
         sync(partial)
-        partial.rename(final)  # raises if another run put a checkpoint there meanwhile
-        sync(self.root)
         return digest
+
+    def commit(self, final: Path) -> None:
+        """Give the directory its final name."""
+        self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
+        sync(self.root)
 
     def retire(self, step: int, keep: int) -> None:
         """Delete all but the newest ``keep`` checkpoints of this run up to a step."""
         for old in [path for path in committed(self.root) if step_of(path) <= step and self.wrote(path)][:-keep]:
-            doomed = self.partial(old)  # rename first, so that a kill leaves nothing that looks complete
+            doomed = old.with_name(f"{old.name}.{self.run.name}.tmp-old")  # a kill leaves nothing that looks complete
             old.rename(doomed)
             shutil.rmtree(doomed)
 
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Rename checkpoints so that ``auto`` does not find them."""
         mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
-        for old in paths:
+        for old in [path for path in paths if path.exists()]:
             old.rename(old.with_name(f"{old.name}.{mark}"))
+
+    def finish(self) -> None:
+        """Commit what an attempt before this one had prepared when it was killed: it is complete, on all hosts."""
+        for partial in self._own("tmp"):
+            final = partial.with_name(partial.name.partition(".")[0])
+            with contextlib.suppress(FileNotFoundError, MalformedError):
+                manifest, _ = read_manifest((partial / MANIFEST).read_bytes())
+                if (manifest.run, manifest.step) == (self.run.name, step_of(final)) and not final.exists():
+                    partial.rename(final)
+
+    def _own(self, ending: str) -> list[Path]:
+        own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run.name)}\.{ending}")
+        return [path for path in self.root.iterdir() if own.fullmatch(path.name)]
 
     def wrote(self, path: Path) -> bool:
         """Whether this run saved a checkpoint."""

@@ -4,9 +4,11 @@ DCP itself loads torn directories and flipped bits without an error. Knows the s
 """
 
 import torch
+from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.api import CheckpointException
 
 from llama405b import ranks
+from llama405b.checkpoint.gather import Gathered
 from llama405b.checkpoint.seal import Fault, PassedOver
 from llama405b.checkpoint.snapshot import restore
 from llama405b.checkpoint.store import Found, Store
@@ -49,16 +51,19 @@ class Resume:
             UserError: There is none, or it cannot be read.
         """
         assert self.found
-        reader = VerifiedReader(self.found.path, self.found.manifest)
-        reader.told = progress
-        with ranks.refusing_together():
-            reader.read_metadata()
+        gathered = Gathered(self.store, self.found, progress)
+        gathered.describe()
+        reader = GatheringReader(gathered, progress)
         try:
+            with ranks.refusing_together():
+                reader.read_metadata()
             done = restore(self.found.path, model, updater, me, reader)
         except CheckpointException as failed:
             fault = _fault(self.found, failed, self.store.hosts)
             self._reject(fault)
             raise DamagedError(fault.why) from None
+        finally:
+            gathered.drop()
         self.settle()
         return done
 
@@ -109,6 +114,20 @@ class Resume:
             raise UserError(f"--resume: {fault}; use another one, or auto")
         self._pass_over(fault)
         self._choose_newest()
+
+
+class GatheringReader(VerifiedReader):
+    """Brings the files that this rank turns out to need."""
+
+    def __init__(self, gathered: Gathered, told: Progress) -> None:
+        super().__init__(gathered.path, gathered.found.manifest)
+        self.gathered, self.told = gathered, told
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """DCP calls this on all ranks, with what each will read."""
+        self.gathered.bring(self.storage_data[item.storage_index].relative_path for item in plan.items)
+        self.path = self.gathered.path
+        return super().prepare_local_plan(plan)
 
 
 def _fault(found: Found, failed: CheckpointException, hosts: tuple[str, ...]) -> PassedOver:

@@ -100,14 +100,20 @@ class Saving:
         final = store.root / f"step-{step:08d}"
         partial, directory = store.directory.partial(final), store.directory
         try:
-            store.on_rank0(lambda: directory.begin(final), partial, store.group)
+            store.on_keepers(lambda: directory.begin(final), partial, store.group)
             mine = self._write(partial, state, frozen)
-            store.on_rank0(lambda: mine.update(directory.seal_others(final)), partial, store.group)
+            others = self._share(final)
+            store.on_keepers(lambda: directory.add(final, others), partial, store.group)
+            if self.me.leads:
+                mine |= directory.seal_others(final)
             manifest = self._manifest(step, mine, identity)
-            store.on_rank0(lambda: store.remember(final, directory.commit(final, manifest)), final, store.group)
+            store.on_keepers(
+                lambda: store.saved.update({str(final): directory.prepare(final, manifest)}), partial, store.group
+            )
+            store.on_keepers(lambda: directory.commit(final), final, store.group)
         finally:
             frozen.abandon()
-        store.on_rank0(lambda: directory.retire(step, store.keep), store.root, store.group)
+        store.on_keepers(lambda: directory.retire(step, store.keep), store.root, store.group)
         return Saved(step, final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
 
     def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:
@@ -119,6 +125,15 @@ class Saving:
             causes = "; ".join(f"rank {rank}: {reason_of(cause[0])}" for rank, cause in sorted(failed.failures.items()))
             raise UserError(f"{partial}: the checkpoint could not be written ({causes}); free space there") from None
         return writer.seals
+
+    def _share(self, final: Path) -> dict[str, bytes]:
+        """Return what rank 0 has beside tensors, and other keepers lack."""
+        if self.store.shared:
+            return {}
+        others = self.store.directory.others(final) if self.me.leads else {}
+        names = ranks.from_rank0(tuple(others), tuple[str, ...], self.store.group)
+        brought = {name: ranks.bytes_from(0, others.get(name, b""), self.store.group) for name in names}
+        return {} if self.me.leads else brought
 
     def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity) -> Manifest:
         """Gather what all ranks wrote."""

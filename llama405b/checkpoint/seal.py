@@ -95,27 +95,34 @@ def _foreign(path: Path) -> PassedOver | None:
     return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
 
 
-def find_fault(path: Path, manifest: Manifest) -> PassedOver | None:
-    """Return the first fault of a checkpoint that is seen without reading its tensors: those are verified as they are loaded.
+def look_over(path: Path, manifest: Manifest) -> tuple[list[str], PassedOver | None]:
+    """Return the files of a checkpoint that are there, and the first fault that is seen without reading its tensors.
+
+    Tensors are verified as they are loaded.
 
     Raises:
         OSError: A disk, a mount or a permission prevents reading.
     """
-    if foreign := _foreign(path):
-        return foreign
-    damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
+    good, faults = list[str](), list[PassedOver]()
     for name, sealed in manifest.files.items():
-        file = path / name
-        if not file.exists():
-            return damaged(f"{file}: missing")
-        if file.stat().st_size != sealed.bytes:
-            return damaged(f"{file}: {file.stat().st_size} bytes, but the manifest says {sealed.bytes}")
-        if DATA_FILE.fullmatch(name):
-            with file.open("rb"):
-                continue
-        if tuple(block_hashes(file, range(len(sealed.blocks)), manifest.block_bytes)) != sealed.blocks:
-            return damaged(f"{file}: its content does not match its checksum")
-    return None
+        if why := _fault_of(path / name, sealed, manifest.block_bytes):
+            faults.append(PassedOver(path, Fault.DAMAGED, f"{path / name}: {why}"))
+        else:
+            good.append(name)
+    return good, faults[0] if faults else None
+
+
+def _fault_of(file: Path, sealed: Seal, block_bytes: int) -> str:
+    if not file.exists():
+        return "missing"
+    if file.stat().st_size != sealed.bytes:
+        return f"{file.stat().st_size} bytes, but the manifest says {sealed.bytes}"
+    if DATA_FILE.fullmatch(file.name):
+        with file.open("rb"):
+            return ""
+    if tuple(block_hashes(file, range(len(sealed.blocks)), block_bytes)) != sealed.blocks:
+        return "its content does not match its checksum"
+    return ""
 
 
 def block_hashes(path: Path, blocks: Iterable[int], block_bytes: int) -> Iterable[str]:

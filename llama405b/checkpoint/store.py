@@ -1,6 +1,7 @@
-"""The directory of a run's checkpoints, for all ranks: taken by one run, shared by all hosts, and what is in it.
+"""Where a run's checkpoints are, for all ranks: one directory that all hosts share, or one on each host's own disk.
 
-Knows the directory and its one writer; not tensors, the loss or the data.
+Of the ranks that see the same directory the lowest keeps it: it alone changes what is there, holding its lease. Knows directories
+and their keepers; not tensors, the loss or the data.
 """
 
 import contextlib
@@ -18,12 +19,8 @@ import torch.distributed as dist
 
 from llama405b import ranks
 from llama405b.checkpoint.commit import Directory
-from llama405b.checkpoint.seal import Fault, PassedOver, find_fault, open_manifest
-from llama405b.contract.checkpoints import (
-    LEAST_KEPT,
-    Manifest,
-    committed,
-)
+from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest
+from llama405b.contract.checkpoints import LEAST_KEPT, Manifest, committed, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
@@ -40,12 +37,22 @@ MAX_EVENTS = 10_000  # read, of this run
 class Found:
     """A checkpoint that is complete, as far as that is seen without reading its tensors."""
 
-    path: Path
+    path: Path  # the same on all hosts
     manifest: Manifest
+    held: tuple[frozenset[str], ...]  # files in the directory of each rank's keeper
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """A checkpoint as it is in one directory."""
+
+    digest: str = ""  # of its manifest; "": it has none
+    files: tuple[str, ...] = ()  # present, and as the manifest says as far as that was checked
+    fault: PassedOver | None = None  # the first
 
 
 class Store:
-    """The checkpoints of one run, in a directory that all hosts share."""
+    """The checkpoints of one run."""
 
     def __init__(
         self,
@@ -56,25 +63,49 @@ class Store:
         *,
         run: RunDir,
         say: Callable[[str], None] = print,
+        shared: bool = True,
     ) -> None:
-        """``run``: its name marks checkpoints as its own, which describe it; its events have the digests of those it saved."""
-        self.root, self.keep, self.me, self.run, self.say = root, keep, me, run, say
+        """``run``: its name marks checkpoints as its own, which describe it; its events have the digests of those it saved.
+
+        ``shared``: all hosts see one directory; or else each has its own, by the same name.
+        """
+        self.root, self.keep, self.me, self.run, self.say, self.shared = root, keep, me, run, say, shared
         events = read_records(RunEvent, run.events("rank-0"), last=MAX_EVENTS)
-        self.saved = {event.path: event.digest for event in events if event.digest}  # of manifests, by path
+        own = {event.path: event.digest for event in events if event.digest}
+        self.saved = ranks.from_rank0(own, dict[str, str])  # digests of manifests, by path
         self.directory = Directory(root, run, me.host, me.attempt)
         self.holder = self.directory.holder
         # Saving goes on beside training, whose collectives must not mix with its own.
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self.hosts = tuple(ranks.agreed(me.host))  # by rank
+        self.keeper_of = (0,) * me.world  # by rank: who keeps the directory that it sees
+        if not shared:
+            self._survey()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank changes what is in its directory."""
+        return self.keeper_of[self.me.rank] == self.me.rank
+
+    @property
+    def keepers(self) -> list[int]:
+        """The ranks that do, each for a directory."""
+        return sorted({*self.keeper_of})
 
     def take(self) -> None:
-        """Check that all ranks share the directory, and become the only run that writes into it.
+        """Check that all ranks share the directory, and become the only run that writes into it: into all, or none.
 
         Raises:
             UserError: A rank cannot write there, or another run is writing there.
         """
-        self.prove_shared()
-        self.on_rank0(lambda: self.holder.take(self.say), self.root)
+        if self.shared:
+            self._survey()
+        try:
+            self.on_keepers(lambda: self.holder.take(self.say), self.root)
+            self.on_keepers(self.directory.finish, self.root)
+        except UserError:
+            self.close()
+            raise
 
     def check_room(self, each_bytes: int) -> None:
         """Refuse a disk that cannot hold as many checkpoints of this size as are kept, and one that is being written.
@@ -83,68 +114,75 @@ class Store:
             UserError: It has too little room, beside what this run has there already.
         """
         with ranks.refusing_together():
-            if not self.me.leads:
+            if not self.keeps:
                 return
+            here = each_bytes * self.keeper_of.count(self.me.rank) // self.me.world
             own = sum(self.directory.wrote(path) for path in committed(self.root))
             free = shutil.disk_usage(self.root).free
-            if (self.keep + 1 - min(own, self.keep)) * each_bytes <= free:
+            if (self.keep + 1 - min(own, self.keep)) * here <= free:
                 return
-            fits = free // each_bytes + min(own, self.keep) - 1
+            fits = free // here + min(own, self.keep) - 1
             remedy = (
                 f"use --checkpoint.keep {fits}, or another directory" if fits >= LEAST_KEPT else "use another directory"
             )
             raise UserError(
-                f"--checkpoint.dir: {self.root} has {free / 1e9:,.2f} GB free, but a checkpoint takes {each_bytes / 1e9:,.2f} GB, "
-                f"{self.keep} are kept, and one more is being written; {remedy}"
+                f"--checkpoint.dir: {self.root}{self._on_host()} has {free / 1e9:,.2f} GB free, but a checkpoint takes "
+                f"{here / 1e9:,.2f} GB, {self.keep} are kept, and one more is being written; {remedy}"
             )
 
     def close(self) -> None:
         """Let the next run write into the directory."""
         self.holder.end()
 
-    def prove_shared(self) -> None:
-        """Check, with a token file, that all ranks see the same directory and can write to it.
+    def _on_host(self) -> str:
+        return "" if self.shared else f" on {self.me.host}"
+
+    def _survey(self) -> None:
+        """Find out, with a token file of each rank, which ranks see the same directory, and that all can write to it.
 
         Raises:
-            UserError: A rank does not, or cannot; names its host.
+            UserError: A rank cannot; or it is to be shared, and one does not see it. Names the host.
         """
-        token = ranks.from_rank0(f".token-{uuid.uuid4().hex}")
+        run = ranks.from_rank0(uuid.uuid4().hex)
+        tokens = [f".token-{run}-{rank}" for rank in range(self.me.world)]
         with ranks.refusing_together():
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
                 if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"it belongs to {user_of(self.root.stat().st_uid)}")
-                if self.me.leads:
-                    (self.root / token).touch()
+                (self.root / tokens[self.me.rank]).touch()
             except OSError as error:
                 raise UserError(
                     f"{self.root}: cannot be written ({error.strerror}) on {self.me.host}; set --checkpoint.dir"
                 ) from None
-        deadline = time.monotonic() + SEEN_WITHIN_S
-        while not (self.root / token).exists() and time.monotonic() < deadline:
+        deadline = time.monotonic() + SEEN_WITHIN_S * self.shared
+        while not (self.root / tokens[0]).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
+        sees = [rank for rank, token in enumerate(tokens) if (self.root / token).exists()]
         with ranks.refusing_together():
-            if not (self.root / token).exists():
+            if self.shared and 0 not in sees:
                 raise UserError(
                     f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see a file in {self.root} "
-                    "that rank 0 wrote; name a directory that all hosts share"
+                    "that rank 0 wrote; name a directory that all hosts share, or use --checkpoint.place node"
                 )
+        self.keeper_of = tuple(ranks.agreed(0 if self.shared else min(sees)))
         dist.barrier(self.group)
-        if self.me.leads:
-            (self.root / token).unlink(missing_ok=True)
+        (self.root / tokens[self.me.rank]).unlink(missing_ok=True)
 
-    def on_rank0(self, act: Callable[[], None], where: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Have rank 0 do something with the directory while it holds it, and every rank refuse if it cannot.
+    def on_keepers(self, act: Callable[[], None], where: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Have keepers do something with their directories while they hold them, and every rank refuse if one cannot.
 
         ``group``: the store's own, for what happens beside training.
         """
         with ranks.refusing_together(group):
             try:
-                if self.me.leads:
+                if self.keeps:
                     self.holder.check()
                     act()
             except OSError as error:
-                raise UserError(f"{where}: cannot be written ({reason_of(error)}); free space there") from None
+                raise UserError(
+                    f"{where}: cannot be written ({reason_of(error)}){self._on_host()}; free space there"
+                ) from None
 
     def refuse_if_taken(self) -> None:
         """Check that no other run has taken the directory over.
@@ -153,18 +191,17 @@ class Store:
             UserError: One has.
         """
         with ranks.refusing_together(), contextlib.suppress(OSError):
-            if self.me.leads:
+            if self.keeps:
                 self.holder.check()
 
-    def remember(self, path: Path, digest: str) -> None:
-        """Keep the digest of a manifest that this run wrote."""
-        self.saved[str(path)] = digest
-
     def present(self) -> list[Path]:
-        """List the committed checkpoints that rank 0 sees, oldest first."""
+        """List the committed checkpoints that any keeper sees, oldest first."""
         seen: list[str] = []
-        self.on_rank0(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
-        return [self.root / name for name in ranks.from_rank0(tuple(seen), tuple[str, ...])]
+        self.on_keepers(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
+        return [
+            self.root / name
+            for name in sorted({name for names in ranks.agreed(tuple(seen), tuple[str, ...]) for name in names})
+        ]
 
     def set_aside(self, paths: list[Path]) -> None:
         """Rename checkpoints so that ``auto`` does not find them; a run that saves none takes the directory for that."""
@@ -174,20 +211,50 @@ class Store:
                 self.holder.take(self.say)
             self.directory.set_aside(paths)
 
-        self.on_rank0(rename, self.root)
+        self.on_keepers(rename, self.root)
 
     def look_at(self, path: Path) -> Found | PassedOver:
         """Open a checkpoint; returns the first fault that is seen without reading its tensors, but an unreadable file first."""
-        opened: Manifest | PassedOver = PassedOver(path, Fault.UNREADABLE, "rank 0 knows")
-        if self.me.leads:
+        seen = ranks.agreed(self._see(path) if self.keeps else Seen(), Seen)
+        of_keepers = [seen[keeper] for keeper in self.keepers]
+        faults = sorted(
+            [each.fault for each in of_keepers if each.fault], key=lambda fault: fault.fault is not Fault.UNREADABLE
+        )
+        digests = {each.digest for each in of_keepers if each.digest}
+        if not digests and not faults:
+            return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
+        if not digests or (self.shared and faults) or (faults and faults[0].fault is Fault.UNREADABLE):
+            return faults[0]
+        if len(digests) > 1:
+            return PassedOver(path, Fault.DAMAGED, f"{path}: hosts have different manifests of it")
+        first = next(keeper for keeper in self.keepers if seen[keeper].digest)
+        manifest = self._manifest_of(path, first)
+        missing = sorted({*manifest.files}.difference(*(each.files for each in of_keepers)))
+        if missing:
+            damage = next((f"{fault}; " for fault in faults if fault.fault is Fault.DAMAGED), "")
+            return PassedOver(path, Fault.DAMAGED, f"{damage}{path}/{missing[0]}: on no host of this run")
+        return Found(path, manifest, tuple(frozenset(seen[keeper].files) for keeper in self.keeper_of))
+
+    def _manifest_of(self, path: Path, keeper: int) -> Manifest:
+        mine: Manifest | None = None
+        if self.me.rank == keeper:
             opened = open_manifest(path, self.saved)
-        opened = ranks.from_rank0(opened, Manifest | PassedOver)
+            mine = opened if isinstance(opened, Manifest) else None
+        manifest = ranks.agreed(mine, Manifest | None)[keeper]
+        assert manifest
+        return manifest
+
+    def _see(self, path: Path) -> Seen:
+        """What of a checkpoint is in this rank's directory."""
+        if not self.shared and not path.exists():
+            return Seen()
+        opened = open_manifest(path, self.saved)
         if isinstance(opened, PassedOver):
-            return opened
+            return Seen(fault=opened)
+        _, digest = write_manifest(opened)
         try:
-            mine = find_fault(path, opened)
+            good, fault = look_over(path, opened)
         except OSError as error:
             why = f"{path}: cannot be read ({reason_of(error)}) on {self.me.host}"
-            mine = PassedOver(path, Fault.UNREADABLE, why)
-        faults = [each for each in ranks.agreed(mine, PassedOver | None) if each]
-        return min(faults, key=lambda each: each.fault is not Fault.UNREADABLE, default=Found(path, opened))
+            return Seen(digest, fault=PassedOver(path, Fault.UNREADABLE, why))
+        return Seen(digest, tuple(good), fault)

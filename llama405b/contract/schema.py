@@ -132,7 +132,12 @@ class Parallel:
 class Checkpoint:
     """When and where to save the run."""
 
-    dir: str = option("", "a directory that all hosts share; default: <run>/checkpoints")
+    dir: str = option(
+        "", "a directory that all hosts share, or with place = node one on each; default: <run>/checkpoints"
+    )
+    place: Literal["shared", "node"] = option(
+        "shared", "node: each host keeps what its ranks wrote on its own disk, and a lost host loses all checkpoints"
+    )
     every: str = option(
         "100",
         "steps between checkpoints, a time like 10m, or auto: as often as costs least (the last step is always saved); 0: never",

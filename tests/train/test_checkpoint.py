@@ -302,7 +302,7 @@ def _prove(me, root):
     checkpoint.SEEN_WITHIN_S = 1.0
     store = _store(me, Path(root) / ("shared" if me.leads else "elsewhere"))
     try:
-        store.prove_shared()
+        store.take()
     except UserError as error:
         return str(error)
     return "shared"
@@ -321,7 +321,7 @@ def _prove_as_another_user(me, root):
     if not me.leads:
         os.setresuid(65534, 65534, 0)
     try:
-        store.prove_shared()
+        store.take()
     except UserError as error:
         return str(error)
     finally:

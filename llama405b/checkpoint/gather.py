@@ -1,0 +1,144 @@
+"""Bring what a host lacks of a checkpoint from the hosts that have it: after a change of the hosts' order, or of their number.
+
+Files cross in pieces, through CPU memory and the store's group. Knows files and keepers; not tensors. What comes is
+verified where it is read.
+"""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llama405b import ranks
+from llama405b.checkpoint.store import Found, Store
+from llama405b.contract.checkpoints import DATA_FILE
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import reason_of
+from llama405b.copies import Progress
+
+PIECE_BYTES = 64 << 20
+FAILED = -1  # instead of a length: the sender cannot read
+
+
+class Gathered:
+    """A checkpoint as this rank reads it: where it is, or links to that beside copies of what was lacking."""
+
+    def __init__(self, store: Store, found: Found, progress: Progress) -> None:
+        self.store, self.found, self.progress = store, found, progress
+        self.path = found.path
+        self.rank, self.keeper = store.me.rank, store.keeper_of[store.me.rank]
+        self.made: list[Path] = []
+        self.have = {keeper: {*found.held[keeper]} for keeper in store.keepers}
+
+    def describe(self) -> None:
+        """Bring what all ranks need: everything without tensors."""
+        self.bring([name for name in self.found.manifest.files if not DATA_FILE.fullmatch(name)])
+
+    def bring(self, names: Iterable[str]) -> None:
+        """Bring files that this rank needs, to where ``path`` then is; all ranks call it alike.
+
+        Raises:
+            UserError: A file cannot be read or written.
+        """
+        if self.store.shared:
+            return
+        needs = ranks.agreed(tuple(sorted({*names})), tuple[str, ...], self.store.group)
+        moves = self._moves(needs)
+        if not moves:
+            return
+        with ranks.refusing_together(self.store.group):
+            try:
+                self._make_room([name for name, _, to in moves if to == self.rank])
+            except OSError as error:
+                raise UserError(
+                    f"{self.found.path}: {reason_of(error)} on {self.store.me.host}; free space there"
+                ) from None
+        failed = ""
+        total, done = sum(self.found.manifest.files[name].bytes for name, _, to in moves if to == self.rank), 0
+        for name, source, to in moves:  # in one order on all ranks: none waits for one that waits for it
+            try:
+                if self.rank == source:
+                    self._send(name, to)
+                elif self.rank == to:
+                    done += self._receive(name, source)
+                    self.progress(done, total)
+            except OSError as error:
+                failed = failed or f"{self.found.path}/{name}: {reason_of(error)} on {self.store.me.host}"
+        with ranks.refusing_together(self.store.group):
+            if failed:
+                raise UserError(f"{failed}; correct that, then resume")
+
+    def drop(self) -> None:
+        """Delete the copies."""
+        for path in self.made:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _moves(self, needs: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
+        """List what each keeper lacks, and which keeper sends it: those in turns that have it."""
+        moves = []
+        for keeper in self.store.keepers:
+            wanted = {
+                name for rank, names in enumerate(needs) if self.store.keeper_of[rank] == keeper for name in names
+            }
+            for number, name in enumerate(sorted(wanted - self.have[keeper])):
+                sources = [other for other in self.store.keepers if name in self.found.held[other]]
+                moves.append((name, sources[number % len(sources)], keeper))
+                self.have[keeper].add(name)
+        if any(to == self.keeper for _, _, to in moves):
+            self.path = self.store.directory.borrowed(self.found.path)
+        return moves
+
+    def _make_room(self, coming: Sequence[str]) -> None:
+        if self.rank != self.keeper or not coming:
+            return
+        needed, free = (
+            sum(self.found.manifest.files[name].bytes for name in coming),
+            shutil.disk_usage(self.store.root).free,
+        )
+        if needed > free:
+            raise OSError(f"{needed / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free")
+        if self.path not in self.made:
+            self.made.append(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
+            for name in self.found.held[self.keeper]:
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.path / name).symlink_to((self.found.path / name).resolve())
+        for name in coming:
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+
+    def _send(self, name: str, to: int) -> None:
+        left = self.found.manifest.files[name].bytes
+        try:
+            with (self.found.path / name).open("rb", buffering=0) as file:
+                while left:
+                    content = bytearray(file.read(min(PIECE_BYTES, left)))
+                    if not content:
+                        raise OSError("it became shorter")
+                    piece = torch.frombuffer(content, dtype=torch.uint8)
+                    dist.send(torch.tensor([len(piece)]), to, self.store.group)
+                    dist.send(piece, to, self.store.group)
+                    left -= len(piece)
+        except OSError:
+            dist.send(torch.tensor([FAILED]), to, self.store.group)
+            raise
+
+    def _receive(self, name: str, source: int) -> int:
+        left, size = self.found.manifest.files[name].bytes, torch.zeros(1, dtype=torch.int64)
+        trouble: OSError | None = None
+        with (self.path / name).open("wb") as file:
+            while left:
+                dist.recv(size, source, self.store.group)
+                if int(size) == FAILED:
+                    return 0  # the sender says why
+                piece = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(piece, source, self.store.group)
+                left -= len(piece)
+                try:
+                    file.write(memoryview(piece.numpy()))
+                except OSError as error:  # the sender does not know
+                    trouble = error
+        if trouble:
+            raise trouble
+        return self.found.manifest.files[name].bytes
