@@ -77,7 +77,11 @@ class Trainer:
         """
         self.pulse.phase(Phase.TRAIN)
         for step in self.steps:
-            metrics = self.one_step(step)
+            try:
+                metrics = self.one_step(step)
+            except NonFiniteError:  # on every rank
+                self.saver.finish()
+                raise
             if metrics is None:
                 self.skip(step)
             else:
@@ -85,7 +89,7 @@ class Trainer:
                 ranks.set_timeout(timeouts.load if self.saver.step else timeouts.step)
                 self.pulse.stepped(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
                 self.journal.metrics(metrics)
-            if self.obey(step):
+            if self.obey(step, metrics.step_s if metrics else None):
                 self.journal.log(f"stopped after step {step}, as requested")
                 self.journal.event(EventKind.STOPPED, step=step)
                 break
@@ -158,8 +162,8 @@ class Trainer:
             **(dataclasses.asdict(work) if work else {}),
         )
 
-    def obey(self, step: int) -> bool:
-        """Do what is due or was requested after a step; returns whether to stop the run."""
+    def obey(self, step: int, step_s: float | None) -> bool:
+        """Do what is due or was requested after a step, which took so long; returns whether to stop the run."""
         requests = list(self.inbox.new())
         counts = dict.fromkeys(RequestKind, 0)
         for request in requests:
@@ -178,6 +182,7 @@ class Trainer:
                 busy=bool(busy),
                 ending=ending,
                 requests=[request for request in requests if request.kind is RequestKind.SAVE],
+                step_s=step_s,
             )
         elif wanted[RequestKind.SAVE]:
             self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves no checkpoints")

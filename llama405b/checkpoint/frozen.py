@@ -7,6 +7,7 @@ then is copied into staging memory, and where that is full the update waits. Kno
 import collections
 import concurrent.futures
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from llama405b.copies import Arrived, copy, nothing
 from llama405b.step import Unit
+
+BACKGROUND = 15  # niceness, of 19
+PEEKS = 20  # at the rate of reading, until updates come
 
 
 class Staging:
@@ -69,12 +73,14 @@ class Ways:
 class Frozen:
     """The state after one step: read by several threads, while ``before_update`` is told what is about to change."""
 
-    def __init__(self, units: Sequence[Unit], staging: Staging) -> None:
+    def __init__(self, units: Sequence[Unit], staging: Staging, next_update_s: float | None = None) -> None:
+        """``next_update_s``: when updates are expected to come; None: unknown, so nothing is copied ahead of them."""
         self.staging, self.ways, self.changed = staging, Ways(), threading.Condition()
         self.pieces = {t.data_ptr(): Piece(t, unit.updated) for unit in units for t in unit.tensors if t.numel()}
         self.live = collections.deque(self.pieces.values())  # in the order in which updates will want to change them
         self.staged: collections.deque[Piece] = collections.deque()
         self.left = len(self.pieces)
+        self.untouched_bytes = sum(piece.tensor.nbytes for piece in self.live)  # of what is neither read nor copied
         self.changing = self.starved = self.abandoned = False  # updates have begun; one waits for room; the save failed
         for unit in units:
             if unit.updated:
@@ -85,7 +91,11 @@ class Frozen:
             self.stream.wait_stream(torch.cuda.current_stream(gpu))
             for piece in self.pieces.values():
                 if (buffer := self._room(piece)) is not None:
+                    self._claim(piece)
                     self._stage(piece, buffer)
+        self.began, self.next_update_s = time.perf_counter(), next_update_s
+        if next_update_s is not None and self.stream is None:
+            threading.Thread(target=self._stage_ahead, name="stage", daemon=True).start()
 
     def plan(self, tensors: Sequence[Tensor]) -> None:
         """Set what is to be read: ``read`` numbers it in this order. All else may change from now on."""
@@ -96,6 +106,7 @@ class Frozen:
                     piece = Piece(tensor)
                     self.live.appendleft(piece)
                     self.left += 1
+                    self.untouched_bytes += tensor.nbytes
                 if piece.tensor.shape != tensor.shape:
                     raise RuntimeError(f"{tuple(tensor.shape)} elements are saved of {tuple(piece.tensor.shape)}")
                 piece.entries.append(number)
@@ -113,6 +124,8 @@ class Frozen:
         """
         while piece := self._next():
             try:
+                if piece.updated:
+                    piece.updated.result()
                 piece.arrived()
                 with torch.cuda.stream(self.stream):
                     content = _content(piece).detach().cpu()
@@ -140,7 +153,6 @@ class Frozen:
         with self.changed:
             while self.left and not self.abandoned:
                 if piece := self._first():
-                    piece.busy = True
                     return piece
                 self.changed.wait()
         return None
@@ -156,21 +168,29 @@ class Frozen:
         return self._take_live(0) or self._take_staged()
 
     def _take_live(self, end: int) -> Piece | None:
+        """The first (0) or the last (-1) tensor that nobody has taken, once it has been updated."""
         while self.live:
             piece = self.live[end]
             taken = piece.done or piece.busy or piece.buffer is not None
             if not taken and piece.updated and not piece.updated.done():
-                return None  # nor has what follows been updated
+                return None
             del self.live[end]
             if taken:
                 continue
-            if piece.updated:
-                piece.updated.result()
+            self._claim(piece)
             return piece
         return None
 
     def _take_staged(self) -> Piece | None:
-        return self.staged.popleft() if self.staged else None
+        if not self.staged:
+            return None
+        piece = self.staged.popleft()
+        piece.busy = True
+        return piece
+
+    def _claim(self, piece: Piece) -> None:
+        piece.busy = True
+        self.untouched_bytes -= piece.tensor.nbytes
 
     def _let_go(self, piece: Piece) -> None:
         began, waited, buffer = time.perf_counter(), False, None
@@ -178,7 +198,7 @@ class Frozen:
             while not piece.done and piece.buffer is None:
                 self.changing = True
                 if not piece.busy and (buffer := self._room(piece)) is not None:
-                    piece.busy = True
+                    self._claim(piece)
                     break
                 waited, self.starved = True, not piece.busy
                 self.changed.wait()
@@ -189,6 +209,29 @@ class Frozen:
         if buffer is not None:
             self._stage(piece, buffer)
         piece.arrived()
+
+    @torch.no_grad()
+    def _stage_ahead(self) -> None:
+        """Copy what will not have been read when updates come, from its end, so that they need not."""
+        assert self.next_update_s is not None
+        give_way()
+        while True:
+            with self.changed:
+                if self.changing or self.abandoned or not self.untouched_bytes:
+                    return
+                passed_s = time.perf_counter() - self.began
+                read_by_then = self.ways.straight_bytes / passed_s * (self.next_update_s - passed_s)
+                piece = self._take_live(-1) if self.untouched_bytes > read_by_then else None
+                if piece is None:
+                    self.changed.wait(self.next_update_s / PEEKS)
+                    continue
+                buffer = self._room(piece)
+                if buffer is None:
+                    piece.busy = False
+                    self.untouched_bytes += piece.tensor.nbytes
+                    self.live.append(piece)
+                    return
+            self._stage(piece, buffer)
 
     def _room(self, piece: Piece) -> Tensor | None:
         return self.staging.take(piece.tensor.nbytes, pinned=piece.tensor.is_cuda)
@@ -208,6 +251,8 @@ class Frozen:
     def _finish(self, piece: Piece) -> None:
         if piece.done:
             return
+        if not piece.busy and piece.buffer is None:
+            self._claim(piece)
         piece.done = True
         self.left -= 1
         if piece.buffer is not None:
@@ -219,6 +264,11 @@ class Frozen:
     def _tell(self, _: object) -> None:
         with self.changed:
             self.changed.notify_all()
+
+
+def give_way() -> None:
+    """Have this thread run when no other thread wants its core."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND)
 
 
 def _content(piece: Piece) -> Tensor:

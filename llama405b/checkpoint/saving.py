@@ -59,8 +59,10 @@ class Saving:
         """Whether this rank is still writing."""
         return self.under_way is not None and not self.under_way.done()
 
-    def begin(self, step: int, updater: Updater, identity: RunIdentity) -> None:
+    def begin(self, step: int, updater: Updater, identity: RunIdentity, next_update_s: float | None = None) -> None:
         """Begin to write ``step-N``: what is written is the state now, with all updates that are pending.
+
+        ``next_update_s``: how long until the next ones, if that is known.
 
         Call it on all ranks after the same step, and ``finish`` before the next time.
         """
@@ -69,7 +71,7 @@ class Saving:
             of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
             self.staging = Staging(of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         state = state_to_save(updater, self.me)
-        frozen = Frozen(updater.units(), self.staging)
+        frozen = Frozen(updater.units(), self.staging, next_update_s)
         updater.before_update = frozen.before_update
         self.under_way = self.thread.submit(self._save, step, state, frozen, identity)
         if isinstance(updater.kept, FullyShardedDataParallel):  # what its state dict refers to is its own affair

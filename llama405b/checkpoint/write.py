@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from llama405b.checkpoint.frozen import Frozen
+from llama405b.checkpoint.frozen import Frozen, give_way
 from llama405b.contract.checkpoints import BLOCK_BYTES, Seal
 
 THREADS = 4  # per rank; hashing and writing release the GIL
@@ -51,7 +51,7 @@ class SealingWriter(dcp.FileSystemWriter):
                 others = [output.add(item, planner.resolve_data(item)) for item in small]
                 return others + [output.add(tensors[number], tensor) for number, tensor in self.frozen.read()]
 
-        with ThreadPoolExecutor(THREADS, "writer") as threads:
+        with ThreadPoolExecutor(THREADS, "writer", give_way) as threads:
             parts = [threads.submit(write_some, name) for name in names]
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for part in parts for result in part.result()])

@@ -54,7 +54,7 @@ class _Training:
             self.model, kept, build_optimizer(kept, Optimizer()), torch.device("cpu"), lambda _: None
         )
         self.updater._update = self._stand_in
-        self.x = torch.randn(2, WIDTH)
+        self.x, self.step_s = torch.randn(2, WIDTH), 0.0
 
     def _stand_in(self, part: Part, _sums: Sequence[Sequence[Tensor]], step: Step) -> None:
         for _, parameters in part.groups:
@@ -63,6 +63,7 @@ class _Training:
 
     def pace(self, step_s: float) -> None:
         """Set how long a step takes."""
+        self.step_s = step_s
         forward = step_s / (1 + BACKWARD) / UNITS
         for unit in self.model:
             unit.case = Case(forward, BACKWARD * forward, UPDATE * forward)
@@ -82,10 +83,10 @@ class _Saves:
         self.store.take()
         self.saving = Saving(self.store)
 
-    def begin(self) -> None:
+    def begin(self, *, beside: bool = False) -> None:
         """Begin the next one."""
         self.number += 1
-        self.saving.begin(self.number, self.training.updater, IDENTITY)
+        self.saving.begin(self.number, self.training.updater, IDENTITY, self.training.step_s if beside else None)
 
     def finish(self) -> Saved:
         """Wait for it.
@@ -141,7 +142,7 @@ def _compare(training: _Training, work: _Saves, share: float, save_s: float, sav
         work.finish()
         in_turn += time.perf_counter() - began + _timed(training, each)
         began = time.perf_counter()
-        work.begin()
+        work.begin(beside=True)
         beside += time.perf_counter() - began + _timed(training, each)
         began = time.perf_counter()
         work.finish()

@@ -3,11 +3,14 @@
 import errno
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from llama405b.step import NonFiniteError
+from llama405b.trainer import Trainer
 from ranks_rig import run_ranks
 from update_rig import IDENTITY, bits, build, same, slow, take
 
@@ -65,7 +68,7 @@ def _train(me, directory, root, form, share=None):
     store, saving = _saving(me, root, int(whole * (share or 0)))
     if share is not None:
         _slow_disk(STEPS_A_SAVE * STEP_S / len(tensors))
-    saving.begin(SAVED, updater, _identity())
+    saving.begin(SAVED, updater, _identity(), STEP_S if share == 1 else None)  # with room, what is late is copied ahead
     saved = saving.finish() if share is None else None
     seen, beside = [], 0
     for step in range(SAVED + 1, LAST + 1):
@@ -157,8 +160,8 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
         take(me, module, updater, step)
         while saver.busy and not slow_s:  # steps are longer than saves
             time.sleep(0.01)
-        due, busy = ranks.greatest_of([int(me.leads and saver.clock.due(step)), int(saver.busy)])
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
+        due, busy = ranks.greatest_of([int(bool(asked) or (me.leads and saver.clock.due(step))), int(saver.busy)])
         try:
             saver.after_step(step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked)
         except UserError as refused:
@@ -192,3 +195,20 @@ def test_a_save_that_is_due_during_another_is_put_off(tiny, tmp_path):
         assert len(answered) == 1
         assert answered[0][0] >= 3
         assert (error, len(there)) == ("", 2)
+
+
+def test_a_save_under_way_is_finished_before_a_run_ends_at_a_loss_that_is_not_finite():
+    finished = []
+
+    def diverges(_):
+        raise NonFiniteError("loss nan, gradient norm nan")
+
+    trainer = types.SimpleNamespace(
+        pulse=_Told(),
+        steps=range(5, 9),
+        one_step=diverges,
+        saver=types.SimpleNamespace(finish=lambda: finished.append(1)),
+    )
+    with pytest.raises(NonFiniteError):
+        Trainer.take_steps(trainer)
+    assert finished == [1]

@@ -280,7 +280,7 @@ def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
         head, first = next(iter(answers.items()))
         shared, remedy = f"{found.workdir}/runs", "give each a workdir= of its own"
         if found.runs != first.runs:
-            if not request.saves:
+            if not request.saves or request.settings.checkpoint.place == "node":
                 continue
             shared = request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
             remedy = "save nothing with --checkpoint.every 0"
