@@ -12,6 +12,7 @@ import torch.distributed as dist
 from llama405b import load, ranks
 from llama405b.capacity.estimate import Load
 from llama405b.checkpoint.resume import Resume
+from llama405b.checkpoint.ring import Copies
 from llama405b.checkpoint.saving import Saving
 from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.verified import DamagedError
@@ -87,8 +88,11 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
     flops = llama.flops_per_token(config.data.seq_len)
+    copies = Copies(checkpoints) if config.checkpoint.copies and config.checkpoint.cadence.saves else None
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
-    saver = Saver(Saving(checkpoints, config.checkpoint.staging_bytes), updater, identity, clock, journal, pulse)
+    saver = Saver(
+        Saving(checkpoints, config.checkpoint.staging_bytes, copies), updater, identity, clock, journal, pulse
+    )
     return Trainer(
         config, run, me, module, updater, batches, checkpoints, saver, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), journal.tokens, flops,
@@ -146,11 +150,12 @@ def open_checkpoints(
     checkpoints = Store(root, settings.keep, me, config.timeouts.load, run=run, say=journal.log, shared=shared)
     if not shared:
         what = counted(len(checkpoints.keepers), "directory", "directories")
-        journal.log(f"checkpoints: each host keeps its part, {what} in all; if a host is lost, so are they")
+        then = "and the next host a copy" if settings.copies else "if a host is lost, so are they"
+        journal.log(f"checkpoints: each host keeps its part, {what} in all; {then}")
     try:
         if settings.cadence.saves:
             checkpoints.take()
-            checkpoints.check_room(each_bytes)
+            checkpoints.check_room(each_bytes * (1 + settings.copies))
         chosen = Resume(checkpoints, resume)
         check(chosen)
     except UserError:

@@ -28,6 +28,12 @@ from llama405b.contract.checkpoints import (
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import MalformedError
+from llama405b.contract.replicas import replicas
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Where a checkpoint may be on this host: what its ranks wrote, and copies of other hosts' parts."""
+    return [path, *replicas(path.parent, path.name)]
 
 
 class Directory:
@@ -103,9 +109,11 @@ class Directory:
         self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
         sync(self.root)
 
-    def retire(self, step: int, keep: int) -> None:
-        """Delete all but the newest ``keep`` checkpoints of this run up to a step."""
+    def retire(self, step: int, keep: int, spare: int = 0) -> None:
+        """Delete all but the newest ``keep`` checkpoints of this run up to a step, and the step to spare."""
         for old in [path for path in committed(self.root) if step_of(path) <= step and self.wrote(path)][:-keep]:
+            if step_of(old) == spare:
+                continue
             doomed = old.with_name(f"{old.name}.{self.run.name}.tmp-old")  # a kill leaves nothing that looks complete
             old.rename(doomed)
             shutil.rmtree(doomed)
@@ -113,7 +121,7 @@ class Directory:
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Rename checkpoints so that ``auto`` does not find them."""
         mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
-        for old in [path for path in paths if path.exists()]:
+        for old in [part for path in paths for part in parts_of(path) if part.exists()]:
             old.rename(old.with_name(f"{old.name}.{mark}"))
 
     def finish(self) -> None:

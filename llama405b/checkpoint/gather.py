@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b import ranks
+from llama405b.checkpoint.commit import parts_of
 from llama405b.checkpoint.store import Found, Store
 from llama405b.contract.checkpoints import DATA_FILE
 from llama405b.contract.errors import UserError
@@ -30,7 +31,7 @@ class Gathered:
         self.path = found.path
         self.rank, self.keeper = store.me.rank, store.keeper_of[store.me.rank]
         self.made: list[Path] = []
-        self.have = {keeper: {*found.held[keeper]} for keeper in store.keepers}
+        self.have = {keeper: {*found.own[keeper]} for keeper in store.keepers}
 
     def describe(self) -> None:
         """Bring what all ranks need: everything without tensors."""
@@ -50,12 +51,13 @@ class Gathered:
             return
         with ranks.refusing_together(self.store.group):
             try:
-                self._make_room([name for name, _, to in moves if to == self.rank])
+                self._make_room(moves)
             except OSError as error:
                 raise UserError(
                     f"{self.found.path}: {reason_of(error)} on {self.store.me.host}; free space there"
                 ) from None
         failed = ""
+        moves = [move for move in moves if move[1] != move[2]]  # what it has itself is linked
         total, done = sum(self.found.manifest.files[name].bytes for name, _, to in moves if to == self.rank), 0
         for name, source, to in moves:  # in one order on all ranks: none waits for one that waits for it
             try:
@@ -84,14 +86,18 @@ class Gathered:
             }
             for number, name in enumerate(sorted(wanted - self.have[keeper])):
                 sources = [other for other in self.store.keepers if name in self.found.held[other]]
-                moves.append((name, sources[number % len(sources)], keeper))
+                source = keeper if keeper in sources else sources[number % len(sources)]
+                moves.append((name, source, keeper))
                 self.have[keeper].add(name)
         if any(to == self.keeper for _, _, to in moves):
             self.path = self.store.directory.borrowed(self.found.path)
         return moves
 
-    def _make_room(self, coming: Sequence[str]) -> None:
-        if self.rank != self.keeper or not coming:
+    def _make_room(self, moves: Sequence[tuple[str, int, int]]) -> None:
+        """Make the directory to read from, with links to what this host has; files are to come beside them."""
+        coming = [name for name, source, to in moves if to == self.rank != source]
+        linked = [name for name, source, to in moves if to == self.rank == source]
+        if self.rank != self.keeper or not (coming or linked):
             return
         needed, free = (
             sum(self.found.manifest.files[name].bytes for name in coming),
@@ -102,16 +108,23 @@ class Gathered:
         if self.path not in self.made:
             self.made.append(self.path)
             shutil.rmtree(self.path, ignore_errors=True)
-            for name in self.found.held[self.keeper]:
-                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-                (self.path / name).symlink_to((self.found.path / name).resolve())
+            linked += self.found.own[self.keeper]
+        for name in linked:
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.path / name).symlink_to(self._at(name).resolve())
         for name in coming:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+
+    def _at(self, name: str) -> Path:
+        """Where this host has a file, its own or a copy."""
+        size = self.found.manifest.files[name].bytes
+        places = [part / name for part in parts_of(self.found.path)]
+        return next(place for place in places if place.is_file() and place.stat().st_size == size)
 
     def _send(self, name: str, to: int) -> None:
         left = self.found.manifest.files[name].bytes
         try:
-            with (self.found.path / name).open("rb", buffering=0) as file:
+            with self._at(name).open("rb", buffering=0) as file:
                 while left:
                     content = bytearray(file.read(min(PIECE_BYTES, left)))
                     if not content:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b import ranks
 from llama405b.checkpoint.frozen import Frozen, Staging, Ways
+from llama405b.checkpoint.ring import Copies
 from llama405b.checkpoint.snapshot import state_to_save
 from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.write import SealingWriter
@@ -46,9 +47,9 @@ class Saved:
 class Saving:
     """Writes one checkpoint at a time into a store."""
 
-    def __init__(self, store: Store, staging_bytes: int | None = None) -> None:
+    def __init__(self, store: Store, staging_bytes: int | None = None, copies: Copies | None = None) -> None:
         """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some."""
-        self.store, self.me, self.staging_bytes = store, store.me, staging_bytes
+        self.store, self.me, self.staging_bytes, self.copies = store, store.me, staging_bytes, copies
         self.staging: Staging | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.under_way: Future[Saved] | None = None
@@ -115,7 +116,8 @@ class Saving:
             store.on_keepers(lambda: directory.commit(final), final, store.group)
         finally:
             frozen.abandon()
-        store.on_keepers(lambda: directory.retire(step, store.keep), store.root, store.group)
+        everywhere = self.copies.survey(store.group) if self.copies else 0
+        store.on_keepers(lambda: directory.retire(step, store.keep, spare=everywhere), store.root, store.group)
         return Saved(step, final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
 
     def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:

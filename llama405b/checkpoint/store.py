@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama405b import ranks
-from llama405b.checkpoint.commit import Directory
+from llama405b.checkpoint.commit import Directory, parts_of
 from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest
 from llama405b.contract.checkpoints import LEAST_KEPT, Manifest, committed, write_manifest
 from llama405b.contract.errors import UserError
@@ -26,6 +26,7 @@ from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import reason_of
+from llama405b.contract.replicas import replicated_steps
 from llama405b.contract.trust import user_of
 from llama405b.ranks import Ranks
 
@@ -39,7 +40,8 @@ class Found:
 
     path: Path  # the same on all hosts
     manifest: Manifest
-    held: tuple[frozenset[str], ...]  # files in the directory of each rank's keeper
+    held: tuple[frozenset[str], ...]  # files that each rank's keeper has, its own or copies
+    own: tuple[frozenset[str], ...]  # of them: what is in the checkpoint itself
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Seen:
 
     digest: str = ""  # of its manifest; "": it has none
     files: tuple[str, ...] = ()  # present, and as the manifest says as far as that was checked
+    copies: tuple[str, ...] = ()  # of other hosts' files
     fault: PassedOver | None = None  # the first
 
 
@@ -197,7 +200,11 @@ class Store:
     def present(self) -> list[Path]:
         """List the committed checkpoints that any keeper sees, oldest first."""
         seen: list[str] = []
-        self.on_keepers(lambda: seen.extend(path.name for path in committed(self.root)), self.root)
+
+        def look() -> None:
+            seen.extend({*(path.name for path in committed(self.root)), *replicated_steps(self.root)})
+
+        self.on_keepers(look, self.root)
         return [
             self.root / name
             for name in sorted({name for names in ranks.agreed(tuple(seen), tuple[str, ...]) for name in names})
@@ -229,32 +236,42 @@ class Store:
             return PassedOver(path, Fault.DAMAGED, f"{path}: hosts have different manifests of it")
         first = next(keeper for keeper in self.keepers if seen[keeper].digest)
         manifest = self._manifest_of(path, first)
-        missing = sorted({*manifest.files}.difference(*(each.files for each in of_keepers)))
+        missing = sorted({*manifest.files}.difference(*((*each.files, *each.copies) for each in of_keepers)))
         if missing:
             damage = next((f"{fault}; " for fault in faults if fault.fault is Fault.DAMAGED), "")
             return PassedOver(path, Fault.DAMAGED, f"{damage}{path}/{missing[0]}: on no host of this run")
-        return Found(path, manifest, tuple(frozenset(seen[keeper].files) for keeper in self.keeper_of))
+        own = tuple(frozenset(seen[keeper].files) for keeper in self.keeper_of)
+        held = tuple(frozenset((*seen[keeper].files, *seen[keeper].copies)) for keeper in self.keeper_of)
+        return Found(path, manifest, held, own)
 
     def _manifest_of(self, path: Path, keeper: int) -> Manifest:
         mine: Manifest | None = None
         if self.me.rank == keeper:
-            opened = open_manifest(path, self.saved)
-            mine = opened if isinstance(opened, Manifest) else None
+            opened = [open_manifest(part, self.saved) for part in parts_of(path)]
+            mine = next(each for each in opened if isinstance(each, Manifest))
         manifest = ranks.agreed(mine, Manifest | None)[keeper]
         assert manifest
         return manifest
 
     def _see(self, path: Path) -> Seen:
-        """What of a checkpoint is in this rank's directory."""
-        if not self.shared and not path.exists():
-            return Seen()
-        opened = open_manifest(path, self.saved)
-        if isinstance(opened, PassedOver):
-            return Seen(fault=opened)
-        _, digest = write_manifest(opened)
-        try:
-            good, fault = look_over(path, opened)
-        except OSError as error:
-            why = f"{path}: cannot be read ({reason_of(error)}) on {self.me.host}"
-            return Seen(digest, fault=PassedOver(path, Fault.UNREADABLE, why))
-        return Seen(digest, tuple(good), fault)
+        """What of a checkpoint is in this rank's directory: its own part, and copies of others'."""
+        parts = [path] if self.shared else [part for part in parts_of(path) if part.exists()]
+        own, copies, digest = list[str](), set[str](), ""
+        fault: PassedOver | None = None
+        for part in parts:
+            opened = open_manifest(part, self.saved)
+            if isinstance(opened, PassedOver):
+                fault = fault or opened
+                continue
+            _, its_digest = write_manifest(opened)
+            digest = digest or its_digest
+            try:
+                good, why = look_over(part, opened)
+            except OSError as error:
+                said = f"{part}: cannot be read ({reason_of(error)}) on {self.me.host}"
+                return Seen(digest, fault=PassedOver(part, Fault.UNREADABLE, said))
+            if part == path:
+                own, fault = good, why
+            elif its_digest == digest:
+                copies |= {*good}
+        return Seen(digest, tuple(own), tuple(sorted(copies.difference(own))), fault)

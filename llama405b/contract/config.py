@@ -355,6 +355,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
         ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
+        ("checkpoint.replicas", config.checkpoint.replicas > 1, "checkpoint.replicas is above 1; use 0 or 1"),
         ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
         ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),

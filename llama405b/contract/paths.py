@@ -16,10 +16,14 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
     status/.HOST.secrets             agent         until the node runner has read it
     status/.HOST.guard-order         agent         until the guard that begins on that host has read it
+    status/.HOST.spot                replicator    where that host takes copies of checkpoints (``replicas.Spot``)
+    status/.HOST.ring                that host's first rank   which host is next (``replicas.Ring``)
+    status/HOST.copied               replicator    what the next host has (``replicas.Copied``)
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
+    checkpoints/of-HOST/step-<8 digits>/   replicator   copies of the part of the host before, with ``place = node``
     checkpoints/lease-<8 digits>.json   rank 0     who may write there (``checkpoints.Lease``); the highest number counts
     events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, and guard (on the machine that it runs on)
     requests/ID.json                 agent         a ``RunRequest``, on the head
@@ -74,6 +78,9 @@ class RunDir:
     metrics = _Below("metrics.jsonl")
     checkpoints = _Below("checkpoints")  # unless the configuration says otherwise
     requests = _Below("requests")
+    spot = _BelowEach("status/.{}.spot")
+    ring = _BelowEach("status/.{}.ring")
+    copied = _BelowEach("status/{}.copied")
     model = _BelowEach("model/{}")
     heartbeat = _BelowEach("heartbeat/rank-{}.json")
     events = _BelowEach("events/{}.jsonl")

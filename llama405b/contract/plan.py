@@ -45,6 +45,7 @@ class Plan:
     refuse_sockets: bool = False  # end the run if NCCL falls back to TCP although there is RDMA
     grace_s: float = 0.0  # for the trainer to save, if SIGTERM comes without a stop request
     slurm_job: str = ""  # the job it runs in, if any
+    replicates: bool = False  # checkpoints are copied from host to host
 
     @property
     def trains(self) -> bool:

@@ -136,8 +136,9 @@ class Checkpoint:
         "", "a directory that all hosts share, or with place = node one on each; default: <run>/checkpoints"
     )
     place: Literal["shared", "node"] = option(
-        "shared", "node: each host keeps what its ranks wrote on its own disk, and a lost host loses all checkpoints"
+        "shared", "node: each host keeps what its ranks wrote on its own disk, and a copy of the host before it"
     )
+    replicas: int = option(1, "with place = node: 0: no copies, so a lost host loses all checkpoints")
     every: str = option(
         "100",
         "steps between checkpoints, a time like 10m, or auto: as often as costs least (the last step is always saved); 0: never",
@@ -151,6 +152,11 @@ class Checkpoint:
     allow_changes: bool = option(
         False, "resume although model, data, sequence length, global batch, numerics or a seed are not the checkpoint's"
     )
+
+    @property
+    def copies(self) -> int:
+        """How many copies are made of each host's part."""
+        return self.replicas if self.place == "node" else 0
 
     @property
     def staging_bytes(self) -> int | None:

@@ -15,11 +15,15 @@ def _losses(done):
     return [line.split()[3] for line in done.stdout.splitlines() if line.startswith("step ")][-4:]
 
 
+def _there(hosts, i, path):
+    return hosts.exec(i, "test", "-e", f"{hosts.workdir(i)}/{path}", check=False).returncode == 0
+
+
 def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, operator):
     flags = ["--follow", *DEMO, *SAVING]
     whole = operator("launch", "--run", "whole", *flags)
     assert whole.returncode == 0, whole.stderr
-    assert "checkpoints: each host keeps its part, 3 directories in all; if a host is lost, so are they" in whole.stdout
+    assert "checkpoints: each host keeps its part, 3 directories in all; and the next host a copy" in whole.stdout
     kept = [
         hosts.exec(i, "find", f"{hosts.workdir(i)}/runs/whole/checkpoints/step-00000016", "-name", "*.distcp").stdout
         for i in (1, 2, 3)
@@ -27,8 +31,7 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     assert [{name[2] for name in re.findall(r"__\d_\d", found)} for found in kept] == [{"0"}, {"1"}, {"2"}]
 
     assert operator("launch", "--run", "r", *DEMO, *SAVING).returncode == 0
-    there = f"{hosts.workdir(3)}/runs/r/checkpoints/step-00000004"
-    wait_for(lambda: hosts.exec(3, "test", "-d", there, check=False).returncode == 0)
+    wait_for(lambda: _there(hosts, 3, "runs/r/checkpoints/step-00000004"))
     hosts.exec(2, "pkill", "-9", "-f", "llama405b.train", check=False)
     wait_for(lambda: operator("status", "--run", "r").returncode == 1)
 
@@ -37,4 +40,26 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     assert again.returncode == 0, again.stderr
     assert "resumed from runs/r/checkpoints/step-0000000" in again.stdout
     assert _losses(again) == _losses(whole)
-    hosts.exec(1, "test", "!", "-e", f"{hosts.workdir(1)}/runs/r/checkpoints/step-00000004.r.tmp-read")
+    assert "tmp" not in hosts.exec(1, "ls", f"{hosts.workdir(1)}/runs/r/checkpoints").stdout
+
+
+def test_a_host_that_comes_back_blank_has_its_part_from_its_neighbour(hosts, operator):
+    hosts.hosts_file(operator.path / "hosts")
+    flags = [*DEMO, *SAVING, "--training.max_steps", 24]
+    whole = operator("launch", "--run", "w", "--follow", *flags)
+    assert whole.returncode == 0, whole.stderr
+    told = operator("status", "--run", "w").stdout
+    assert re.search(r"newest checkpoint: /\S+/runs/w/checkpoints/step-00000024\n", told)
+    assert "copied to the next host: step 24" in told
+    assert operator("launch", "--run", "lost", *flags).returncode == 0
+    wait_for(lambda: "copied to the next host: step" in operator("status", "--run", "lost").stdout)
+    hosts.crash(3)
+    wait_for(lambda: operator("status", "--run", "lost").returncode == 1)
+    hosts.boot(3)
+    hosts._wait()
+    assert not _there(hosts, 3, "runs/lost")
+    again = operator("launch", "--run", "lost", "--resume", "auto", "--follow", *flags)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from runs/lost/checkpoints/step-000000" in again.stdout
+    assert _losses(again) == _losses(whole)
+    assert "copied to the next host: step 24" in operator("status", "--run", "lost").stdout

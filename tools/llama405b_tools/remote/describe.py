@@ -11,8 +11,9 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import Blame, GuardState, Metrics, NodeState, NodeStatus, StopMark
+from llama405b.contract.replicas import Copied
 from llama405b_tools.remote import processes, slurm
-from llama405b_tools.remote.locks import is_alive, run_of
+from llama405b_tools.remote.locks import is_alive, run_of, runs
 from llama405b_tools.remote.messages.status import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 
 NEWEST_RUNS = 20
@@ -49,7 +50,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         owner=plan.owner,
         first_rank=node.first_rank if node else 0,
         alive=alive,
-        leftovers=() if alive or plan.slurm_job else tuple(processes.marked(f"{run.path}:{host}")),
+        leftovers=() if is_alive(run, host) or plan.slurm_job else tuple(processes.marked(f"{run.path}:{host}")),
         status=read_record(NodeStatus, run.status(host)),
         heartbeats=beats_of(run, node),
         ends=tuple(read_records(NodeStatus, run.ends(host), NEWEST_RUNS)),
@@ -62,13 +63,14 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         blames=tuple(read_records(Blame, run.blames(host), NEWEST_RUNS)),
         world=plan.world,
         save_s=_save_seconds(run),
+        copied=(read_record(Copied, run.copied(host)) or Copied()) if plan.replicates else None,
     )
 
 
 def lives(run: RunDir, plan: Plan, host: str) -> bool:
     """Whether a node runner is running the plan: here, or on the node of a Slurm job whose files these are."""
     if not plan.slurm_job:
-        return is_alive(run, host)
+        return runs(run, host)
     status = read_record(NodeStatus, run.status(host))
     if status and status.attempt == plan.attempt and status.state not in (NodeState.STARTING, NodeState.RUNNING):
         return False

@@ -49,7 +49,7 @@ def end(request: EndRequest) -> Ended:
     if request.blame and run.path.is_dir():
         record_blame(run, host, request.blame)
     if was_alive:
-        _end_runner(run, host, request)
+        end_runner(run, host, request)
     ended, left = processes.sweep(f"{run.path}:{host}")
     session = ["kill-session", "-t", f"={tmux_session(host)}"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # tmux is gone or hangs: its processes were ended
@@ -78,7 +78,7 @@ def record_blame(run: RunDir, host: str, blame: Blame) -> None:
         append_line(run.blames(host), reader.dumps(blame))
 
 
-def _end_runner(run: RunDir, host: str, request: EndRequest) -> None:
+def end_runner(run: RunDir, host: str, request: EndRequest) -> None:
     """Tell the node runner to end the run, and wait; if it does not end, kill it: its guardian ends the rest."""
     runner = read_record(NodeStatus, run.status(host))
     if runner is None or not processes.same_process(runner.pid, runner.pid_start):

@@ -29,7 +29,7 @@ from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import stopped_by
-from llama405b_tools.remote.locks import is_alive, run_of
+from llama405b_tools.remote.locks import is_alive, run_of, runs
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, Reach, RunPlace
 
 VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
@@ -67,9 +67,9 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         run_exists=run.path.exists(),
         attempt=plan.attempt,
         owner=plan.owner,
-        alive=is_alive(run, host),
+        alive=runs(run, host),
         others=tuple(others),
-        leftovers=tuple(processes.marked(f"{run.path}:{host}")),
+        leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
         machine=_machine_id(),
         gpus=n_gpus(),
         rdma=rdma(),

@@ -5,7 +5,10 @@ import os
 import time
 from pathlib import Path
 
+from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import read_plan
+from llama405b.contract.records import NodeState, NodeStatus
 
 
 def take_lock(path: Path, tries: int = 10) -> int | None:
@@ -36,6 +39,15 @@ def is_alive(run: RunDir, host: str) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def runs(run: RunDir, host: str) -> bool:
+    """Whether the run has not ended here: a node runner may live longer, to copy checkpoints to the next host."""
+    lives = is_alive(run, host)
+    if not lives or not read_plan(run).replicates:
+        return lives
+    status = read_record(NodeStatus, run.status(host))
+    return status is None or status.state in (NodeState.STARTING, NodeState.RUNNING)
 
 
 def run_of(name: str) -> RunDir:

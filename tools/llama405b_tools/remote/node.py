@@ -30,10 +30,11 @@ from llama405b_tools.machine.torchrun import root_cause
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
+from llama405b_tools.remote.replicate import LAST
 from llama405b_tools.remote.secrets import read_secrets
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.remote.tmux import remove_own_socket
-from llama405b_tools.remote.torchrun import SETUP_FAILED, node_env, setup_argv, torchrun_argv
+from llama405b_tools.remote.torchrun import MARKER, SETUP_FAILED, node_env, setup_argv, torchrun_argv
 from llama405b_tools.text.clean import hide, pieces_of
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
@@ -48,7 +49,7 @@ class NodeRunner:
     def __init__(self, run: RunDir, host: str) -> None:
         self.run, self.host = run, host
         self.marker = f"{run.path}:{host}"
-        self.stop_signal = 0
+        self.stop_signal = self.n_signals = 0
         self.fell_back = ""  # NCCL's line about falling back to TCP
         self.hidden: list[str] = []  # of the secrets, in the tmux pane
         self.ended = threading.Event()  # set once torchrun has ended
@@ -80,13 +81,20 @@ class NodeRunner:
             os.write(line, reader.dumps(Cause(CauseKind.NOT_STARTED, self.host, detail=str(error))).encode())
             raise
         self.report(NodeState.RUNNING)
+        replicator = self.start_replicator()
         threads = self.watch_logs(child)
         code = self.wait(child)
         self.ended.set()
         for thread in threads:
             thread.join(GRACE_S)
-        processes.sweep(self.marker, below=os.getpid(), spare=(guardian,))
-        self.report_end(code)
+        spared = [guardian, replicator.pid] if replicator else [guardian]
+        processes.sweep(self.marker, below=os.getpid(), spare=tuple(spared))
+        if code:  # whoever waits for that is told before the copies are finished
+            self.report_end(code)
+        if replicator:
+            self.finish_copies(replicator)
+        if not code:
+            self.report_end(code)
         os.write(line, DONE)  # the guardian may go
         os.close(line)
         os.waitpid(guardian, 0)
@@ -95,6 +103,7 @@ class NodeRunner:
 
     def on_signal(self, number: int, _frame: object) -> None:
         """Note that the run is to end."""
+        self.n_signals += 1
         self.stop_signal = self.stop_signal or number
 
     def report(
@@ -201,6 +210,29 @@ class NodeRunner:
                 stderr=log,
                 start_new_session=True,
             )
+
+    def start_replicator(self) -> "subprocess.Popen[bytes] | None":
+        """Start what copies checkpoints to the next host, if the run wants that."""
+        if not self.plan.replicates:
+            return None
+        env = os.environ | {MARKER: self.marker}
+        argv = [sys.executable, "-m", "llama405b_tools.remote.replicate", str(self.run.path), self.host]
+        with self.run.agent_log(self.host).open("ab", buffering=0) as log:
+            return subprocess.Popen(
+                argv, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def finish_copies(self, replicator: "subprocess.Popen[bytes]") -> None:
+        """Let it copy what was saved last, unless this runner is told to end at once, or once more."""
+        assert replicator.stdin
+        signals, waits = self.n_signals, not self.stop_signal or stop_mark(self.run, self.host).grace_s
+        with contextlib.suppress(OSError):
+            replicator.stdin.write(LAST)
+            replicator.stdin.flush()
+        while waits and replicator.poll() is None and self.n_signals == signals:
+            time.sleep(POLL_S)
+        replicator.kill()
+        replicator.wait()
 
     def look_for_sockets(self, data: bytes, child: "subprocess.Popen[bytes]") -> None:
         """End the run if NCCL falls back to TCP and the plan forbids that: it would train at a crawl."""

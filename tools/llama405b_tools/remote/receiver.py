@@ -31,9 +31,9 @@ RECORD = ".llama405b-pushed.json"  # what was verified here: name -> [bytes, mti
 class Receiver:
     """Receives files into ``root``, and passes them on to the next host, if there is one."""
 
-    def __init__(self, root: Path, token: str) -> None:
+    def __init__(self, root: Path, token: str, listener: socket.socket | None = None) -> None:
         self.root, self.token = root, token
-        self.listener = socket.create_server(("", 0))
+        self.listener = listener or socket.create_server(("", 0))
         self.listener.settimeout(ACCEPT_S)
         self.port = self.listener.getsockname()[1]
         self.done = self.total = 0
@@ -49,7 +49,11 @@ class Receiver:
             chain_protocol.BrokenLinkError: The previous host is gone; what arrived is kept.
             OSError: This host's disk fails.
         """
-        link = self._accept()
+        with contextlib.closing(self.accept()) as link:
+            self.receive(link, below)
+
+    def receive(self, link: socket.socket, below: NextHop | None) -> None:
+        """Receive everything over a connection that ``accept`` returned; see ``run``."""
         files: chain_protocol.FileList = list(
             reader.loads(chain_protocol.Offer, chain_protocol.line(link), "what is to come").files
         )
@@ -72,10 +76,13 @@ class Receiver:
             self._receive(link, name, size, have, begin)
         if self.next:
             self.next.close()
-        link.close()
 
-    def _accept(self) -> socket.socket:
-        """Accept the connection of the host that knows the token."""
+    def accept(self) -> socket.socket:
+        """Accept the connection of the host that knows the token.
+
+        Raises:
+            TimeoutError: None has come.
+        """
         while True:
             link, _ = self.listener.accept()
             link.settimeout(chain_protocol.STALL_S)

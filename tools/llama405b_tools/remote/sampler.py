@@ -246,6 +246,7 @@ class Run:
             "net": self.net,
             "others": self.others,
             "checkpoint_step": self.saved_step,
+            "copied_step": self._status(".copied").get("step", 0) if self.plan.get("replicates") else None,
         }
         if self.sent_mark != self.plan_mark:
             self.sent_mark = self.plan_mark
@@ -340,9 +341,11 @@ class Run:
         return False
 
     def _is_alive(self):
+        running = self._status(".json").get("state") in ("starting", "running")
         if self.plan.get("slurm_job"):  # the lock is held on the node, not here
-            return self._status(".json").get("state") in ("starting", "running")
-        return self._held(self.path)
+            return running
+        copies = self.plan.get("replicates")  # which may go on when the ranks have ended
+        return self._held(self.path) and (running or not copies)
 
     def _beat(self, rank):
         beat = read_object("%s/heartbeat/rank-%d.json" % (self.path, rank))

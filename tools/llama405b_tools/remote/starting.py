@@ -15,7 +15,7 @@ from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.remote import ending, processes
 from llama405b_tools.remote.describe import stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
-from llama405b_tools.remote.locks import is_alive, run_of, take_lock
+from llama405b_tools.remote.locks import is_alive, run_of, runs, take_lock
 from llama405b_tools.remote.messages.end import EndRequest
 from llama405b_tools.remote.messages.start import (
     ANSWER_WITHIN_S,
@@ -55,6 +55,8 @@ def _start(request: StartRequest) -> Started:
     host, plan = request.host, request.plan
     run = run_of(plan.run)
     claim = take_lock(run.start_lock(host))  # of two simultaneous launches of one name, one is refused
+    if claim and is_alive(run, host) and not runs(run, host):
+        ending.end_runner(run, host, EndRequest(plan.run, host))  # the new attempt copies what is left
     if claim is None or is_alive(run, host):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if not request.again:

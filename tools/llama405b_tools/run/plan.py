@@ -23,6 +23,7 @@ class Terms:
     secrets: tuple[str, ...]  # names
     setup: str = ""
     checkpoint_dir: str = ""
+    replicates: bool = False
     on_cpu: bool = False
     allow_sockets: bool = False
 
@@ -86,6 +87,7 @@ def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) ->
         secrets=terms.secrets,
         nodes=tuple(nodes),
         checkpoint_dir=terms.checkpoint_dir,
+        replicates=terms.replicates,
         owner=launching.owner,
         setup=terms.setup,
         refuse_sockets=all(nccl) and not terms.allow_sockets,

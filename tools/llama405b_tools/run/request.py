@@ -75,6 +75,7 @@ class LaunchRequest:
             secrets=tuple(sorted(self.secrets)),
             setup=self.setup,
             checkpoint_dir=self.settings.checkpoint.dir,
+            replicates=self.saves and self.settings.checkpoint.copies > 0,
             on_cpu=self.on_cpu,
             allow_sockets=self.allow_sockets,
         )

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError, code_for
 from llama405b.contract.reader import Json
@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if guard:
         print(guard_line(guard))
     print_progress(told)
+    print_copies({name: found for name, found in replies(seen).items() if found})
     if failures:
         worst = judge.first_failure(failures)
         print(f"{worst.host}: {failure_words(worst)}")
@@ -107,6 +108,20 @@ def print_progress(found: Sequence[HostRun]) -> None:
         )
     if saved or any(each.heartbeats for each in found):
         print(f"newest checkpoint: {saved or 'none yet'}")
+
+
+def print_copies(found: Mapping[str, HostRun]) -> None:
+    """Print the newest checkpoint that outlives a host, and why a newer one is not copied."""
+    copies = {name: each.copied for name, each in found.items() if each.copied}
+    if not copies:
+        return
+    least = min(copy.step for copy in copies.values())
+    print(
+        f"copied to the next host: {f'step {least}' if least else 'nothing yet; a lost host would lose all checkpoints'}"
+    )
+    for name, copy in copies.items():
+        if copy.fault:
+            print(f"{name}: not copied: {copy.fault}")
 
 
 def _row(name: str, found: HostRun | HostError | None, standing: State | None) -> tuple[str, ...]:

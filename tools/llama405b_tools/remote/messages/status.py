@@ -3,6 +3,7 @@
 import dataclasses
 
 from llama405b.contract.records import Blame, GuardState, Heartbeat, Metrics, NodeStatus
+from llama405b.contract.replicas import Copied
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class HostRun:
     blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
     world: int = 0  # ranks on all its hosts
     save_s: float = 0.0  # how long its last save took; 0: unknown
+    copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

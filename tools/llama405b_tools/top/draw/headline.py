@@ -85,7 +85,8 @@ def _risk(run: Training, pic: Picture, *, short: bool) -> str:
         unit = "GPU-h" if pic.gpus_expected else "rank-h"
         steps += f", {run.lost_rank_hours:.1f} {unit}"
     where = "none" if run.checkpoint_step is None else run.checkpoint_step
-    return f"ckpt {where}: {steps} {what}"
+    copied = "" if run.copied_step is None else f", copied {run.copied_step or 'none'}"
+    return f"ckpt {where}{copied}: {steps} {what}"
 
 
 def _no_run(pic: Picture) -> Text:

@@ -130,7 +130,8 @@ class RunFrame:
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
     max_steps: int | None = None  # only from the head
-    checkpoint_step: int | None = None  # the newest in the directory that all hosts share; None: there is none
+    checkpoint_step: int | None = None  # the newest in the directory of checkpoints; None: there is none
+    copied_step: int | None = None  # the newest of which the next host has this one's part; None: nothing is copied
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -228,6 +228,7 @@ class Training:
     done_bytes: int | None = None  # while loading
     total_bytes: int | None = None
     checkpoint_step: int | None = None
+    copied_step: int | None = None  # the newest that outlives a host; None: it is on a disk that all share
     lost_steps: int | None = None  # steps lost if the run died now
     lost_rank_hours: float | None = None  # the same, in hours of one GPU (or rank, without GPUs)
     network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "" if unknown

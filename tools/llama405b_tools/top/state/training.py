@@ -44,6 +44,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
         attempt=max(run.attempt for run in runs),
         steps=_steps(found),
         checkpoint_step=max(known(run.checkpoint_step for run in found.heard.values() or runs), default=None),
+        copied_step=min(known(run.copied_step for run in found.heard.values() or runs), default=None),
         network=_network(found),
         guard=guard,
         others=tuple(sorted(others)),

@@ -1,0 +1,73 @@
+"""This host's place in the ring in which checkpoints are copied; the copying itself is a process of the node runner's.
+
+Knows keepers and the files of ``contract.replicas``; not tensors.
+"""
+
+import dataclasses
+import time
+
+import torch.distributed as dist
+
+from llama405b import ranks
+from llama405b.checkpoint.store import Store
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_record, write_json
+from llama405b.contract.replicas import Copied, Ring, Spot
+
+FOUND_WITHIN_S = 30.0
+
+
+class Copies:
+    """The copies of a run's checkpoints: each host's part on the next one."""
+
+    def __init__(self, store: Store) -> None:
+        """Join the ring, unless there is no other host.
+
+        Raises:
+            UserError: On every rank: the process that copies is not running on a host.
+        """
+        self.store, self.everywhere, keepers = store, 0, store.keepers
+        self.ring: Ring | None = None
+        self.active = len(keepers) > 1
+        if not self.active:
+            return
+        spots = ranks.agreed(self._spot() if store.keeps else None, Spot | None)
+        with ranks.refusing_together():
+            if store.keeps and spots[store.me.rank] is None:
+                raise UserError(
+                    f"--checkpoint.replicas: no process copies checkpoints on {store.me.host}; start the run with llama405b launch, "
+                    "or use --checkpoint.replicas 0"
+                )
+        if store.keeps:
+            at = keepers.index(store.me.rank)
+            after = spots[keepers[(at + 1) % len(keepers)]]
+            assert after
+            before = store.hosts[keepers[at - 1]]
+            self.ring = Ring(store.me.attempt, before, after, str(store.root.resolve()), store.run.name, store.keep)
+            write_json(store.run.ring(store.me.host), self.ring)
+
+    def survey(self, group: dist.ProcessGroup | None = None) -> int:
+        """Return the newest step of which every host has a copy on the next one, 0 if there is none; all ranks call it alike."""
+        if not self.active:
+            return 0
+        copied = None
+        if self.store.keeps:
+            copied = read_record(Copied, self.store.run.copied(self.store.me.host)) or Copied()
+        steps = [each.step for each in ranks.agreed(copied, Copied | None, group) if each]
+        newest = min(steps)
+        if newest > self.everywhere and self.ring:
+            self.ring = dataclasses.replace(self.ring, everywhere=newest)
+            write_json(self.store.run.ring(self.store.me.host), self.ring)
+        self.everywhere = max(newest, self.everywhere)
+        return self.everywhere
+
+    def _spot(self) -> Spot | None:
+        """Where this host takes copies; waits until the process that does has said so."""
+        deadline = time.monotonic() + FOUND_WITHIN_S
+        while True:
+            spot = read_record(Spot, self.store.run.spot(self.store.me.host))
+            if spot and spot.attempt == self.store.me.attempt:
+                return spot
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)

@@ -1,0 +1,158 @@
+"""Copy this host's checkpoints to the next host, and take those of the one before: a process of the node runner's.
+
+``python -m llama405b_tools.remote.replicate RUN_DIR HOST``. It ends when its standard input does: at once if that was closed
+without a word, or, after ``LAST``, once its newest checkpoint is copied and the host before has said that nothing more comes. The
+trainer says which host is next (``contract.replicas``). Standard library only.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from llama405b.contract.checkpoints import MANIFEST, committed, read_manifest, step_of
+from llama405b.contract.files import read_record, write_json
+from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.phrases import reason_of
+from llama405b.contract.plan import read_plan
+from llama405b.contract.reader import MalformedError
+from llama405b.contract.replicas import OF, Copied, Ring, Spot
+from llama405b_tools.remote import chain_protocol
+from llama405b_tools.remote.chain_protocol import BrokenLinkError, FileList
+from llama405b_tools.remote.messages.chain import NextHop
+from llama405b_tools.remote.receiver import Receiver
+from llama405b_tools.remote.secrets import write_private
+
+LAST = b"last\n"
+LOOK_EVERY_S = 0.5
+GIVE_UP_S = 60.0  # after LAST, on a host that cannot be reached, or says nothing
+GOT = b"+"  # said when all files came, and are right
+BYE = "nothing more"
+
+
+class Replicator:
+    """One attempt's copies, on one host."""
+
+    def __init__(self, run: RunDir, host: str) -> None:
+        self.run, self.host, self.plan = run, host, read_plan(run)
+        self.token = secrets.token_hex(16)
+        address = self.plan.node(host).address
+        self.listener = socket.create_server((address, 0))
+        port = self.listener.getsockname()[1]
+        self.spot = Spot(self.plan.attempt, address, port, self.token)
+        self.last = self.gone = self.taking = (
+            False  # nothing more is saved here; nothing more comes; something is coming
+        )
+        self.heard = time.monotonic()  # from the host before
+        self.copied = 0
+
+    def main(self) -> None:
+        """Copy until there is nothing more to copy."""
+        write_private(self.run.spot(self.host), json.dumps(dataclasses.asdict(self.spot)))
+        for act in (self._listen_to_runner, self._take):
+            threading.Thread(target=act, daemon=True).start()
+        given = time.monotonic()
+        while not (self.last and time.monotonic() - given > GIVE_UP_S):
+            ring, last = self.ring(), self.last
+            if ring is None or self._give(ring):
+                given = time.monotonic()
+                if last:
+                    break
+            time.sleep(LOOK_EVERY_S)
+        if ring:
+            with contextlib.suppress(OSError, BrokenLinkError, ValueError):
+                self._send(ring, [], Path(BYE))
+            while self.taking or not (self.gone or time.monotonic() - self.heard > GIVE_UP_S):
+                time.sleep(LOOK_EVERY_S)
+
+    def ring(self) -> Ring | None:
+        """This host's place in the ring, once the trainer has said so."""
+        ring = read_record(Ring, self.run.ring(self.host))
+        return ring if ring and ring.attempt == self.plan.attempt else None
+
+    def _give(self, ring: Ring) -> bool:
+        """Copy the newest checkpoint to the next host, if that lacks it; returns whether that has it now."""
+        newest = next((path for path in reversed(committed(Path(ring.root))) if _run_of(path) == ring.run), None)
+        if newest is None or step_of(newest) <= self.copied:
+            return True
+        names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
+        names.sort(key=lambda name: name == MANIFEST)  # it makes the copy complete
+        try:
+            self._send(ring, [(name, (newest / name).stat().st_size) for name in names], newest)
+        except (OSError, BrokenLinkError, ValueError) as error:
+            why = reason_of(error) if isinstance(error, OSError) else str(error)
+            write_json(self.run.copied(self.host), Copied(self.copied, f"{newest.name}: {why}"))
+            return False
+        self.copied = step_of(newest)
+        write_json(self.run.copied(self.host), Copied(self.copied))
+        return True
+
+    def _send(self, ring: Ring, files: FileList, directory: Path) -> None:
+        """Send files of a checkpoint; none: that nothing more comes."""
+        after = ring.after
+        hop = NextHop((after.address,), after.port, after.token)
+        named = [(f"{directory.name}/{name}", size) for name, size in files]
+        with contextlib.closing(chain_protocol.connect(hop)) as link:
+            chain_protocol.source(directory.parent, named, after.token, link, lambda _: None)
+            chain_protocol.exactly(link, 1)  # it has all of them, and they are right
+
+    def _take(self) -> None:
+        """Take what the host before sends, one checkpoint at a time."""
+        while True:
+            self.taking = False
+            receiver = Receiver(Path(), self.token, self.listener)
+            with (
+                contextlib.suppress(OSError, BrokenLinkError, ValueError),
+                contextlib.closing(receiver.accept()) as link,
+            ):
+                self.taking = True
+                ring = self.ring()
+                if ring is None:  # its trainer was faster than ours: it tries again
+                    continue
+                receiver.root = Path(ring.root) / f"{OF}{ring.before}"
+                receiver.receive(link, None)
+                self.heard = time.monotonic()
+                if receiver.bad:
+                    continue
+                self.gone = receiver.total == 0
+                link.sendall(GOT)
+                _retire(receiver.root, ring)
+
+    def _listen_to_runner(self) -> None:
+        if sys.stdin.buffer.readline() == LAST:
+            self.heard = time.monotonic()
+            self.last = True
+            sys.stdin.buffer.read()
+        os._exit(1)  # the node runner is gone
+
+
+def _retire(root: Path, ring: Ring) -> None:
+    """Delete copies that are older than those to be kept, and than the newest step that every host has a copy of."""
+    whole = [path for path in committed(root) if (path / MANIFEST).is_file()]
+    for old in committed(root):
+        if old not in whole[-ring.keep :] and step_of(old) < max(ring.everywhere, 1):
+            shutil.rmtree(old, ignore_errors=True)
+    for other in root.parent.glob(f"{OF}*"):  # of the hosts' order before
+        for old in committed(other) if other != root else ():
+            if step_of(old) < ring.everywhere:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _run_of(path: Path) -> str:
+    try:
+        return read_manifest((path / MANIFEST).read_bytes())[0].run
+    except (OSError, MalformedError):
+        return ""
+
+
+if __name__ == "__main__":
+    os.umask(UMASK)
+    Replicator(RunDir(Path(sys.argv[1])), sys.argv[2]).main()
+    os._exit(0)  # a thread still waits for the node runner
