@@ -107,7 +107,7 @@ class Saver:
         if isinstance(outcome, Saved):
             self.clock.cost_s = outcome.blocked_s
             self.journal.log(
-                f"saved {outcome.path} in {outcome.took_s:.1f} s, {outcome.blocked_s:.1f} s of them waited for"
+                f"saved {outcome.path} in {outcome.took_s:.1f} s; training waited {outcome.blocked_s:.1f} s"
             )
             self.journal.event(
                 EventKind.SAVED, step=step, path=outcome.path, digest=outcome.digest,

@@ -1,9 +1,16 @@
 """What a host tells of its runs, whatever it may not read."""
 
-from llama405b.contract.files import write_json
+import os
+
+import pytest
+
+from llama405b.contract import reader
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
-from llama405b_tools.remote import describe
+from llama405b.contract.records import NodeState, NodeStatus
+from llama405b_tools.remote import describe, locks
 from llama405b_tools.remote.messages.status import StatusRequest
 
 
@@ -17,3 +24,45 @@ def test_checkpoints_of_another_user_do_not_hide_the_run(tmp_path, monkeypatch):
     write_json(RunDir.here("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), nodes))
     [run] = describe.status(StatusRequest("a")).runs
     assert (run.run, run.checkpoint) == ("r", None)
+
+
+def _event(kind, step, **more):
+    return reader.dumps(RunEvent(0.0, "rank-0", kind, 1, step, **more))
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        ([], (0.0, "")),
+        ([_event(EventKind.SAVED, 4, took_s=90.5), _event(EventKind.ANSWERED, 5)], (90.5, "")),
+        (
+            [
+                _event(EventKind.SAVED, 4, took_s=90.5),
+                _event(EventKind.NOT_SAVED, 8, detail="full"),
+                _event(EventKind.NOT_SAVED, 12, detail="still full"),
+            ],
+            (90.5, "step 12: still full"),
+        ),
+        ([_event(EventKind.NOT_SAVED, 8, detail="full"), _event(EventKind.SAVED, 12, took_s=3.0)], (3.0, "")),
+    ],
+)
+def test_what_the_last_save_took_and_which_failed_since(tmp_path, events, told):
+    run = RunDir(tmp_path / "r")
+    for event in events:
+        append_line(run.events("rank-0"), event)
+    assert describe._saves(run) == told
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_node_runner_that_only_copies_counts_as_ended(tmp_path, copies):
+    run = RunDir(tmp_path / "r")
+    nodes = (Node("a", 1, 0, "/w", "/py", "", "", {}),)
+    write_json(run.plan, Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes, replicates=copies))
+    held = locks.take_lock(run.lock("a"))
+    assert locks.runs(run, "a")
+    write_json(run.status("a"), NodeStatus("a", NodeState.RUNNING, 1, 5, 5))
+    assert locks.runs(run, "a")
+    write_json(run.status("a"), NodeStatus("a", NodeState.EXITED, 1, 5, 5, exit_code=1))
+    assert locks.runs(run, "a") != copies
+    os.close(held)
+    assert not locks.runs(run, "a")

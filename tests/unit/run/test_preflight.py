@@ -162,6 +162,7 @@ def test_users_who_cannot_read_each_others_checkpoints_are_refused():
         "writes in /shared/c; log in as one user everywhere, or save nothing with --checkpoint.every 0"
     }
     assert preflight.user_faults(saving("--checkpoint.every", "0"), said) == {}
+    assert preflight.user_faults(saving("--checkpoint.place", "node"), said) == {}
 
 
 def test_users_who_share_the_directory_of_runs_are_refused():

@@ -40,7 +40,7 @@ def planned(request: PlanRequest) -> Plan:
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
     """Describe one run, from its files and processes here."""
     node, alive = plan.find(host), lives(run, plan, host)
-    saved = None
+    saved, (save_s, unsaved) = None, _saves(run)
     with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
         saved = newest_complete(checkpoints_of(run, plan))
     return HostRun(
@@ -62,7 +62,8 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         guard=read_record(GuardState, run.guarded(host)),
         blames=tuple(read_records(Blame, run.blames(host), NEWEST_RUNS)),
         world=plan.world,
-        save_s=_save_seconds(run),
+        save_s=save_s,
+        unsaved=unsaved,
         copied=(read_record(Copied, run.copied(host)) or Copied()) if plan.replicates else None,
     )
 
@@ -100,9 +101,16 @@ def checkpoints_of(run: RunDir, plan: Plan) -> Path:
     return Path(plan.checkpoint_dir or run.checkpoints)
 
 
-def _save_seconds(run: RunDir) -> float:
+def _saves(run: RunDir) -> tuple[float, str]:
+    """How long the last save took that succeeded, and why a later one failed."""
     events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)
-    return next((event.took_s for event in reversed(events) if event.kind is EventKind.SAVED), 0.0)
+    unsaved = ""
+    for event in reversed(events):
+        if event.kind is EventKind.SAVED:
+            return event.took_s, unsaved
+        if event.kind is EventKind.NOT_SAVED and not unsaved:
+            unsaved = f"step {event.step}: {event.detail}"
+    return 0.0, unsaved
 
 
 def _last_metrics(path: Path) -> Metrics | None:

@@ -134,10 +134,10 @@ class Replicator:
 
 
 def _retire(root: Path, ring: Ring) -> None:
-    """Delete copies that are older than those to be kept, and than the newest step that every host has a copy of."""
+    """Delete copies of what the other hosts have deleted, too: all but the newest, and the newest step that is copied everywhere."""
     whole = [path for path in committed(root) if (path / MANIFEST).is_file()]
-    for old in committed(root):
-        if old not in whole[-ring.keep :] and step_of(old) < max(ring.everywhere, 1):
+    for old in whole[: -ring.keep]:
+        if step_of(old) != ring.everywhere:
             shutil.rmtree(old, ignore_errors=True)
     for other in root.parent.glob(f"{OF}*"):  # of the hosts' order before
         for old in committed(other) if other != root else ():

@@ -108,6 +108,8 @@ def print_progress(found: Sequence[HostRun]) -> None:
         )
     if saved or any(each.heartbeats for each in found):
         print(f"newest checkpoint: {saved or 'none yet'}")
+    for unsaved in {each.unsaved for each in found if each.unsaved}:
+        print(f"NOT SAVED: {unsaved}")
 
 
 def print_copies(found: Mapping[str, HostRun]) -> None:

@@ -55,6 +55,7 @@ class HostRun:
     blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
     world: int = 0  # ranks on all its hosts
     save_s: float = 0.0  # how long its last save took; 0: unknown
+    unsaved: str = ""  # the newest step that could not be saved since, and why
     copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
 
 
