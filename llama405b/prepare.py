@@ -121,7 +121,7 @@ def resume_at(
             done = chosen.load(module, updater, me, pulse.loaded)
             break
         except DamagedError as fault:
-            journal.log(f"{fault}; loading {chosen.found.path} instead")
+            journal.log(str(fault))
             check(chosen)
     for each in chosen.passed_over:
         journal.log(f"ignored {each}; renamed to …aside")

@@ -31,6 +31,7 @@ class Gathered:
         self.path = found.path
         self.rank, self.keeper = store.me.rank, store.keeper_of[store.me.rank]
         self.made: list[Path] = []
+        self.came: dict[tuple[str, int], int] = {}  # file and keeper -> the keeper that sent it
         self.have = {keeper: {*found.own[keeper]} for keeper in store.keepers}
 
     def describe(self) -> None:
@@ -88,6 +89,7 @@ class Gathered:
                 sources = [other for other in self.store.keepers if name in self.found.held[other]]
                 source = keeper if keeper in sources else sources[number % len(sources)]
                 moves.append((name, source, keeper))
+                self.came[name, keeper] = source
                 self.have[keeper].add(name)
         if any(to == self.keeper for _, _, to in moves):
             self.path = self.store.directory.borrowed(self.found.path)

@@ -3,6 +3,8 @@
 DCP itself loads torn directories and flipped bits without an error. Knows the store; not what is loaded into.
 """
 
+import dataclasses
+
 import torch
 from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.api import CheckpointException
@@ -47,7 +49,8 @@ class Resume:
         """Load what was found into the shards; returns its step. All that is not used is set aside.
 
         Raises:
-            DamagedError: A part of it is not what was saved: the shards are as they may be, and ``found`` is now an older one.
+            DamagedError: A part of it is not what was saved: the shards are as they may be, and ``found`` is now the same without
+                that file, if another host has a copy, or an older one.
             UserError: There is none, or it cannot be read.
         """
         assert self.found
@@ -60,12 +63,29 @@ class Resume:
             done = restore(self.found.path, model, updater, me, reader)
         except CheckpointException as failed:
             fault = _fault(self.found, failed, self.store.hosts)
+            if fault.fault is Fault.DAMAGED and self._leave_out(gathered, failed):
+                raise DamagedError(f"{fault}; loading its copy instead") from None
             self._reject(fault)
-            raise DamagedError(fault.why) from None
+            raise DamagedError(f"{fault}; loading {self.found.path} instead") from None
         finally:
             gathered.drop()
         self.settle()
         return done
+
+    def _leave_out(self, gathered: Gathered, failed: CheckpointException) -> bool:
+        """Do without the files that turned out to be damaged, if other hosts have copies of them."""
+        assert self.found
+        own, held, keeper_of = list(self.found.own), list(self.found.held), self.store.keeper_of
+        for rank, cause in failed.failures.items():
+            assert isinstance(cause[0], DamagedError)
+            file, keeper = cause[0].file, keeper_of[rank]
+            holder = gathered.came.get((file, keeper), keeper)
+            for other in [other for other, its in enumerate(keeper_of) if its == holder]:
+                own[other], held[other] = own[other] - {file}, held[other] - {file}
+        if {*self.found.manifest.files} - set().union(*held):
+            return False
+        self.found = dataclasses.replace(self.found, own=tuple(own), held=tuple(held))
+        return True
 
     def settle(self) -> None:
         """Rename what was passed over, so that ``auto`` does not find it."""

@@ -23,6 +23,15 @@ from llama405b.contract.errors import UserError
 class DamagedError(UserError):
     """A file of a checkpoint is not what was saved."""
 
+    def __init__(self, words: str, file: str = "") -> None:
+        """``file``: its name in the checkpoint."""
+        super().__init__(words)
+        self.file = file
+
+    def __reduce__(self) -> tuple[type["DamagedError"], tuple[str, str]]:
+        """DCP sends it to all ranks, pickled."""
+        return type(self), (str(self), self.file)
+
 
 class VerifiedReader(FileSystemReader):
     """Reads what matches a manifest, and refuses all else."""
@@ -84,11 +93,11 @@ class VerifiedReader(FileSystemReader):
         unknown = [block for block in blocks if (name, block) not in self.good]
         sealed = self.manifest.files.get(name)
         if sealed is None or not file.is_file() or file.stat().st_size != sealed.bytes:
-            raise DamagedError(f"{file}: missing, or not of the size that was saved")
+            raise DamagedError(f"{file}: missing, or not of the size that was saved", name)
         for block, found in zip(unknown, block_hashes(file, unknown, size), strict=True):
             if found != sealed.blocks[block]:
                 where = f"block {block + 1} of {len(sealed.blocks)}"
-                raise DamagedError(f"{file}: its content does not match its checksum ({where})")
+                raise DamagedError(f"{file}: its content does not match its checksum ({where})", name)
             self.good.add((name, block))
 
     def _length(self, item: ReadItem) -> int:

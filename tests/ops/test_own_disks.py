@@ -1,9 +1,13 @@
 """A run on real hosts that share nothing, not even a user: its checkpoints are on their own disks."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
+from conftest import ROOT
 from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -63,3 +67,21 @@ def test_a_host_that_comes_back_blank_has_its_part_from_its_neighbour(hosts, ope
     assert "resumed from runs/lost/checkpoints/step-000000" in again.stdout
     assert _losses(again) == _losses(whole)
     assert "copied to the next host: step 24" in operator("status", "--run", "lost").stdout
+
+
+def test_the_guard_brings_back_a_run_whose_host_came_back_blank(hosts, operator):
+    hosts.hosts_file(operator.path / "hosts")
+    flags = [*DEMO, *SAVING, "--training.max_steps", 24]
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "g", "--restart", "3", "--follow", *map(str, flags)],
+        cwd=operator.path, env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait_for(lambda: "copied to the next host: step" in operator("status", "--run", "g").stdout)
+    hosts.crash(2)
+    hosts.boot(2)
+    hosts._wait()
+    out, _ = follower.communicate(timeout=200)
+    assert follower.returncode == 0, out
+    assert re.search(r"resumed from runs/g/checkpoints/step-000000\d\d", out), out
+    assert "step 24/24" in out

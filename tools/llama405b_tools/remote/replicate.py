@@ -135,9 +135,11 @@ class Replicator:
 
 def _retire(root: Path, ring: Ring) -> None:
     """Delete copies of what the other hosts have deleted, too: all but the newest, and the newest step that is copied everywhere."""
-    whole = [path for path in committed(root) if (path / MANIFEST).is_file()]
-    for old in whole[: -ring.keep]:
-        if step_of(old) != ring.everywhere:
+    there = committed(root)
+    whole = [path for path in there if (path / MANIFEST).is_file()]
+    needed = {*whole[-ring.keep :], *there[-1:]}
+    for old in there:
+        if old not in needed and step_of(old) != ring.everywhere:
             shutil.rmtree(old, ignore_errors=True)
     for other in root.parent.glob(f"{OF}*"):  # of the hosts' order before
         for old in committed(other) if other != root else ():
