@@ -3,6 +3,7 @@
 #   bash tests/run.sh [PYTEST ARGS]    the quick ones
 #   bash tests/run.sh quick            only the unit tests, in half a minute
 #   bash tests/run.sh --all            also slow ones and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
+#   bash tests/run.sh --soak           random kills, for a quarter of an hour; never in CI
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh
@@ -17,10 +18,13 @@ if [ "${1:-}" = quick ]; then
     exec .venv/bin/python -m pytest -q -m "not slow and not gpu" tests/unit "$@"
 fi
 bash tests/check.sh || exit 1
-marks=(-m "not slow and not gpu")
+marks=(-m "not slow and not gpu and not soak")
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu" --durations=25)
+    marks=(-m "not gpu and not soak" --durations=25)
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
+elif [ "${1:-}" = --soak ]; then
+    shift
+    marks=(-m soak -s)
 fi
 exec .venv/bin/python -m pytest "${marks[@]}" "$@"

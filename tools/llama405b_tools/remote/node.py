@@ -40,6 +40,7 @@ from llama405b_tools.text.clean import hide, pieces_of
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
 STOP_EVERY_S = 1.0  # on a disk that all nodes share
+AGAIN_S = 5.0  # between two starts of the process that copies
 DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
 
@@ -53,6 +54,8 @@ class NodeRunner:
         self.fell_back = ""  # NCCL's line about falling back to TCP
         self.hidden: list[str] = []  # of the secrets, in the tmux pane
         self.ended = threading.Event()  # set once torchrun has ended
+        self.replicator: subprocess.Popen[bytes] | None = None
+        self.copying_since = -math.inf
         self.plan = read_plan(run)
         if not self.plan.nodes:
             raise SystemExit(f"{run.plan}: cannot be read; launch the run again")
@@ -81,18 +84,18 @@ class NodeRunner:
             os.write(line, reader.dumps(Cause(CauseKind.NOT_STARTED, self.host, detail=str(error))).encode())
             raise
         self.report(NodeState.RUNNING)
-        replicator = self.start_replicator()
+        self.keep_copying()
         threads = self.watch_logs(child)
         code = self.wait(child)
         self.ended.set()
         for thread in threads:
             thread.join(GRACE_S)
-        spared = [guardian, replicator.pid] if replicator else [guardian]
+        spared = [guardian, self.replicator.pid] if self.replicator else [guardian]
         processes.sweep(self.marker, below=os.getpid(), spare=tuple(spared))
         if code:  # whoever waits for that is told before the copies are finished
             self.report_end(code)
-        if replicator:
-            self.finish_copies(replicator)
+        if self.replicator:
+            self.finish_copies(self.replicator)
         if not code:
             self.report_end(code)
         os.write(line, DONE)  # the guardian may go
@@ -211,14 +214,17 @@ class NodeRunner:
                 start_new_session=True,
             )
 
-    def start_replicator(self) -> "subprocess.Popen[bytes] | None":
-        """Start what copies checkpoints to the next host, if the run wants that."""
-        if not self.plan.replicates:
-            return None
+    def keep_copying(self) -> None:
+        """Start what copies checkpoints to the next host, if the run wants that; again, if it was killed."""
+        now = time.monotonic()
+        lives = self.replicator is not None and self.replicator.poll() is None
+        if not self.plan.replicates or lives or now - self.copying_since < AGAIN_S:
+            return
+        self.copying_since = now
         env = os.environ | {MARKER: self.marker}
         argv = [sys.executable, "-m", "llama405b_tools.remote.replicate", str(self.run.path), self.host]
         with self.run.agent_log(self.host).open("ab", buffering=0) as log:
-            return subprocess.Popen(
+            self.replicator = subprocess.Popen(
                 argv, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
@@ -259,6 +265,7 @@ class NodeRunner:
                     break
             if (code := child.poll()) is not None:  # Popen.wait with a timeout would wake up twenty times a second
                 return code
+            self.keep_copying()
             time.sleep(POLL_S)
         mark, grace_s = stop_mark(self.run, self.host), self.plan.grace_s
         if mark.by:

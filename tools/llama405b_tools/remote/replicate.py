@@ -42,11 +42,11 @@ class Replicator:
 
     def __init__(self, run: RunDir, host: str) -> None:
         self.run, self.host, self.plan = run, host, read_plan(run)
-        self.token = secrets.token_hex(16)
-        address = self.plan.node(host).address
-        self.listener = socket.create_server((address, 0))
-        port = self.listener.getsockname()[1]
-        self.spot = Spot(self.plan.attempt, address, port, self.token)
+        spot = read_record(Spot, run.spot(host))
+        if spot is None or spot.attempt != self.plan.attempt:  # else this process was killed: the others know its spot
+            spot = Spot(self.plan.attempt, self.plan.node(host).address, 0, secrets.token_hex(16))
+        self.listener = socket.create_server((spot.address, spot.port))
+        self.spot = dataclasses.replace(spot, port=self.listener.getsockname()[1])
         self.last = self.gone = self.taking = (
             False  # nothing more is saved here; nothing more comes; something is coming
         )
@@ -107,7 +107,7 @@ class Replicator:
         """Take what the host before sends, one checkpoint at a time."""
         while True:
             self.taking = False
-            receiver = Receiver(Path(), self.token, self.listener)
+            receiver = Receiver(Path(), self.spot.token, self.listener)
             with (
                 contextlib.suppress(OSError, BrokenLinkError, ValueError),
                 contextlib.closing(receiver.accept()) as link,
