@@ -43,18 +43,19 @@ def test_a_run_survives_twenty_random_kills(hosts, operator, capsys):
         found = re.search(r"copied to the next host: step (\d+)", operator("status", "--run", "soak").stdout)
         return int(found[1]) if found else 0
 
+    def pass_on(step):
+        wait_for(lambda: copied() > step, 90, lambda: f"{story} {operator('status', '--run', 'soak').stdout}")
+
     for number in range(KILLS):
         more = ["--resume", "auto"] if number else []
         started = operator("launch", "--run", "soak", *more, *FLAGS)
         assert started.returncode == 0, (story, started.stderr)
-        before = copied()
-        wait_for(lambda: copied() > before, 90, lambda: f"{story} {operator('status', '--run', 'soak').stdout}")
+        pass_on(copied())
         time.sleep(chance.uniform(0, 3))
         kind, i = chance.choice(["a rank", "a node runner", "what copies", "a host", "all ranks"]), chance.randint(1, 3)
         _kill(hosts, kind, i)
         if kind == "what copies":  # which is started again, and training goes on
-            later = copied()
-            wait_for(lambda: copied() > later, 90)
+            pass_on(copied())
             hosts.exec(i, "pkill", "-9", "-f", "llama405b.train", check=False)
         wait_for(lambda: operator("status", "--run", "soak").returncode == 1, 90)
         operator("stop", "--run", "soak", "--grace", "0")
