@@ -25,7 +25,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
     checkpoints/of-HOST/step-<8 digits>/   replicator   copies of the part of the host before, with ``place = node``
     checkpoints/lease-<8 digits>.json   rank 0     who may write there (``checkpoints.Lease``); the highest number counts
-    events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, and guard (on the machine that it runs on)
+    events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, copies-HOST, and guard (on its machine)
     requests/ID.json                 agent         a ``RunRequest``, on the head
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)

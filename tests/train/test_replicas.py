@@ -97,6 +97,8 @@ def test_each_host_has_a_whole_copy_of_the_one_before(saved):
         before = (i - 1) % HOSTS
         copy = place / f"host-{i}" / ROOT / f"of-host-{before}"
         assert [path.name for path in sorted(copy.glob("step-*"))] == ["step-00000003", "step-00000004"]
+        events = (place / f"host-{i}" / RUN / f"events/copies-host-{i}.jsonl").read_text().splitlines()
+        assert [(event["kind"], event["step"]) for event in map(json.loads, events)][-1] == ("copied", 4)
         its = place / f"host-{before}" / ROOT / "step-00000004"
         names = {path.relative_to(its) for path in its.rglob("*") if path.is_file()}
         assert Path(f"__{before}_0.distcp") in names

@@ -64,7 +64,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         world=plan.world,
         save_s=save_s,
         unsaved=unsaved,
-        copied=(read_record(Copied, run.copied(host)) or Copied()) if plan.replicates else None,
+        copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
     )
 
 

@@ -17,8 +17,10 @@ import threading
 import time
 from pathlib import Path
 
+from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, committed, read_manifest, step_of
-from llama405b.contract.files import read_record, write_json
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import append_line, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import read_plan
@@ -90,8 +92,10 @@ class Replicator:
             why = reason_of(error) if isinstance(error, OSError) else str(error)
             write_json(self.run.copied(self.host), Copied(self.copied, f"{newest.name}: {why}"))
             return False
-        self.copied = step_of(newest)
+        self.copied, writer = step_of(newest), f"copies-{self.host}"
         write_json(self.run.copied(self.host), Copied(self.copied))
+        event = RunEvent(time.time(), writer, EventKind.COPIED, ring.attempt, self.copied, str(newest))
+        append_line(self.run.events(writer), reader.dumps(event))
         return True
 
     def _send(self, ring: Ring, files: FileList, directory: Path) -> None:

@@ -246,7 +246,7 @@ class Run:
             "net": self.net,
             "others": self.others,
             "checkpoint_step": self.saved_step,
-            "copied_step": self._status(".copied").get("step", 0) if self.plan.get("replicates") else None,
+            "copied_step": self._copied_step(),
         }
         if self.sent_mark != self.plan_mark:
             self.sent_mark = self.plan_mark
@@ -268,6 +268,11 @@ class Run:
     def _status(self, suffix):
         """Return a file that the node runner wrote; {} if there is none."""
         return read_object("%s/status/%s%s" % (self.path, self.request["host"], suffix)) or {}
+
+    def _copied_step(self):
+        """The newest checkpoint of which the next host has this one's part; None: nothing is copied."""
+        ring = "%s/status/.%s.ring" % (self.path, self.request["host"])
+        return self._status(".copied").get("step", 0) if os.path.exists(ring) else None
 
     def _blame(self):
         """Return why the last attempt that failed did, if whoever ended it has recorded that."""
