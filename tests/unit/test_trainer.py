@@ -23,7 +23,7 @@ class Scripted(Trainer):
     def one_step(self, step):
         return self.batches[step - self.steps.start]
 
-    def obey(self, step):
+    def obey(self, step, step_s):
         return False
 
 
@@ -40,6 +40,7 @@ def take(tmp_path, monkeypatch):
         )
         pulse = Pulse(RunDir(tmp_path), me)
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
+        parts["saver"] = types.SimpleNamespace(step=0)
         parts["updater"] = types.SimpleNamespace(drain=lambda: None)
         parts |= {"config": Config(), "me": me, "batches": script, "steps": range(1, 1 + len(script))}
         trainer = Scripted(**parts | {"journal": journal, "pulse": pulse})
