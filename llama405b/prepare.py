@@ -69,8 +69,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         ):
             journal.log(changed)
 
-    checkpoints, chosen = open_checkpoints(config, run, resume, each_bytes, me, journal, check)
-    if checkpoints.keeps:
+    saving, chosen = open_checkpoints(config, run, resume, each_bytes, me, journal, check)
+    if saving.store.keeps:
         write_atomic(run.config, to_toml(config))
     pulse.phase(Phase.LOAD)
     module, kept = build_module(config, files, me, pulse, journal, from_checkpoint=chosen.found is not None)
@@ -87,15 +87,11 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
-    flops = llama.flops_per_token(config.data.seq_len)
-    copies = Copies(checkpoints) if config.checkpoint.copies and config.checkpoint.cadence.saves else None
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
-    saver = Saver(
-        Saving(checkpoints, config.checkpoint.staging_bytes, copies), updater, identity, clock, journal, pulse
-    )
+    saver = Saver(saving, updater, identity, clock, journal, pulse)
     return Trainer(
-        config, run, me, module, updater, batches, checkpoints, saver, range(done + 1, steps + 1), journal, pulse, stop,
-        Inbox(run, me), journal.tokens, flops,
+        config, run, me, module, updater, batches, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
+        Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len),
     )  # fmt: skip
 
 
@@ -139,7 +135,7 @@ def open_checkpoints(
     me: Ranks,
     journal: Journal,
     check: Callable[[Resume], None],
-) -> tuple[Store, Resume]:
+) -> tuple[Saving, Resume]:
     """Take the directory of checkpoints, and choose the one to resume from; ``check`` may refuse it.
 
     Raises:
@@ -158,10 +154,11 @@ def open_checkpoints(
             checkpoints.check_room(each_bytes * (1 + settings.copies))
         chosen = Resume(checkpoints, resume)
         check(chosen)
+        copies = Copies(checkpoints) if settings.copies and settings.cadence.saves else None
     except UserError:
         checkpoints.close()
         raise
-    return checkpoints, chosen
+    return Saving(checkpoints, settings.staging_bytes, copies), chosen
 
 
 def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) -> Path:

@@ -48,7 +48,7 @@ class Staging:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Piece:
+class Tracked:
     """One tensor of the state."""
 
     tensor: Tensor
@@ -76,9 +76,9 @@ class Frozen:
     def __init__(self, units: Sequence[Unit], staging: Staging, next_update_s: float | None = None) -> None:
         """``next_update_s``: when updates are expected to come; None: unknown, so nothing is copied ahead of them."""
         self.staging, self.ways, self.changed = staging, Ways(), threading.Condition()
-        self.pieces = {t.data_ptr(): Piece(t, unit.updated) for unit in units for t in unit.tensors if t.numel()}
+        self.pieces = {t.data_ptr(): Tracked(t, unit.updated) for unit in units for t in unit.tensors if t.numel()}
         self.live = collections.deque(self.pieces.values())  # in the order in which updates will want to change them
-        self.staged: collections.deque[Piece] = collections.deque()
+        self.staged: collections.deque[Tracked] = collections.deque()
         self.left = len(self.pieces)
         self.untouched_bytes = sum(piece.tensor.nbytes for piece in self.live)  # of what is neither read nor copied
         self.changing = self.starved = self.abandoned = False  # updates have begun; one waits for room; the save failed
@@ -103,7 +103,7 @@ class Frozen:
             for number, tensor in enumerate(tensors):
                 piece = self.pieces.get(tensor.data_ptr())
                 if piece is None:  # nobody changes it
-                    piece = Piece(tensor)
+                    piece = Tracked(tensor)
                     self.live.appendleft(piece)
                     self.left += 1
                     self.untouched_bytes += tensor.nbytes
@@ -148,7 +148,7 @@ class Frozen:
             for piece in self.pieces.values():
                 self._finish(piece)
 
-    def _next(self) -> Piece | None:
+    def _next(self) -> Tracked | None:
         """Wait for something that can be read; None if all has been."""
         with self.changed:
             while self.left and not self.abandoned:
@@ -157,7 +157,7 @@ class Frozen:
                 self.changed.wait()
         return None
 
-    def _first(self) -> Piece | None:
+    def _first(self) -> Tracked | None:
         """What to read next, so that updates wait least.
 
         Before they come: what the first will change. While they come, and each tensor is copied for them: copies, which makes room,
@@ -167,7 +167,7 @@ class Frozen:
             return self._take_staged() or self._take_live(-1)
         return self._take_live(0) or self._take_staged()
 
-    def _take_live(self, end: int) -> Piece | None:
+    def _take_live(self, end: int) -> Tracked | None:
         """The first (0) or the last (-1) tensor that nobody has taken, once it has been updated."""
         while self.live:
             piece = self.live[end]
@@ -181,18 +181,18 @@ class Frozen:
             return piece
         return None
 
-    def _take_staged(self) -> Piece | None:
+    def _take_staged(self) -> Tracked | None:
         if not self.staged:
             return None
         piece = self.staged.popleft()
         piece.busy = True
         return piece
 
-    def _claim(self, piece: Piece) -> None:
+    def _claim(self, piece: Tracked) -> None:
         piece.busy = True
         self.untouched_bytes -= piece.tensor.nbytes
 
-    def _let_go(self, piece: Piece) -> None:
+    def _let_go(self, piece: Tracked) -> None:
         began, waited, buffer = time.perf_counter(), False, None
         with self.changed:
             while not piece.done and piece.buffer is None:
@@ -233,10 +233,10 @@ class Frozen:
                     return
             self._stage(piece, buffer)
 
-    def _room(self, piece: Piece) -> Tensor | None:
+    def _room(self, piece: Tracked) -> Tensor | None:
         return self.staging.take(piece.tensor.nbytes, pinned=piece.tensor.is_cuda)
 
-    def _stage(self, piece: Piece, buffer: Tensor) -> None:
+    def _stage(self, piece: Tracked, buffer: Tensor) -> None:
         """Copy a tensor that nobody reads."""
         arrived = copy([(_as(piece.tensor, buffer), piece.tensor)], self.stream)
         with self.changed:
@@ -248,7 +248,7 @@ class Frozen:
             self.ways.staged_bytes += buffer.numel()
             self.changed.notify_all()
 
-    def _finish(self, piece: Piece) -> None:
+    def _finish(self, piece: Tracked) -> None:
         if piece.done:
             return
         if not piece.busy and piece.buffer is None:
@@ -271,7 +271,7 @@ def give_way() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND)
 
 
-def _content(piece: Piece) -> Tensor:
+def _content(piece: Tracked) -> Tensor:
     """A tensor as it was after the step."""
     if piece.buffer is None:
         return piece.tensor

@@ -28,8 +28,8 @@ from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.schema import Optimizer
-from llama405b.optim.adamw import build_optimizer, state_of
-from llama405b.optim.offloaded import Offloaded, Part, Step
+from llama405b.optim.adamw import build_optimizer, state_tensors
+from llama405b.optim.offloaded import Due, Offloaded, Part
 from llama405b.ranks import Ranks
 
 SHARES = (0.5, 4.0)  # of a step: what a save takes
@@ -56,9 +56,9 @@ class _Training:
         self.updater._update = self._stand_in
         self.x, self.step_s = torch.randn(2, WIDTH), 0.0
 
-    def _stand_in(self, part: Part, _sums: Sequence[Sequence[Tensor]], step: Step) -> None:
+    def _stand_in(self, part: Part, _sums: Sequence[Sequence[Tensor]], step: Due) -> None:
         for _, parameters in part.groups:
-            step.before_update(state_of(self.updater.optimizer, parameters))
+            step.before_update(state_tensors(self.updater.optimizer, parameters))
         time.sleep(self.model[0].case.update)
 
     def pace(self, step_s: float) -> None:

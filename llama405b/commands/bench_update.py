@@ -29,7 +29,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Optimizer
 from llama405b.optim.adamw import Settings, State, build_optimizer, update_adamw
-from llama405b.optim.offloaded import Offloaded, Part, Step
+from llama405b.optim.offloaded import Due, Offloaded, Part
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
 WIDTH = 16  # of the stand-in's layers
@@ -152,7 +152,7 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
     updater = Offloaded(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
     update, numbers = updater._update, {part.name: i for i, part in enumerate(updater.parts)}
 
-    def stand_in(part: Part, sums: Sequence[Sequence[Tensor]], step: Step) -> None:
+    def stand_in(part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:
         trace.span("update", numbers[part.name], case.update)
         update(part, sums, step)
 

@@ -69,7 +69,7 @@ def settings_of(optimizer: torch.optim.AdamW) -> list[Settings]:
     ]
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return this rank's parts of weights, moments and step counts."""
     return [local(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
 

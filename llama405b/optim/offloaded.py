@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from llama405b.contract.schema import Moments
 from llama405b.copies import Progress, refused
-from llama405b.optim.adamw import Settings, nothing_to_keep, settings_of, start_moments, state_of, update_adamw
+from llama405b.optim.adamw import Settings, nothing_to_keep, settings_of, start_moments, state_tensors, update_adamw
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
 from llama405b.step import Keeps, Unit, UpdateWork
@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class Due:
     """How all units are updated in one step, as it was when that began."""
 
     settings: Sequence[Settings]  # by parameter group
@@ -126,7 +126,7 @@ class Offloaded:
 
     def update(self) -> None:
         """See ``Updater``: returns at once, unless nothing is to be hidden."""
-        step = Step(settings_of(self.optimizer), self.factor, self.before_update)
+        step = Due(settings_of(self.optimizer), self.factor, self.before_update)
         for part in self.parts:
             sums, part.sums = part.sums, []
             part.pending = self.worker.submit(self._update, part, sums, step)
@@ -164,7 +164,7 @@ class Offloaded:
     def units(self) -> list[Unit]:
         """See ``Updater``."""
         return [
-            Unit([t for _, members in part.groups for t in state_of(self.optimizer, members)], part.pending)
+            Unit([t for _, members in part.groups for t in state_tensors(self.optimizer, members)], part.pending)
             for part in self.parts
         ]
 
@@ -182,11 +182,11 @@ class Offloaded:
         return self.told - before
 
     @torch.no_grad()
-    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Step) -> None:
+    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:
         began = time.perf_counter()
         for (group, parameters), gradients in zip(part.groups, sums, strict=True):
             scale(gradients, step.factor)
-            changed = state_of(self.optimizer, parameters)
+            changed = state_tensors(self.optimizer, parameters)
             step.before_update(changed)
             update_adamw(parameters, [self.optimizer.state[p] for p in parameters], gradients, step.settings[group])
             written, scaled = [tensor for tensor in changed if tensor.dim()], step.factor != 1.0

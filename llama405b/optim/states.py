@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from llama405b.contract.schema import Moments
 from llama405b.copies import Arrived, Progress, allocate, copy, nothing
 from llama405b.optim.norm import local
-from llama405b.optim.offloaded import Offloaded, Part, Step, Waits
+from llama405b.optim.offloaded import Due, Offloaded, Part, Waits
 from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
 
 
@@ -157,7 +157,7 @@ class States(Offloaded):
         self.drain()
         self.told = dataclasses.replace(self.done)  # no step's work
 
-    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Step) -> None:
+    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:
         super()._update(part, sums, step)
         self._upload(part)
 

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.copies import Progress
-from llama405b.optim.adamw import build_optimizer, nothing_to_keep, state_of
+from llama405b.optim.adamw import build_optimizer, nothing_to_keep, state_tensors
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.optim.offloaded import Offloaded, Waits
 from llama405b.optim.states import States
@@ -72,7 +72,7 @@ class Sequential:
 
     def units(self) -> list[Unit]:
         """See ``Updater``."""
-        return [Unit(state_of(self.optimizer, [parameter])) for parameter in self.kept.parameters()]
+        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in self.kept.parameters()]
 
     def drain(self) -> None:
         """Nothing is ever pending."""
