@@ -83,6 +83,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     )
     torch.manual_seed(config.training.seed + me.rank)
     done = resume_at(chosen, check, module, updater, me, pulse, journal)
+    if saving.copies:
+        saving.copies.begin(done)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")

@@ -8,7 +8,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 from llama405b.checkpoint.lease import Holder
@@ -109,10 +109,10 @@ class Directory:
         self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
         sync(self.root)
 
-    def retire(self, step: int, keep: int, spare: int = 0) -> None:
-        """Delete all but the newest ``keep`` checkpoints of this run up to a step, and the step to spare."""
+    def retire(self, step: int, keep: int, spared: Set[int]) -> None:
+        """Delete all but the newest ``keep`` checkpoints of this run up to a step, and the steps to spare."""
         for old in [path for path in committed(self.root) if step_of(path) <= step and self.wrote(path)][:-keep]:
-            if step_of(old) == spare:
+            if step_of(old) in spared:
                 continue
             doomed = old.with_name(f"{old.name}.{self.run.name}.tmp-old")  # a kill leaves nothing that looks complete
             old.rename(doomed)

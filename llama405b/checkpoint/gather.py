@@ -4,6 +4,7 @@ Files cross in pieces, through CPU memory and the store's group. Knows files and
 verified where it is read.
 """
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -142,8 +143,12 @@ class Gathered:
     def _receive(self, name: str, source: int) -> int:
         left, size = self.found.manifest.files[name].bytes, torch.zeros(1, dtype=torch.int64)
         trouble: OSError | None = None
-        with (self.path / name).open("wb") as file:
-            while left:
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context((self.path / name).open("wb"))
+            except OSError as error:
+                trouble = error
+            while left > 0:
                 dist.recv(size, source, self.store.group)
                 if int(size) == FAILED:
                     return 0  # the sender says why
@@ -151,7 +156,8 @@ class Gathered:
                 dist.recv(piece, source, self.store.group)
                 left -= len(piece)
                 try:
-                    file.write(memoryview(piece.numpy()))
+                    if trouble is None:
+                        file.write(memoryview(piece.numpy()))
                 except OSError as error:  # the sender does not know
                     trouble = error
         if trouble:

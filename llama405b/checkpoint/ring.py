@@ -26,7 +26,8 @@ class Copies:
         Raises:
             UserError: On every rank: the process that copies is not running on a host.
         """
-        self.store, self.everywhere, keepers = store, 0, store.keepers
+        self.store, keepers = store, store.keepers
+        self.everywhere = self.step = self.resumed = 0
         self.ring: Ring | None = None
         self.active = len(keepers) > 1
         if not self.active:
@@ -44,22 +45,40 @@ class Copies:
             assert after
             before = store.hosts[keepers[at - 1]]
             self.ring = Ring(store.me.attempt, before, after, str(store.root.resolve()), store.run.name, store.keep)
-            write_json(store.run.ring(store.me.host), self.ring)
+
+    def begin(self, resumed: int) -> None:
+        """Have copies made from now on; ``resumed``: the step from which the run goes on, of which there may be copies."""
+        self.resumed = resumed
+        self._tell()
+
+    def after_save(self, step: int, group: dist.ProcessGroup | None = None) -> set[int]:
+        """Have all hosts copy this step, once they have copied the one before it; returns the steps to spare.
+
+        All copy the same step: of what each would choose by itself, none might be whole when a host is lost.
+        """
+        if not self.active:
+            return set()
+        if self.survey(group) == self.step:
+            self.step = step
+            self._tell()
+        return {self.everywhere or self.resumed, self.step}
 
     def survey(self, group: dist.ProcessGroup | None = None) -> int:
         """Return the newest step of which every host has a copy on the next one, 0 if there is none; all ranks call it alike."""
-        if not self.active:
-            return 0
         copied = None
         if self.store.keeps:
-            copied = read_record(Copied, self.store.run.copied(self.store.me.host)) or Copied()
-        steps = [each.step for each in ranks.agreed(copied, Copied | None, group) if each]
-        newest = min(steps)
-        if newest > self.everywhere and self.ring:
-            self.ring = dataclasses.replace(self.ring, everywhere=newest)
-            write_json(self.store.run.ring(self.store.me.host), self.ring)
-        self.everywhere = max(newest, self.everywhere)
+            read = read_record(Copied, self.store.run.copied(self.store.me.host))
+            copied = read if read and read.attempt == self.store.me.attempt else Copied()
+        newest = min((each.step for each in ranks.agreed(copied, Copied | None, group) if each), default=0)
+        if newest > self.everywhere:
+            self.everywhere = newest
+            self._tell()
         return self.everywhere
+
+    def _tell(self) -> None:
+        if self.ring:
+            self.ring = dataclasses.replace(self.ring, step=self.step, everywhere=self.everywhere)
+            write_json(self.store.run.ring(self.store.me.host), self.ring)
 
     def _spot(self) -> Spot | None:
         """Where this host takes copies; waits until the process that does has said so."""

@@ -116,8 +116,8 @@ class Saving:
             store.on_keepers(lambda: directory.commit(final), final, store.group)
         finally:
             frozen.abandon()
-        everywhere = self.copies.survey(store.group) if self.copies else 0
-        store.on_keepers(lambda: directory.retire(step, store.keep, spare=everywhere), store.root, store.group)
+        spared = self.copies.after_save(step, store.group) if self.copies else set[int]()
+        store.on_keepers(lambda: directory.retire(step, store.keep, spared), store.root, store.group)
         return Saved(step, final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
 
     def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:

@@ -74,8 +74,11 @@ class Store:
         """
         self.root, self.keep, self.me, self.run, self.say, self.shared = root, keep, me, run, say, shared
         events = read_records(RunEvent, run.events("rank-0"), last=MAX_EVENTS)
-        own = {event.path: event.digest for event in events if event.digest}
-        self.saved = ranks.from_rank0(own, dict[str, str])  # digests of manifests, by path
+        own = {event.path: (event.time, event.digest) for event in events if event.digest}
+        newest: dict[str, tuple[float, str]] = {}
+        for known in ranks.agreed(own, dict[str, tuple[float, str]]):  # rank 0 may have been on another host before
+            newest |= {name: entry for name, entry in known.items() if entry > newest.get(name, (0.0, ""))}
+        self.saved = {name: digest for name, (_, digest) in newest.items()}  # of manifests, by path
         self.directory = Directory(root, run, me.host, me.attempt)
         self.holder = self.directory.holder
         # Saving goes on beside training, whose collectives must not mix with its own.
@@ -264,6 +267,8 @@ class Store:
                 fault = fault or opened
                 continue
             _, its_digest = write_manifest(opened)
+            if part != path and self.saved.get(str(path), its_digest) != its_digest:
+                continue  # a copy of what an earlier attempt saved after the same step
             digest = digest or its_digest
             try:
                 good, why = look_over(part, opened)

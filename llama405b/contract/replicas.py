@@ -32,6 +32,7 @@ class Ring:
     root: str  # directory of checkpoints
     run: str  # whose checkpoints are copied
     keep: int  # of each host's newest
+    step: int = 0  # what all hosts are to copy now; 0: nothing yet
     everywhere: int = 0  # the newest step of which every host has a copy on the next one
 
 
@@ -41,6 +42,7 @@ class Copied:
 
     step: int = 0
     fault: str = ""  # why newer ones have not been copied yet
+    attempt: int = 0
 
 
 def replicas(root: Path, step: str) -> list[Path]:

@@ -57,6 +57,7 @@ def _save(me, directory, place, steps):
     store = Store(ROOT, 2, me, run=RunDir(RUN), shared=False)
     store.take()
     copies, everywhere = ring.Copies(store), []
+    copies.begin(0)
     made = saving.Saving.__init__
     saving.Saving.__init__ = lambda self, store: made(self, store, copies=copies)
     for step in range(1, steps[-1] + 1):

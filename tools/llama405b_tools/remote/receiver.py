@@ -86,8 +86,8 @@ class Receiver:
         while True:
             link, _ = self.listener.accept()
             link.settimeout(chain_protocol.STALL_S)
-            with contextlib.suppress(OSError, chain_protocol.BrokenLinkError):
-                if hmac.compare_digest(chain_protocol.line(link, limit=200).strip(), self.token):
+            with contextlib.suppress(OSError, ValueError, chain_protocol.BrokenLinkError):
+                if hmac.compare_digest(chain_protocol.line(link, limit=200).strip().encode(), self.token.encode()):
                     return link
             link.close()
 

@@ -62,8 +62,11 @@ class Replicator:
             threading.Thread(target=act, daemon=True).start()
         given = time.monotonic()
         while not (self.last and time.monotonic() - given > GIVE_UP_S):
-            ring, last = self.ring(), self.last
-            if ring is None or self._give(ring):
+            ring, last, began = self.ring(), self.last, time.monotonic()
+            gave = ring is None or self._give(ring)
+            if time.monotonic() - began > GIVE_UP_S / 2:  # it failed late
+                given = time.monotonic()
+            if gave:
                 given = time.monotonic()
                 if last:
                     break
@@ -81,19 +84,22 @@ class Replicator:
 
     def _give(self, ring: Ring) -> bool:
         """Copy the newest checkpoint to the next host, if that lacks it; returns whether that has it now."""
-        newest = next((path for path in reversed(committed(Path(ring.root))) if _run_of(path) == ring.run), None)
-        if newest is None or step_of(newest) <= self.copied:
+        own = [path for path in committed(Path(ring.root)) if _run_of(path) == ring.run]
+        newest = next((path for path in reversed(own) if self.last or step_of(path) == ring.step), None)
+        if newest is None or step_of(newest) == self.copied:
             return True
         names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
         names.sort(key=lambda name: name == MANIFEST)  # it makes the copy complete
+        if MANIFEST not in names:  # it is being renamed
+            return False
         try:
             self._send(ring, [(name, (newest / name).stat().st_size) for name in names], newest)
         except (OSError, BrokenLinkError, ValueError) as error:
             why = reason_of(error) if isinstance(error, OSError) else str(error)
-            write_json(self.run.copied(self.host), Copied(self.copied, f"{newest.name}: {why}"))
+            write_json(self.run.copied(self.host), Copied(self.copied, f"{newest.name}: {why}", ring.attempt))
             return False
         self.copied, writer = step_of(newest), f"copies-{self.host}"
-        write_json(self.run.copied(self.host), Copied(self.copied))
+        write_json(self.run.copied(self.host), Copied(self.copied, attempt=ring.attempt))
         event = RunEvent(time.time(), writer, EventKind.COPIED, ring.attempt, self.copied, str(newest))
         append_line(self.run.events(writer), reader.dumps(event))
         return True
@@ -111,23 +117,24 @@ class Replicator:
         """Take what the host before sends, one checkpoint at a time."""
         while True:
             self.taking = False
-            receiver = Receiver(Path(), self.spot.token, self.listener)
+            known = self.ring()
+            root = Path(known.root) / f"{OF}{known.before}" if known else Path()
+            receiver = Receiver(root, self.spot.token, self.listener)
             with (
                 contextlib.suppress(OSError, BrokenLinkError, ValueError),
                 contextlib.closing(receiver.accept()) as link,
             ):
                 self.taking = True
                 ring = self.ring()
-                if ring is None:  # its trainer was faster than ours: it tries again
+                if known is None or ring is None:  # its trainer was faster than ours: it tries again
                     continue
-                receiver.root = Path(ring.root) / f"{OF}{ring.before}"
                 receiver.receive(link, None)
                 self.heard = time.monotonic()
                 if receiver.bad:
                     continue
                 self.gone = receiver.total == 0
                 link.sendall(GOT)
-                _retire(receiver.root, ring)
+                _retire(root, ring)
 
     def _listen_to_runner(self) -> None:
         if sys.stdin.buffer.readline() == LAST:
