@@ -1,6 +1,7 @@
 """Prepare data, model and optimizer for the first step, in the order in which the data flows."""
 
 import base64
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.verified import DamagedError
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
+from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.config import DEMO_MODEL, check_world, on_ranks, to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
@@ -62,13 +64,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     identity = identity_of(config, files, batches)
     llama = weights.read_llama(files, config.model.layers)
     each_bytes = Load.of(llama, config, me.world).checkpoint_bytes
-
-    def check(chosen: Resume) -> None:
-        if chosen.found and (
-            changed := accept_changes(chosen.found, identity, allowed=config.checkpoint.allow_changes)
-        ):
-            journal.log(changed)
-
+    check = functools.partial(say_changes, identity=identity, allowed=config.checkpoint.allow_changes, journal=journal)
     saving, chosen = open_checkpoints(config, run, resume, each_bytes, me, journal, check)
     if saving.store.keeps:
         write_atomic(run.config, to_toml(config))
@@ -95,6 +91,16 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         config, run, me, module, updater, batches, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len),
     )  # fmt: skip
+
+
+def say_changes(chosen: Resume, *, identity: RunIdentity, allowed: bool, journal: Journal) -> None:
+    """Log what changes with a resume.
+
+    Raises:
+        UserError: Something changes, and is not allowed to.
+    """
+    if chosen.found and (changed := accept_changes(chosen.found, identity, allowed=allowed)):
+        journal.log(changed)
 
 
 def resume_at(

@@ -80,13 +80,16 @@ class Directory:
 
     def seal_others(self, final: Path) -> dict[str, Seal]:
         """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
-        return {name: seal(self.partial(final) / name, 0) for name in self.others(final)}
+        return {name: seal(file, 0) for name, file in self._others(final).items()}
 
     def others(self, final: Path) -> dict[str, bytes]:
         """Return what no tensors are in, by name."""
+        return {name: file.read_bytes() for name, file in self._others(final).items()}
+
+    def _others(self, final: Path) -> dict[str, Path]:
         partial = self.partial(final)
         files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
-        return {path.relative_to(partial).as_posix(): path.read_bytes() for path in files}
+        return {file.relative_to(partial).as_posix(): file for file in files}
 
     def add(self, final: Path, files: Mapping[str, bytes]) -> None:
         """Add files to a checkpoint that is being written."""

@@ -56,7 +56,7 @@ class Gathered:
                 self._make_room(moves)
             except OSError as error:
                 raise UserError(
-                    f"{self.found.path}: {reason_of(error)} on {self.store.me.host}; free space there"
+                    f"{self.found.path}: {reason_of(error)} on {self.store.me.host}; free up space there"
                 ) from None
         failed = ""
         moves = [move for move in moves if move[1] != move[2]]  # what it has itself is linked
@@ -102,10 +102,8 @@ class Gathered:
         linked = [name for name, source, to in moves if to == self.rank == source]
         if self.rank != self.keeper or not (coming or linked):
             return
-        needed, free = (
-            sum(self.found.manifest.files[name].bytes for name in coming),
-            shutil.disk_usage(self.store.root).free,
-        )
+        needed = sum(self.found.manifest.files[name].bytes for name in coming)
+        free = shutil.disk_usage(self.store.root).free
         if needed > free:
             raise OSError(f"{needed / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free")
         if self.path not in self.made:
@@ -131,7 +129,7 @@ class Gathered:
                 while left:
                     content = bytearray(file.read(min(PIECE_BYTES, left)))
                     if not content:
-                        raise OSError("it became shorter")
+                        raise OSError("it shrank while it was being sent")
                     piece = torch.frombuffer(content, dtype=torch.uint8)
                     dist.send(torch.tensor([len(piece)]), to, self.store.group)
                     dist.send(piece, to, self.store.group)

@@ -4,6 +4,7 @@ DCP itself loads torn directories and flipped bits without an error. Knows the s
 """
 
 import dataclasses
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import LoadPlan
@@ -55,9 +56,9 @@ class Resume:
         """
         assert self.found
         gathered = Gathered(self.store, self.found, progress)
-        gathered.describe()
-        reader = GatheringReader(gathered, progress)
         try:
+            gathered.describe()
+            reader = GatheringReader(gathered, progress)
             with ranks.refusing_together():
                 reader.read_metadata()
             done = restore(self.found.path, model, updater, me, reader)
@@ -94,7 +95,7 @@ class Resume:
     def _choose_named(self) -> None:
         """The requested checkpoint; later ones are set aside, unless they belong to another run."""
         root = self.store.root
-        path = root / f"step-{int(self.wanted):08d}" if self.wanted.isdecimal() else root.__class__(self.wanted)
+        path = root / f"step-{int(self.wanted):08d}" if self.wanted.isdecimal() else Path(self.wanted)
         found = self.store.look_at(path)
         if isinstance(found, PassedOver):
             raise UserError(f"--resume: {found}; use another one, or auto")

@@ -36,7 +36,6 @@ SPARE = 0.8  # of the free memory may be taken for copies
 class Saved:
     """A checkpoint that was written."""
 
-    step: int
     path: Path
     digest: str  # of the manifest
     took_s: float
@@ -118,7 +117,7 @@ class Saving:
             frozen.abandon()
         spared = self.copies.after_save(step, store.group) if self.copies else set[int]()
         store.on_keepers(lambda: directory.retire(step, store.keep, spared), store.root, store.group)
-        return Saved(step, final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
+        return Saved(final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
 
     def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:
         writer = SealingWriter(partial, self.me.rank, frozen)
@@ -127,7 +126,7 @@ class Saving:
                 dcp.save(state, storage_writer=writer, process_group=self.store.group)
         except dcp.api.CheckpointException as failed:
             causes = "; ".join(f"rank {rank}: {reason_of(cause[0])}" for rank, cause in sorted(failed.failures.items()))
-            raise UserError(f"{partial}: the checkpoint could not be written ({causes}); free space there") from None
+            raise UserError(f"{partial}: the checkpoint could not be written ({causes}); free up space there") from None
         return writer.seals
 
     def _share(self, final: Path) -> dict[str, bytes]:

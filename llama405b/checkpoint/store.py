@@ -187,7 +187,7 @@ class Store:
                     act()
             except OSError as error:
                 raise UserError(
-                    f"{where}: cannot be written ({reason_of(error)}){self._on_host()}; free space there"
+                    f"{where}: cannot be written ({reason_of(error)}){self._on_host()}; free up space there"
                 ) from None
 
     def refuse_if_taken(self) -> None:
@@ -208,10 +208,8 @@ class Store:
             seen.extend({*(path.name for path in committed(self.root)), *replicated_steps(self.root)})
 
         self.on_keepers(look, self.root)
-        return [
-            self.root / name
-            for name in sorted({name for names in ranks.agreed(tuple(seen), tuple[str, ...]) for name in names})
-        ]
+        names = set[str]().union(*ranks.agreed(tuple(seen), tuple[str, ...]))
+        return [self.root / name for name in sorted(names)]
 
     def set_aside(self, paths: list[Path]) -> None:
         """Rename checkpoints so that ``auto`` does not find them; a run that saves none takes the directory for that."""

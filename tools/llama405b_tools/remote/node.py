@@ -229,13 +229,14 @@ class NodeRunner:
             )
 
     def finish_copies(self, replicator: "subprocess.Popen[bytes]") -> None:
-        """Let it copy what was saved last, unless this runner is told to end at once, or once more."""
+        """Let it copy what was saved last: after a stop within its grace, and until this runner is told once more to end."""
         assert replicator.stdin
-        signals, waits = self.n_signals, not self.stop_signal or stop_mark(self.run, self.host).grace_s
+        signals, mark = self.n_signals, stop_mark(self.run, self.host)
+        until = mark.time + mark.grace_s if self.stop_signal else math.inf
         with contextlib.suppress(OSError):
             replicator.stdin.write(LAST)
             replicator.stdin.flush()
-        while waits and replicator.poll() is None and self.n_signals == signals:
+        while replicator.poll() is None and self.n_signals == signals and time.time() < until:
             time.sleep(POLL_S)
         replicator.kill()
         replicator.wait()

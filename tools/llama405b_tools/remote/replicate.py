@@ -49,9 +49,9 @@ class Replicator:
             spot = Spot(self.plan.attempt, self.plan.node(host).address, 0, secrets.token_hex(16))
         self.listener = socket.create_server((spot.address, spot.port))
         self.spot = dataclasses.replace(spot, port=self.listener.getsockname()[1])
-        self.last = self.gone = self.taking = (
-            False  # nothing more is saved here; nothing more comes; something is coming
-        )
+        self.last = False  # nothing more is saved here
+        self.gone = False  # nothing more comes
+        self.taking = False  # something is coming
         self.heard = time.monotonic()  # from the host before
         self.copied = 0
 
@@ -64,12 +64,10 @@ class Replicator:
         while not (self.last and time.monotonic() - given > GIVE_UP_S):
             ring, last, began = self.ring(), self.last, time.monotonic()
             gave = ring is None or self._give(ring)
-            if time.monotonic() - began > GIVE_UP_S / 2:  # it failed late
+            if gave or time.monotonic() - began > GIVE_UP_S / 2:  # or it failed late
                 given = time.monotonic()
-            if gave:
-                given = time.monotonic()
-                if last:
-                    break
+            if gave and last:
+                break
             time.sleep(LOOK_EVERY_S)
         if ring:
             with contextlib.suppress(OSError, BrokenLinkError, ValueError):
@@ -101,7 +99,8 @@ class Replicator:
         self.copied, writer = step_of(newest), f"copies-{self.host}"
         write_json(self.run.copied(self.host), Copied(self.copied, attempt=ring.attempt))
         event = RunEvent(time.time(), writer, EventKind.COPIED, ring.attempt, self.copied, str(newest))
-        append_line(self.run.events(writer), reader.dumps(event))
+        with contextlib.suppress(OSError):  # a full disk here must not end the copying
+            append_line(self.run.events(writer), reader.dumps(event))
         return True
 
     def _send(self, ring: Ring, files: FileList, directory: Path) -> None:
@@ -117,16 +116,15 @@ class Replicator:
         """Take what the host before sends, one checkpoint at a time."""
         while True:
             self.taking = False
-            known = self.ring()
-            root = Path(known.root) / f"{OF}{known.before}" if known else Path()
+            ring = self.ring()
+            root = Path(ring.root) / f"{OF}{ring.before}" if ring else Path()
             receiver = Receiver(root, self.spot.token, self.listener)
             with (
                 contextlib.suppress(OSError, BrokenLinkError, ValueError),
                 contextlib.closing(receiver.accept()) as link,
             ):
                 self.taking = True
-                ring = self.ring()
-                if known is None or ring is None:  # its trainer was faster than ours: it tries again
+                if ring is None:  # its trainer was faster than ours: it tries again
                     continue
                 receiver.receive(link, None)
                 self.heard = time.monotonic()
@@ -134,7 +132,7 @@ class Replicator:
                     continue
                 self.gone = receiver.total == 0
                 link.sendall(GOT)
-                _retire(root, ring)
+                _retire(root, self.ring() or ring)  # which may have changed meanwhile
 
     def _listen_to_runner(self) -> None:
         if sys.stdin.buffer.readline() == LAST:

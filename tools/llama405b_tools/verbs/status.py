@@ -118,9 +118,8 @@ def print_copies(found: Mapping[str, HostRun]) -> None:
     if not copies:
         return
     least = min(copy.step for copy in copies.values())
-    print(
-        f"copied to the next host: {f'step {least}' if least else 'nothing yet; a lost host would lose all checkpoints'}"
-    )
+    what = f"step {least}" if least else "nothing yet; losing a host would lose all checkpoints"
+    print(f"copied to the next host: {what}")
     for name, copy in copies.items():
         if copy.fault:
             print(f"{name}: not copied: {copy.fault}")
