@@ -10,7 +10,7 @@ from llama405b.checkpoint.store import Found
 from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
-from llama405b.contract.weights import read_hf_json
+from llama405b.contract.tensors import read_hf_json
 from llama405b.data.batches import Batches
 
 SAMPLES = 1024  # of the tokens, evenly spaced

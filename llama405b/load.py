@@ -25,8 +25,9 @@ from llama405b import ranks
 from llama405b.axes import SHARD, Place
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
+from llama405b.contract.parts import rows_of
 from llama405b.contract.phrases import given
-from llama405b.contract.weights import TensorInfo
+from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, read_layouts
 from llama405b.copies import Progress, Stage
 from llama405b.model.llama import restore_buffers, tie_head
 from llama405b.parallel.fsdp2 import units
@@ -34,7 +35,6 @@ from llama405b.ranks import Ranks
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
-Layout = dict[str, TensorInfo]  # by name
 Unit = dict[str, nn.Parameter]  # by name
 Spans = dict[
     str, tuple[tuple[int, int], int, int]
@@ -82,12 +82,6 @@ def materialise(model: nn.Module, me: Ranks, *, offload: bool = False) -> None:
     restore_buffers(model, model.config, me.device)
 
 
-def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
-    """Return the rows ``[start, stop)`` of a rank: torch.chunk's split, which DTensor's Shard(0) uses."""
-    each = -(-n_rows // world)
-    return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
-
-
 class _Files:
     """The checkpoint's files, each mapped once: rows are views of the page cache and cost us no memory."""
 
@@ -111,7 +105,7 @@ class _Files:
                 self.mapped[info.file],
                 dtype=DTYPES[info.dtype],
                 count=(stop - start) * info.row_bytes // DTYPES[info.dtype].itemsize,
-                offset=info.offset + start * info.row_bytes,
+                offset=info.offset_of(start),
             )
         return flat.view(stop - start, *info.shape[1:])
 
@@ -156,12 +150,15 @@ class _Seen:
 
     error: str
     digest: int
+    whole: bool
 
 
 def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, _Files]:
     """Agree on how to load, and on what the files hold: as this rank sees it if it reads them, else as rank 0 does."""
-    own, error = _read(directory)
-    how = _way(directory, how, ranks.agreed(_Seen(error, _digest(own))))
+    own, error = _read(directory, me)
+    how = _way(
+        directory, how, ranks.agreed(_Seen(error, _digest(own), all(info.rows is None for info in own.values())))
+    )
     known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.leads}
     sent = ranks.from_rank0(known, Layout)
     if me.leads or how == "local":
@@ -174,22 +171,35 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
     if everyone[0].error:
         raise UserError(everyone[0].error)
     lacking = [rank for rank, seen in enumerate(everyone) if seen.digest != everyone[0].digest]
+    if how == "auto":
+        how = "rank0" if lacking else "local"
     if how == "local" and lacking:
         raise UserError(
             f"--model.load: rank {lacking[0]} cannot read the same files in {directory}"
             f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or use rank0"
         )
-    if how == "auto":
-        return "rank0" if lacking else "local"
+    if how == "rank0" and not everyone[0].whole:
+        who = given("rank {} has no rows of its own there, and ", next(iter(lacking), None))
+        raise UserError(
+            f"{directory}: {who}rank 0 cannot send them, because it has only a part of the weights; push them again with "
+            "--shards, or push all of them"
+        )
     return how
 
 
-def _read(directory: Path) -> tuple[Layout, str]:
-    """Return what the files hold; if they cannot be read, nothing and why."""
+def _read(directory: Path, me: Ranks) -> tuple[Layout, str]:
+    """Return what the files hold, of parts the one with this rank's rows; if they cannot be read, nothing and why."""
     try:
-        return weights.read_tensors(directory), ""
+        for layout in read_layouts(directory):
+            if all(
+                info.holds(*rows_of(info.shape[0], me.shard.rank, me.shard.size))
+                for info in layout.values()
+                if info.rows
+            ):
+                return layout, ""
     except UserError as error:
         return {}, str(error)
+    return {}, f"{directory}: has only the rows of other ranks; push them again with --shards, for {me.world} ranks"
 
 
 def _digest(layout: Layout) -> int:
@@ -289,7 +299,7 @@ class _Filler:
         Wider dtypes come first, so that each tensor is aligned to its element size; pieces are aligned to 16.
         """
         begin, spans, layout = 0, {}, self.files.layout
-        for name in sorted(unit, key=lambda name: -weights.DTYPE_BYTES[layout[name].dtype]):
+        for name in sorted(unit, key=lambda name: -DTYPE_BYTES[layout[name].dtype]):
             start, stop = self._rows(name, shard)
             size = (stop - start) * layout[name].row_bytes
             spans[name] = ((start, stop), begin, size)

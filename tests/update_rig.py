@@ -100,3 +100,15 @@ def save(store, step, updater):
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+def data_file(step, rank=0, numbers="0-9"):
+    """The largest of the files that a rank wrote into a checkpoint: which of its threads wrote what, changes."""
+    return max(step.glob(f"__{rank}_[{numbers}].distcp"), key=lambda path: path.stat().st_size)
+
+
+def flip(path):
+    """Flip a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

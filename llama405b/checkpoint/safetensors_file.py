@@ -1,7 +1,6 @@
-"""A safetensors file written tensor by tensor: no more than one is in memory. Knows the format; see ``contract.weights``."""
+"""A safetensors file written tensor by tensor: no more than one is in memory. Knows the format; see ``contract.tensors``."""
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -10,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama405b.contract.weights import DTYPE_BYTES
+from llama405b.contract.tensors import DTYPE_BYTES, header_bytes
 
-NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def write_tensors(
@@ -24,21 +23,18 @@ def write_tensors(
         OSError: The disk is full, or cannot be written.
     """
     partial, digest, begin = path.with_name(f".{path.name}.partial"), hashlib.sha256(), 0
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {}
     for name, shape in shapes.items():
         end = begin + math.prod(shape) * DTYPE_BYTES[NAMES[dtype]]
-        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     with partial.open("wb") as file:
 
         def put(content: bytes | memoryview) -> None:
             digest.update(content)
             file.write(content)
 
-        put(len(text).to_bytes(8, "little"))
-        put(text)
+        put(header_bytes(entries))
         for name in shapes:
             put(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
         file.flush()

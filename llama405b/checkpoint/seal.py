@@ -4,26 +4,23 @@ import concurrent.futures
 import dataclasses
 import enum
 import functools
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from llama405b.contract.checkpoints import (
-    BLOCK_BYTES,
     DATA_FILE,
     MANIFEST,
     Manifest,
     Seal,
-    n_blocks,
     read_manifest,
     step_of,
 )
+from llama405b.contract.hashes import BLOCK_BYTES, block_hash, n_blocks
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.reader import MalformedError
 
 THREADS = 4  # per rank; hashing releases the GIL
-READ_BYTES = 1 << 20
 
 
 class Fault(enum.StrEnum):
@@ -128,13 +125,4 @@ def _fault_of(file: Path, sealed: Seal, block_bytes: int) -> str:
 def block_hashes(path: Path, blocks: Iterable[int], block_bytes: int) -> Iterable[str]:
     """Yield the SHA-256 of some blocks of a file, in their order."""
     with path.open("rb") as file, concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
-        yield from threads.map(functools.partial(_sha256, file.fileno(), block_bytes), blocks)
-
-
-def _sha256(descriptor: int, block_bytes: int, block: int) -> str:
-    digest, at = hashlib.sha256(), block * block_bytes
-    end = at + block_bytes
-    while piece := os.pread(descriptor, min(READ_BYTES, end - at), at):
-        digest.update(piece)
-        at += len(piece)
-    return digest.hexdigest()
+        yield from threads.map(lambda block: block_hash(file.fileno(), block, block_bytes), blocks)

@@ -32,7 +32,9 @@ from transformers import LlamaForCausalLM
 from llama405b import load, ranks
 from llama405b.contract import weights
 from llama405b.contract.errors import RunError
+from llama405b.contract.parts import rows_of
 from llama405b.contract.schema import Numerics, Parallel
+from llama405b.contract.tensors import INDEX, read_tensors
 from llama405b.model import llama as model
 from llama405b.parallel import fsdp2
 
@@ -64,7 +66,7 @@ def bench_load(
     with contextlib.ExitStack() as leaving:
         scratch = directory or Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="llama405b-bench-")))
         llama = write_random(scratch, gb)
-        file_bytes = sum(info.n_bytes for info in weights.read_tensors(scratch).values())
+        file_bytes = sum(info.n_bytes for info in read_tensors(scratch).values())
         forms, tries = list(FORMS), collections.defaultdict[str, list[Figures]](list)
         for first in range(repeat):
             for form in forms[first % len(forms) :] + forms[: first % len(forms)]:
@@ -131,7 +133,7 @@ def write_random(directory: Path, gb: float) -> weights.Llama:
         tensors = {name: torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02) for name, shape in shapes.items()}
         save_file(tensors, directory / file, {"format": "pt"})
     index = {name: file for file, shapes in groups.items() for name in shapes}
-    (directory / weights.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return llama
 
 
@@ -217,8 +219,8 @@ def _baseline(module: Any, directory: Path, me: ranks.Ranks, dtype: torch.dtype)
 def _read_plainly(directory: Path, me: ranks.Ranks) -> int:
     """Read this rank's rows of every tensor into fresh memory; returns how many bytes that were."""
     pieces = []
-    for info in weights.read_tensors(directory).values():
-        start, stop = load.rows_of(info.shape[0], me.rank, me.world)
+    for info in read_tensors(directory).values():
+        start, stop = rows_of(info.shape[0], me.rank, me.world)
         pieces.append(np.empty((stop - start) * info.row_bytes, dtype=np.uint8))
         with info.file.open("rb", buffering=0) as file:
             file.seek(info.offset + start * info.row_bytes)

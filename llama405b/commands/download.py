@@ -10,10 +10,8 @@ import contextlib
 import errno
 import fnmatch
 import hashlib
-import json
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,14 +19,16 @@ from typing import TYPE_CHECKING
 from llama405b.contract import weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.files import write_json
-from llama405b.contract.reader import Json
+from llama405b.contract.hashes import BlockHasher, Hashes
+from llama405b.contract.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
-RECORD = ".llama405b-download.json"  # name -> [bytes, mtime_ns, sha256] of verified files
 AT_ONCE = 4
+SAFETENSORS = (INDEX, "model*.safetensors")  # not the original or consolidated copies of the weights
+PICKLED_FILES = (PICKLED_INDEX, "pytorch_model*.bin")  # of models that have no others
+READ_BYTES = 4 << 20
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,26 +58,33 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
 
     with said_clearly(model, target):
         info = HfApi().model_info(model, revision=revision, files_metadata=True)
-        files = [sibling for sibling in info.siblings or () if wanted(sibling.rfilename, skip_weights=skip_weights)]
+        names = [sibling.rfilename for sibling in info.siblings or ()]
+        kinds = SAFETENSORS if any(fnmatch.fnmatch(name, SAFETENSORS[1]) for name in names) else PICKLED_FILES
+        files = [sibling for sibling in info.siblings or () if wanted(sibling.rfilename, () if skip_weights else kinds)]
         if not any(sibling.rfilename == "config.json" for sibling in files):
             raise UserError(f"{model}: has no config.json; only models in Hugging Face format can be trained")
-        record = Verified(target)
-        lacking = [sibling for sibling in files if not record.holds(sibling)]
+        hashes = Hashes(target)
+        lacking = [sibling for sibling in files if not holds(hashes, sibling)]
         _check_room(target, lacking)
         print(
             f"{model} at {info.sha}: {len(files)} files, {_bytes_of(files) / 1e9:.2f} GB; {len(lacking)} to download into {target}",
             flush=True,
         )
-        _fetch_all(model, str(info.sha), lacking, target, record)
-    if not skip_weights:
-        llama = weights.read_llama(target)
-        weights.read_tensors(target)
-        print(f"complete: {llama.parameters:,} parameters; train with --model.path {target}")
+        _fetch_all(model, str(info.sha), lacking, target, hashes)
+    if skip_weights:
+        return
+    llama = weights.read_llama(target)
+    then = f"train with --model.path {target}"
+    if is_pickled(target):
+        then = f"it has .bin files: convert them with `llama405b export {target} OUT`"
+    else:
+        read_tensors(target)
+    print(f"complete: {llama.parameters:,} parameters; {then}")
 
 
-def _fetch_all(model: str, commit: str, lacking: list["RepoSibling"], target: Path, record: "Verified") -> None:
+def _fetch_all(model: str, commit: str, lacking: list["RepoSibling"], target: Path, hashes: Hashes) -> None:
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        jobs = [pool.submit(_fetch_one, model, commit, sibling, target, record) for sibling in lacking]
+        jobs = [pool.submit(_fetch_one, model, commit, sibling, target, hashes) for sibling in lacking]
         try:
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 print(f"{done}/{len(lacking)}  {job.result()}: verified", flush=True)
@@ -86,36 +93,48 @@ def _fetch_all(model: str, commit: str, lacking: list["RepoSibling"], target: Pa
             raise
 
 
-def wanted(name: str, *, skip_weights: bool) -> bool:
-    """Return whether training needs a file: not the original, pickled or consolidated copies of the weights."""
-    is_weights = name == weights.INDEX or fnmatch.fnmatch(name, "model*.safetensors")
-    return name in weights.SMALL_FILES or (is_weights and not skip_weights and "/" not in name)
+def wanted(name: str, kinds: Sequence[str]) -> bool:
+    """Return whether training needs a file: one that describes the model, or of the kinds of weights (patterns)."""
+    return name in weights.SMALL_FILES or ("/" not in name and any(fnmatch.fnmatch(name, kind) for kind in kinds))
 
 
-def _fetch_one(model: str, commit: str, sibling: "RepoSibling", target: Path, record: "Verified") -> str:
+def _fetch_one(model: str, commit: str, sibling: "RepoSibling", target: Path, hashes: Hashes) -> str:
     """Download one file and verify it; if that fails, download it once more in full."""
     from huggingface_hub import hf_hub_download
 
     name: str = sibling.rfilename
     for again in (False, True):
         path = Path(hf_hub_download(model, name, revision=commit, local_dir=target, force_download=again))
-        fault = download_fault(path, sibling)
+        whole, blocks = _hash(path)
+        fault = download_fault(path, whole, sibling)
         if not fault:
-            record.add(name, path, digest_of(sibling))
+            hashes.add(name, blocks, whole)
             return name
     raise RunError(f"{path}: {fault}, twice; the disk or the network corrupts data: check them")
 
 
-def download_fault(path: Path, sibling: "RepoSibling") -> str:
+def holds(hashes: Hashes, sibling: "RepoSibling") -> bool:
+    """Return whether the local file is verified and unchanged."""
+    known = hashes.of(sibling.rfilename)
+    return known is not None and sibling.size in (None, known.bytes) and digest_of(sibling) in ("", known.sha256)
+
+
+def _hash(path: Path) -> tuple[str, tuple[str, ...]]:
+    """The SHA-256 of a file, and of each of its blocks."""
+    whole, hasher = hashlib.sha256(), BlockHasher()
+    with path.open("rb") as file:
+        while chunk := file.read(READ_BYTES):
+            whole.update(chunk)
+            hasher.update(chunk)
+    return whole.hexdigest(), hasher.blocks
+
+
+def download_fault(path: Path, sha256: str, sibling: "RepoSibling") -> str:
     """Say what is wrong with a file; '' if nothing is."""
-    size, digest = path.stat().st_size, digest_of(sibling)
+    size = path.stat().st_size
     if sibling.size is not None and size != sibling.size:
         return f"{size} bytes, but the Hub says {sibling.size}"
-    if digest:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                return "its content does not match the Hub's SHA-256"
-    return ""
+    return "its content does not match the Hub's SHA-256" if digest_of(sibling) not in ("", sha256) else ""
 
 
 def digest_of(sibling: "RepoSibling") -> str:
@@ -124,33 +143,6 @@ def digest_of(sibling: "RepoSibling") -> str:
     if not lfs:
         return ""
     return str(lfs["sha256"] if isinstance(lfs, dict) else getattr(lfs, "sha256", ""))
-
-
-class Verified:
-    """The files of a directory that were verified and have not changed since."""
-
-    def __init__(self, target: Path) -> None:
-        self.target, self.lock = target, threading.Lock()  # files are downloaded in parallel
-        try:
-            self.files: dict[str, list[Json]] = json.loads((target / RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self.files = {}
-
-    def holds(self, sibling: "RepoSibling") -> bool:
-        """Return whether the local file is verified and unchanged."""
-        size, mtime, digest = self.files.get(sibling.rfilename, [-1, 0, ""])
-        path = self.target / sibling.rfilename
-        if not path.is_file() or digest != digest_of(sibling):
-            return False
-        info = path.stat()
-        return (info.st_size, info.st_mtime_ns) == (size, mtime) and sibling.size in (None, size)
-
-    def add(self, name: str, path: Path, digest: str) -> None:
-        """Record a verified file."""
-        info = path.stat()
-        with self.lock:
-            self.files[name] = [info.st_size, info.st_mtime_ns, digest]
-            write_json(self.target / RECORD, dict(self.files))
 
 
 def _bytes_of(siblings: Sequence["RepoSibling"]) -> int:

@@ -16,6 +16,7 @@ from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import COMPUTE_BYTES, Config
+from llama405b.contract.tensors import read_hf_json
 from llama405b.model import llama
 from llama405b.parallel import fsdp2
 
@@ -78,7 +79,7 @@ def _shape(config: Config, preset: str) -> LlamaConfig:
     """The shape from the model's directory if it exists, else the preset's known shape."""
     directory = Path(config.model.path)
     known = json.loads((configuration.PRESET_DIR / "architectures.json").read_text())
-    record = weights.read_hf_json(directory / "config.json") if directory.is_dir() else known.get(preset)
+    record = read_hf_json(directory / "config.json") if directory.is_dir() else known.get(preset)
     if record is None:
         weights.read_llama(directory)  # raises; its message says what is missing
     weights.check_seq_len(weights.parse_llama(record, str(directory)), config.data.seq_len)

@@ -14,16 +14,17 @@ from typing import Literal
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+from llama405b.contract.hashes import BLOCK_BYTES, n_blocks
 from llama405b.contract.phrases import counted
 from llama405b.contract.reader import MalformedError
 
 STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"  # written last: a directory without it is not a checkpoint
 METADATA = ".metadata"  # DCP's own: which tensor is where
+WEIGHTS = "model."  # what the names of weights begin with, in DCP's metadata
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's too, by rank
 CONFIG_FILE, MODEL_FILES = "config.toml", "model"  # the run's settings; the model's configuration and tokenizer
 ABOUT = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # what makes a checkpoint understood alone
-BLOCK_BYTES = 64 << 20
 LEAST_KEPT = 2  # so that one always verifies
 WHOLE_FILE = 1 << 59  # the block size of format 1
 
@@ -35,6 +36,7 @@ class Seal:
     bytes: int
     rank: int  # that wrote it
     blocks: tuple[str, ...]  # SHA-256 of each block; an empty file has one
+    weights: bool = True  # whether there may be weights in it, and not only moments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,11 +115,6 @@ class Lease:
     token: str  # of this process
     renewed: float = 0.0  # holder's clock, seconds since the epoch
     ended: bool = False
-
-
-def n_blocks(size: int, block_bytes: int) -> int:
-    """Return how many blocks a file of ``size`` bytes has."""
-    return max(1, -(-size // block_bytes))
 
 
 def write_manifest(manifest: Manifest) -> tuple[bytes, str]:

@@ -1,12 +1,9 @@
 """What a Hugging Face checkpoint directory holds, read with the standard library only.
 
-Knows the safetensors layout (8 bytes little-endian header length, a JSON header, the tensors' bytes; see the
-format description in the safetensors repository), the index file, and which tensors a Llama must have. Reads
-headers, never tensors, so that an 812 GB checkpoint is checked in milliseconds. Knows nothing of torch or ranks.
+Knows which tensors a Llama must have, and what else belongs to one. Knows nothing of torch or ranks.
 """
 
 import dataclasses
-import json
 import math
 import textwrap
 from collections.abc import Mapping
@@ -15,10 +12,8 @@ from typing import Any
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import and_more
+from llama405b.contract.tensors import TensorInfo, read_hf_json, read_tensors
 
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 SMALL_FILES = (  # what a rank needs if it does not have the directory
     "config.json",
     "generation_config.json",
@@ -42,27 +37,6 @@ ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that 
 }
 COMPARED_BYTES = 16 << 20  # at a time
 MAX_LAYERS = 10_000
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where one tensor is stored."""
-
-    file: Path
-    dtype: str  # a key of DTYPE_BYTES
-    shape: tuple[int, ...]
-    offset: int = 0  # of its first byte in the file
-
-    @property
-    def n_bytes(self) -> int:
-        """Size of the tensor in its file."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of one row: one index of the first dimension."""
-        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,87 +181,6 @@ def _check_rope(config: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: rope type {kind!r} has no valid {', '.join(lacking)}; download config.json again")
 
 
-def read_tensors(directory: Path) -> dict[str, TensorInfo]:
-    """List the checkpoint's tensors, checking that every safetensors file is complete.
-
-    Raises:
-        UserError: A file is missing, truncated or not safetensors, the index names a tensor that no file holds, two files
-        hold one tensor, or there is a single file beside an index of others.
-    """
-    index = directory / INDEX
-    if index.is_file():
-        return _read_listed(index)
-    if (directory / SINGLE).is_file():
-        return read_header(directory / SINGLE)
-    raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}; download the weights in safetensors format")
-
-
-def _read_listed(index: Path) -> dict[str, TensorInfo]:
-    weight_map = read_hf_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: has no weight_map; download the file again")
-    files = [index.parent / name for name in sorted(set(map(str, weight_map.values())))]
-    single = index.parent / SINGLE
-    if single.is_file() and files != [single]:  # which transformers would read instead
-        raise UserError(f"{single}: is beside {INDEX}, which lists other files; delete the one that is not the model's")
-    if missing := [file for file in files if not file.is_file()]:
-        raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; download them")
-    tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        header = read_header(file)
-        if twice := sorted(tensors.keys() & header.keys()):
-            other = tensors[twice[0]].file.name
-            raise UserError(f"{file}: contains {twice[0]}{and_more(twice)}, as {other} does; download both again")
-        tensors |= header
-    for name, said in weight_map.items():
-        if name not in tensors or tensors[name].file.name != said:
-            raise UserError(f"{index}: lists {name} in {said}, which does not contain it; download both again")
-    return tensors
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read one safetensors file's header and check the file's size against it.
-
-    Raises:
-        UserError: The file is truncated, too long, or not a safetensors file.
-    """
-    actual = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if actual < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, actual - 8):
-            raise UserError(f"{path}: not a safetensors file, or truncated at {actual} bytes; download it again")
-        try:
-            header = json.loads(file.read(length))
-            infos, end = _tensors_of(header, path, 8 + length)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            raise UserError(f"{path}: its safetensors header cannot be read; download it again") from None
-    if actual != 8 + length + end:
-        raise UserError(f"{path}: {actual} bytes, but its header says {8 + length + end}; download it again")
-    return infos
-
-
-def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[dict[str, TensorInfo], int]:
-    """The tensors of a parsed header, and where their bytes end; the format allows no gaps.
-
-    Raises:
-        ValueError: Tensors overlap, leave a gap, or their size does not match shape and dtype.
-        UserError: A dtype cannot be trained.
-    """
-    infos, end = {}, 0
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = entry["data_offsets"]
-        if entry["dtype"] not in DTYPE_BYTES:
-            raise UserError(f"{path}: {name} is {entry['dtype']}; only F32, F16 and BF16 can be trained")
-        infos[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
-        if not all(type(n) is int for n in (start, stop, *entry["shape"])):
-            raise ValueError
-        if start != end or stop - start != infos[name].n_bytes:
-            raise ValueError
-        end = stop
-    return infos, end
-
-
 def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: bool = False) -> Llama:
     """Check what can be checked of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
 
@@ -334,14 +227,14 @@ def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors are equal in every byte."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    """Whether two tensors are equal in every byte that is here."""
+    if (one.dtype, one.shape, one.rows) != (other.dtype, other.shape, other.rows):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.offset)
         second.seek(other.offset)
-        pieces = range(0, one.n_bytes, COMPARED_BYTES)
-        sizes = [min(COMPARED_BYTES, one.n_bytes - begin) for begin in pieces]
+        pieces = range(0, one.held_bytes, COMPARED_BYTES)
+        sizes = [min(COMPARED_BYTES, one.held_bytes - begin) for begin in pieces]
         return all(first.read(size) == second.read(size) for size in sizes)
 
 
@@ -381,20 +274,3 @@ def _token_ids(tokenizer: Mapping[str, Any]) -> list[int]:
         return [int(i) for i in (*ids, *(token["id"] for token in tokenizer.get("added_tokens", [])))]
     except (AttributeError, KeyError, TypeError, ValueError):
         return []
-
-
-def read_hf_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        UserError: The file is missing, or does not hold a JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; a Hugging Face checkpoint must have this file") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON; download it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object; download it again")
-    return value

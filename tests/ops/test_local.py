@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from llama405b.contract.hashes import Hashes
 from ops_rig import heartbeat, metrics, settings, wait_for
 
 
@@ -475,14 +476,18 @@ def test_deep_looks_into_the_weights(work, cli, demo, tmp_path):
         return [f for f in json.loads(cli(work, "doctor", *flags).stdout)["findings"] if str(model) in f["what"]]
 
     assert "no SHA-256 is known" in weights()[0]["what"]
-    noted = {path.name: [1, 2, hashlib.sha256(path.read_bytes()).hexdigest()] for path in (file, *others)}
-    (model / ".llama405b-pushed.json").write_text(json.dumps(noted))
+    hashes = Hashes(model)
+    for path in (file, *others):
+        hashes.add(path.name, (hashlib.sha256(path.read_bytes()).hexdigest(),))
     assert weights() == []
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     (found,) = weights()
-    assert (found["level"], found["what"]) == ("bad", f"{model}: {file.name} is not what was verified (SHA-256)")
+    assert (found["level"], found["what"]) == (
+        "bad",
+        f"{model}: {file.name} is not what was verified (SHA-256 of block 0)",
+    )
 
 
 def test_a_program_of_the_users_own_is_shown_as_it_is(work, cli):

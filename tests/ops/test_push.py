@@ -152,7 +152,7 @@ def test_hosts_that_share_the_directory_write_it_once(hosts, operator):
     assert sum(received(hosts, i) - had for i, had in zip((2, 3), before, strict=True)) < 2 * MB
     for i in (1, 4):
         assert sums_on(hosts, i, "/var/tmp/p/m/") == sums(model)
-    assert [path.name for path in to.glob(".llama405b-*")] == [".llama405b-pushed.json"]
+    assert [path.name for path in to.glob(".llama405b-*")] == [".llama405b-hashes.json"]
     assert list(to.glob(".*.part")) == []
 
 

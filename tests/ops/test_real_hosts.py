@@ -11,6 +11,7 @@ import pytest
 
 from conftest import ROOT
 from hosts_rig import processes
+from llama405b.contract.config import DEMO_MODEL
 from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -34,6 +35,39 @@ def test_three_users_train_together(hosts, operator):
         )  # ranks in line order
         modes = hosts.exec(i, "find", f"{hosts.workdir(i)}/runs", "-perm", "/077").stdout
         assert modes == ""
+
+
+def test_each_host_is_pushed_its_own_rows_and_loads_them(hosts, operator):
+    flags = [*DEMO, "--training.max_steps", 5, "--checkpoint.every", 0, "--follow"]
+    sent = operator("launch", "--run", "sent", *flags)
+    pushed = operator("push", "--shards", f"node-1:{DEMO_MODEL}")
+    assert pushed.returncode == 0, pushed.stdout + pushed.stderr
+    assert "2 of 2 hosts" in pushed.stdout
+    sizes = [
+        int(
+            hosts.exec(
+                i, "sh", "-c", f"cat '{hosts.workdir(i)}/{DEMO_MODEL}'/*{'/*' * (i > 1)}.safetensors | wc -c"
+            ).stdout
+        )
+        for i in (1, 2, 3)
+    ]
+    for i in (2, 3):
+        assert f"ranks-{i - 1}-{i - 1}-of-3: every file verified" in pushed.stdout
+        assert 0.32 < sizes[i - 1] / sizes[0] < 0.35
+    own = operator("launch", "--run", "own", *flags)
+    assert own.returncode == 0, own.stderr
+    assert "each rank read its own rows" in own.stdout
+    losses = [
+        [line.split()[3] for line in done.stdout.splitlines() if line.startswith("step ")] for done in (sent, own)
+    ]
+    assert losses[0] == losses[1] != []
+    hosts.hosts_file(operator.path / "hosts", indices=[2, 3, 1])
+    moved = operator("launch", "--run", "moved", *flags)
+    hosts.hosts_file(operator.path / "hosts")
+    assert moved.returncode == 1
+    assert f"{DEMO_MODEL}: has only the rows of other ranks; push them again with --shards, for 3 ranks" in moved.stderr
+    for i in (2, 3):
+        hosts.exec(i, "rm", "-r", f"{hosts.workdir(i)}/{DEMO_MODEL}")
 
 
 def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):

@@ -1,14 +1,11 @@
 """``llama405b download`` with the real huggingface_hub client, against a loopback server that speaks the Hub's protocol."""
 
-import concurrent.futures
 import hashlib
 import http.server
 import json
 import threading
 
 import pytest
-
-from llama405b.commands import download
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -163,11 +160,14 @@ def test_the_token_goes_to_the_hub_alone(hub, cli, tmp_path):
     assert not any(token.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_files_that_arrive_at_once_are_all_noted(tmp_path):
-    names = [f"f{i}" for i in range(24)]
-    for name in names:
-        (tmp_path / name).write_text(name)
-    verified = download.Verified(tmp_path)
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        list(pool.map(lambda name: verified.add(name, tmp_path / name, "d"), names * 10))
-    assert sorted(json.loads((tmp_path / download.RECORD).read_text())) == sorted(names)
+def test_an_older_model_is_fetched_as_it_is(hub, cli, tmp_path):
+    for file in hub["root"].glob("*.safetensors*"):
+        file.unlink()
+    for name in ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "optimizer.bin"):
+        (hub["root"] / name).write_text("{}")
+    done = cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    assert done.returncode == 0, done.stderr
+    found = {path.name for path in (tmp_path / "models/tiny").iterdir()}
+    assert found >= {"pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "config.json"}
+    assert "optimizer.bin" not in found
+    assert "it has .bin files: convert them with `llama405b export models/tiny OUT`" in done.stdout

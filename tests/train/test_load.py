@@ -124,3 +124,64 @@ def test_random_weights_of_a_model_cut_short_are_the_same_for_any_number_of_rank
             assert said in how
             assert found.keys() == alone.keys()
             assert all(torch.equal(found[name], alone[name]) for name in alone)
+
+
+def _part(model, to, first, last, world):
+    """What push --shards would send to a host."""
+    from llama405b.contract.parts import Part
+    from llama405b_tools.remote.sources import open_source
+
+    source = open_source(model, Part(first, last, world))
+    for name, _ in source.files:
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes(b"".join(source.read(name, 0)))
+    return to
+
+
+def _load_parts(me, model, cases):
+    from llama405b import load
+    from llama405b.contract.errors import UserError
+    from llama405b.contract.parts import rows_of
+    from llama405b.contract.schema import Parallel
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp2
+
+    whole, found = _read(model), []
+    for directories, how in cases:
+        module = llama.build_on_meta(llama.read_hf_config(model), "sdpa", torch.float32)
+        fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
+        try:
+            found.append(load.load(module, directories[me.rank], how, me, lambda *_: None))
+        except UserError as error:
+            found.append(str(error))
+            continue
+        for name, parameter in module.named_parameters():
+            start, stop = rows_of(whole[name].shape[0], me.rank, me.world)
+            assert torch.equal(parameter.to_local(), whole[name][start:stop])
+    return found
+
+
+def test_each_rank_reads_the_part_that_its_host_has(tiny, tiny_tied, tmp_path):
+    own, sent = "each rank read its own rows", "rank 0 read the weights and sent each rank its rows"
+    for number, model in enumerate((tiny, tiny_tied)):
+        there = tmp_path / str(number)
+        one, two = _part(model, there / "a", 0, 1, 3), _part(model, there / "b", 2, 2, 3)
+        _part(model, two, 0, 0, 2)  # of fewer ranks, before
+        cases = [([one, one, two], "auto"), ([model, model, two], "auto"), ([model, one, one], "auto")]
+        assert run_ranks(3, _load_parts, model, cases) == [[own, own, sent]] * 3
+
+
+def test_a_part_that_is_not_enough_is_refused_on_all_ranks(tiny, tmp_path):
+    one, two = _part(tiny, tmp_path / "a", 0, 0, 2), _part(tiny, tmp_path / "b", 1, 1, 2)
+    (two / "ranks-1-1-of-2/model.safetensors.index.json").unlink()  # it was not pushed to its end
+    lacking = "rank 1 has no rows of its own there, and rank 0 cannot send them, because it has only a part"
+    cases = {
+        "auto": lacking,
+        "rank0": lacking,
+        "local": f"--model.load: rank 1 cannot read the same files in {one} ({one}: has only the rows of other ranks",
+    }
+    more = [([one, two], "auto"), ([one, tiny], "rank0")]
+    for said in run_ranks(2, _load_parts, tiny, [*(([one, one], how) for how in cases), *more]):
+        assert all(words in each for words, each in zip(cases.values(), said, strict=False)), said
+        assert lacking in said[3]
+        assert ": rank 0 cannot send them, because it has only a part of the weights" in said[4]

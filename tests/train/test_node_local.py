@@ -1,13 +1,14 @@
 """Checkpoints on the hosts' own disks: each host keeps its part, and a resume brings what a host lacks."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from ranks_rig import run_ranks
-from update_rig import bits, build, same, save, take
+from update_rig import bits, build, data_file, flip, same, save, take
 
 ROOT = Path("checkpoints")  # by the same name on every host
 
@@ -132,14 +133,11 @@ def test_a_lost_host_is_said_and_nothing_is_changed(tiny, hosts):
 
 def test_a_step_that_one_host_lacks_or_has_damaged_gives_way_to_the_one_before(tiny, hosts):
     place, _ = hosts
-    bad = place / "host-1" / ROOT / "step-00000004/__2_0.distcp"
-    content = bytearray(bad.read_bytes())
-    content[len(content) // 2] ^= 1
-    bad.write_bytes(content)
+    flip(data_file(place / "host-1" / ROOT / "step-00000004", 2))
     for done, *_, left, passed in run_ranks(4, _resume, tiny, place, 2):
         assert done == 2
         assert len(passed) == 1
-        assert "__2_0.distcp: its content does not match its checksum" in passed[0]
+        assert re.search(r"__2_\d.distcp: its content does not match its checksum", passed[0])
         assert [name[:19] for name in left] == ["step-00000002", "step-00000004.aside"]
 
 

@@ -17,7 +17,7 @@ from conftest import ROOT as CHECKOUT
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from ranks_rig import run_ranks
-from update_rig import build, save, take
+from update_rig import build, data_file, flip, save, take
 
 HOSTS = 3
 RUN = Path("runs/run")
@@ -116,25 +116,20 @@ def test_any_one_host_may_be_lost(tiny, ring, lost):
         assert (done, after) == (4, losses)
 
 
-def _flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_damaged_file_is_read_from_its_copy_and_a_step_whose_copy_is_damaged_too_gives_way(tiny, ring):
     place, told = ring
-    _flip(place / "host-1" / ROOT / "step-00000004/__1_0.distcp")
+    bad = data_file(place / "host-1" / ROOT / "step-00000004", 1)
+    flip(bad)
     for (done, after, _, left, passed), (losses, _) in zip(
         run_ranks(HOSTS, _resume, tiny, place, HOSTS), told, strict=True
     ):
         assert (done, after, passed) == (4, losses, [])
         assert not any("tmp" in name for name in left)
-    _flip(place / "host-2" / ROOT / "of-host-1/step-00000004/__1_0.distcp")
+    flip(place / "host-2" / ROOT / "of-host-1/step-00000004" / bad.name)
     for done, *_, passed in run_ranks(HOSTS, _resume, tiny, place, HOSTS):
         assert done == 3
         assert len(passed) == 1
-        assert "__1_0.distcp: its content does not match its checksum" in passed[0]
+        assert f"{bad.name}: its content does not match its checksum" in passed[0]
 
 
 def test_two_neighbours_lost_are_said(tiny, ring):

@@ -8,7 +8,8 @@ import tarfile
 import pytest
 
 from conftest import ROOT
-from llama405b.contract.checkpoints import BLOCK_BYTES, Manifest, RunIdentity, Seal, read_manifest, write_manifest
+from llama405b.contract.checkpoints import Manifest, RunIdentity, Seal, read_manifest, write_manifest
+from llama405b.contract.hashes import BLOCK_BYTES
 from llama405b.contract.reader import MalformedError
 
 HASH = hashlib.sha256(b"").hexdigest()

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama405b.contract import config, weights
 from llama405b.contract.errors import UserError
+from llama405b.contract.tensors import INDEX, SINGLE, read_tensors
 from llama405b.model import llama
 
 
@@ -36,7 +37,7 @@ def refusal(directory, seq_len=64):
 def test_headers_tell_what_transformers_wrote(demo, tiny_tied):
     for directory in (demo, tiny_tied):
         model = LlamaForCausalLM.from_pretrained(directory)
-        tensors = weights.read_tensors(directory)
+        tensors = read_tensors(directory)
         assert {name: info.shape for name, info in tensors.items()} == {
             name: tuple(t.shape)
             for name, t in model.state_dict().items()
@@ -167,7 +168,7 @@ def add(directory, name, tensor, file=""):
     shard = directory / (file or min(path.name for path in directory.glob("*.safetensors")))
     held = load_file(shard) if shard.exists() else {}
     save_file(held | {name: tensor}, shard, {"format": "pt"})
-    index = directory / weights.INDEX
+    index = directory / INDEX
     if not file:
         edit(index, weight_map=json.loads(index.read_text())["weight_map"] | {name: shard.name})
     return shard
@@ -219,9 +220,9 @@ def test_two_files_with_one_tensor_are_refused(copy):
 
 
 def test_a_single_file_beside_an_index_of_others_is_refused(copy):
-    single = add(copy, "x", torch.zeros(1), weights.SINGLE)
+    single = add(copy, "x", torch.zeros(1), SINGLE)
     assert refusal(copy) == (
-        f"{single}: is beside {weights.INDEX}, which lists other files; delete the one that is not the model's"
+        f"{single}: is beside {INDEX}, which lists other files; delete the one that is not the model's"
     )
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import shutil
 
 import pytest
 from fakes import FakeFleet
@@ -10,6 +11,7 @@ from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import launch_facts
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
 from llama405b_tools.run import preflight
+from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import Way
 from llama405b_tools.run.request import parse
 
@@ -222,3 +224,47 @@ def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
         UserError, match="--run: 'r' on a: /w/runs/r belongs to bob, and you cannot write it; choose an"
     ):
         preflight.refuse_input(request, said, 1)
+
+
+def note(*flags, has=(812, 812, 812), mbit="25000"):
+    """What launch says about loading on three hosts with so many GB of the weights."""
+    request = parse(["h", "--run", "r", "--model.path", "/m", "--data.paths", "d", *flags], 0.0)
+    said = {
+        name: dataclasses.replace(facts([("ib0", f"10.0.0.{n}", mbit)]), weights_bytes=size * 10**9)
+        for n, (name, size) in enumerate(zip("abc", has, strict=True), 1)
+    }
+    way = Way("10.0.0.1", 20_000, {name: said[name].own[0].address for name in said}, dict.fromkeys(said, "ib0"))
+    hosts = [Host(name, "h:1", slots=8) for name in said]
+    parts = [preflight.part_of(host, said[host.name], way) for host in hosts]
+    return loading_note(request, preflight.plan_of(request, parts, said, way, 0.0), said)
+
+
+def test_launch_says_how_loading_would_be_faster():
+    assert note() == ""
+    assert note("--model.load", "rank0") == (
+        "note: all hosts have the weights; --model.load auto would spare sending 541 GB from rank 0, at least 173 s"
+    )
+    sends = "note: c without the weights: rank 0 sends 541 GB"
+    push = "; `llama405b push --shards a:/m h` gives each host its own rows once"
+    assert note(has=(812, 101, 0)) == f"{sends}, at least 173 s{push}"
+    assert note(has=(812, 101, 0), mbit="-1") == f"{sends}{push}"
+    for silent in ("--model.load", "local"), ("--resume", "auto"):
+        assert note(*silent, has=(812, 101, 0)) == ""
+    assert note(has=(1, 0, 0)) == ""  # seconds
+
+
+def test_hosts_are_asked_for_weights_that_are_files(monkeypatch):
+    for flags, asked in (((), "/m"), (("--model.weights", "random"), "")):
+        request = parse(["h", "--run", "r", "--model.path", "/m", "--data.paths", "d", *flags], 0.0)
+        assert preflight._probe_request(request, A, 20_000, "token").weights == asked
+    assert preflight._probe_request(parse(["--run", "r", "--", "a.py"], 0.0), A, 1, "t").weights == ""
+
+
+def test_weights_are_counted_only_where_they_can_be_loaded(tiny, tmp_path):
+    model = shutil.copytree(tiny, tmp_path / "model")
+    files = sorted(model.glob("*.safetensors"))
+    found = launch_facts._weights_bytes(str(model))
+    assert 0 < sum(file.stat().st_size for file in files) - found < 2000 * len(files)  # but the headers
+    assert launch_facts._weights_bytes(str(model / "none")) == 0
+    files[0].unlink()
+    assert launch_facts._weights_bytes(str(model)) == 0

@@ -6,9 +6,9 @@ import itertools
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from llama405b.contract import reader
+from llama405b.contract.parts import Part
 from llama405b.contract.phrases import given
 from llama405b_tools.deliver.progress import PushProgress
 from llama405b_tools.hosts.dialogue import Dialogue
@@ -16,7 +16,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.chain_protocol import BrokenLinkError, FileList
+from llama405b_tools.remote.chain_protocol import BrokenLinkError
 from llama405b_tools.remote.messages.chain import (
     LOOK,
     Hop,
@@ -27,6 +27,7 @@ from llama405b_tools.remote.messages.chain import (
     RelaySees,
     SendRequest,
 )
+from llama405b_tools.remote.sources import Source
 
 READY_S, SILENT_S = 30.0, 180.0
 
@@ -37,15 +38,18 @@ class Origin:
 
     host: str
     path: str
+    part: Part | None = None  # of the checkpoint there; None: all of it
+    names: tuple[str, ...] = ()  # of the files there; (): all
 
 
 class Chain:
     """One attempt."""
 
     def __init__(
-        self, fleet: Fleet, origin: Origin, files: FileList, targets: Mapping[str, str], progress: PushProgress
+        self, fleet: Fleet, origin: Origin, source: Source | None, targets: Mapping[str, str], progress: PushProgress
     ) -> None:
-        self.fleet, self.origin, self.files, self.targets, self.progress = fleet, origin, files, targets, progress
+        """Plan one; ``source``: what this machine sends, None if a host does."""
+        self.fleet, self.origin, self.source, self.targets, self.progress = fleet, origin, source, targets, progress
         self.token = secrets.token_hex(32)
         self.dialogues: dict[str, Dialogue] = {}
         self.faults: dict[str, str] = {}  # by host
@@ -125,12 +129,13 @@ class Chain:
     def _send(self, first: str, below: NextHop) -> None:
         """Feed the first host: from this machine by TCP or through SSH, or from the host that has the files."""
         try:
-            if self.origin.host:
-                dialogue = self.fleet.dialogue(self.origin.host, "send", SendRequest(self.origin.path, below))
+            if self.source is None:
+                request = SendRequest(self.origin.path, below, self.origin.part, self.origin.names)
+                dialogue = self.fleet.dialogue(self.origin.host, "send", request)
                 self.origin_fault = self._follow(self.origin.host, dialogue).fault
                 return
             with contextlib.closing(self._link(first, below)) as link:
-                chain_protocol.source(Path(self.origin.path), self.files, self.token, link, lambda _: None)
+                chain_protocol.send_files(self.source, self.token, link, lambda _: None)
         except (OSError, HostError, BrokenLinkError, reader.MalformedError) as error:
             self.origin_fault = str(error)
 

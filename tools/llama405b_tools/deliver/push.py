@@ -1,24 +1,29 @@
 """Send code (only what differs) or big files (down a chain of hosts) to where they are needed."""
 
+import concurrent.futures
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import UserError, code_for
+from llama405b.contract.errors import RunError, UserError, code_for
+from llama405b.contract.parts import Part
 from llama405b.contract.phrases import counted, given
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.chain import READY_S, Chain, Origin
-from llama405b_tools.deliver.progress import show_progress
+from llama405b_tools.deliver.progress import PushProgress, show_progress
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.chain_protocol import FileList
+from llama405b_tools.remote.sources import Source, open_source
+from llama405b_tools.run.plan import first_ranks
+from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.text.shell import shell_path
 from llama405b_tools.text.tables import table
 
 PASSES = 4  # chains tried, each without the hosts that broke the previous one
+COUNT_GPUS = "nvidia-smi -L 2>/dev/null | grep -c '^GPU '; true"
 
 
 def parse_origin(text: str, hosts: Sequence[Host]) -> Origin:
@@ -78,45 +83,100 @@ def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> i
 
 def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     """Pass files down a chain of hosts, each into its directory; prints rates and each host's result."""
-    files, began = _files_of(origin), time.monotonic()
-    faults, same, dead = _pass_down(fleet, origin, files, targets)
-    took = time.monotonic() - began
-    ends = dict.fromkeys(targets, "every file verified")
-    ends |= {name: f"the same directory as on {first}" for name, first in same.items()}
-    ends |= {name: f"FAILED: {why}" for name, why in faults.items()}
-    print(table(("host", "directory", "now"), [(name, to, ends[name]) for name, to in targets.items()]), flush=True)
-    size = given("{:.2f} GB, ", sum(n_bytes for _, n_bytes in files) / 1e9)
-    again = "; run the same command again to continue where it stopped" if set(faults) - dead else ""
-    print(f"{len(targets) - len(faults)} of {len(targets)} hosts: {size}{took:.1f} s{again}")
-    return code_for(faults)
-
-
-def _pass_down(
-    fleet: Fleet, origin: Origin, files: FileList, targets: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, str], set[str]]:
-    """Why hosts lack files, which share a directory with an earlier one, and which can never receive."""
-    faults: dict[str, str] = {}
-    same: dict[str, str] = {}
-    dead: set[str] = set()
-    left = dict(targets)
+    source, began = _source_of(origin), time.monotonic()
     with show_progress() as progress:
-        for _ in range(PASSES):
-            chain = Chain(fleet, origin, files, left, progress)
-            found = chain.run()
-            faults = {name: why for name, why in faults.items() if name in dead} | found
-            same = {name: first for name, first in same.items() if name not in left} | chain.same
-            dead |= chain.dead
-            left = {name: to for name, to in left.items() if name in found.keys() - dead}
-            if not left:
-                break
-    return faults, same, dead
+        result = pass_down(fleet, origin, source, targets, progress)
+    ends = dict.fromkeys(targets, "every file verified")
+    size = sum(n_bytes for _, n_bytes in source.files) if source else 0
+    return _report(targets, ends, result, size, time.monotonic() - began)
 
 
-def _files_of(origin: Origin) -> FileList:
-    """The files on this machine; a sending host lists its own."""
+def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
+    """Send each host the rows that its ranks own, all at once; prints each host's result."""
+    parts, began = parts_of(fleet), time.monotonic()
+    ends = {name: f"{parts[name].name}: every file verified" for name in targets}
+    origins = {name: dataclasses.replace(origin, part=parts[name]) for name in targets}
+    sources = {name: _source_of(each) for name, each in origins.items()}
+    pool = concurrent.futures.ThreadPoolExecutor(len(targets), "part")  # the fleet's own threads serve the chains
+    try:
+        with show_progress() as progress:
+            results = [
+                pool.submit(pass_down, fleet, origins[name], sources[name], {name: to}, progress)
+                for name, to in targets.items()
+            ]
+            result = Result.joined([each.result() for each in results])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    size = sum(n_bytes for source in sources.values() if source for _, n_bytes in source.files)
+    return _report(targets, ends, result, size, time.monotonic() - began)
+
+
+def parts_of(fleet: Fleet) -> dict[str, Part]:
+    """Return which ranks a run on all of these hosts has on each.
+
+    Raises:
+        RunError: A host without ``slots=`` cannot be asked for its GPUs.
+    """
+    unknown = [name for name, host in fleet.hosts.items() if not host.slots]
+    asked = fleet.each(lambda name: fleet.connection(name).run(COUNT_GPUS, "", READY_S).out, unknown)
+    if faults := unanswered(asked):
+        raise RunError(fault_list(faults, len(fleet.hosts), ", and its line has no slots=. Nothing was sent"))
+    slots = [host.slots or int(str(asked[name]).strip() or 0) or 1 for name, host in fleet.hosts.items()]
+    parts = [Part(first, first + n - 1, sum(slots)) for first, n in zip(first_ranks(slots), slots, strict=True)]
+    return dict(zip(fleet.hosts, parts, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What came of it, by host."""
+
+    faults: dict[str, str]  # why hosts lack files
+    same: dict[str, str]  # which share a directory with an earlier one
+    dead: set[str]  # which can never receive
+
+    @classmethod
+    def joined(cls, results: Sequence["Result"]) -> "Result":
+        """Join those of several hosts."""
+        faults, same = dict[str, str](), dict[str, str]()
+        for each in results:
+            faults |= each.faults
+            same |= each.same
+        return cls(faults, same, set[str]().union(*(each.dead for each in results)))
+
+
+def _report(targets: Mapping[str, str], ends: dict[str, str], result: Result, n_bytes: int, took_s: float) -> int:
+    ends |= {name: f"the same directory as on {first}" for name, first in result.same.items()}
+    ends |= {name: f"FAILED: {why}" for name, why in result.faults.items()}
+    print(table(("host", "directory", "now"), [(name, to, ends[name]) for name, to in targets.items()]), flush=True)
+    size = given("{:.2f} GB, ", n_bytes / 1e9)
+    again = "; run the same command again to continue where it stopped" if set(result.faults) - result.dead else ""
+    print(f"{len(targets) - len(result.faults)} of {len(targets)} hosts: {size}{took_s:.1f} s{again}")
+    return code_for(result.faults)
+
+
+def pass_down(
+    fleet: Fleet, origin: Origin, source: Source | None, targets: Mapping[str, str], progress: PushProgress
+) -> Result:
+    """Try chains, each without the hosts that broke the previous one."""
+    result = Result({}, {}, set())
+    left = dict(targets)
+    for _ in range(PASSES):
+        chain = Chain(fleet, origin, source, left, progress)
+        found = chain.run()
+        faults = {name: why for name, why in result.faults.items() if name in result.dead} | found
+        same = {name: first for name, first in result.same.items() if name not in left} | chain.same
+        result = Result(faults, same, result.dead | chain.dead)
+        left = {name: to for name, to in left.items() if name in found.keys() - result.dead}
+        if not left:
+            break
+    return result
+
+
+def _source_of(origin: Origin) -> Source | None:
+    """What this machine sends; None if a host does."""
     if origin.host:
-        return []
-    files = chain_protocol.list_files(Path(origin.path))
-    if not files:
+        return None
+    source = open_source(Path(origin.path), origin.part)
+    if not source.files:
         raise UserError(f"{origin.path}: contains no files; name a checkpoint directory")
-    return files
+    return source

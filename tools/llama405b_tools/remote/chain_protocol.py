@@ -1,25 +1,23 @@
 """The protocol of a chain of hosts: how two neighbors connect, and what goes over the connection. Standard library.
 
 The source sends down the chain a one-time token and the list of files; back comes how many bytes of each file all hosts
-below have already; then each file follows from that byte on, with the SHA-256 of the whole.
+below have already; then each file follows from that byte on, with the SHA-256 of each of its blocks, from the first on.
 
 Bytes are sent in the clear: the training network is trusted with them, and the token only keeps strangers out.
 """
 
 import dataclasses
-import hashlib
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from llama405b.contract import reader
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, n_blocks
 from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote.messages.chain import NextHop
+from llama405b_tools.remote.sources import Source
 
-CHUNK = 4 << 20
 CONNECT_S, STALL_S = 3.0, 120.0
-FileList = list[tuple[str, int]]  # path below the root, bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +25,7 @@ class Offer:
     """The files to come: path below the root and size in bytes of each."""
 
     files: tuple[tuple[str, int], ...]
+    block_bytes: int  # of each block but a file's last that has a hash
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,42 +52,30 @@ class BrokenLinkError(Exception):
     """The host before or after this one is gone."""
 
 
-def list_files(root: Path) -> FileList:
-    """Regular files below a directory (or the file itself), by name, without hidden ones."""
-    if root.is_file():
-        return [(root.name, root.stat().st_size)]
-    found = [path for path in sorted(root.rglob("*")) if path.is_file()]
-    names = [path.relative_to(root) for path in found]
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    return [(str(name), (root / name).stat().st_size) for name in visible]
-
-
-def source(root: Path, files: FileList, token: str, link: Link, progress: Callable[[int], None]) -> None:
-    """Send files down the chain.
+def send_files(source: Source, token: str, link: Link, progress: Callable[[int], None]) -> None:
+    """Send everything down the chain; what all hosts below have is not read if its hashes are known.
 
     Raises:
         BrokenLinkError: The first host is gone.
         OSError: A file cannot be read.
     """
-    base = root if root.is_dir() else root.parent
-    send(link, f"{token}\n{reader.dumps(Offer(tuple(files)))}\n".encode())
+    send(link, f"{token}\n{reader.dumps(Offer(tuple(source.files), BLOCK_BYTES))}\n".encode())
     have = reader.loads(Present, line(link), "what the next host has").sizes
     done = 0
-    for (name, size), begin in zip(files, have, strict=True):
-        digest = hashlib.sha256()
-        with (base / name).open("rb") as file:
-            position = 0
-            while position < size:
-                chunk = file.read(min(CHUNK, size - position, begin - position if position < begin else CHUNK))
-                if not chunk:
-                    raise OSError(f"{base / name} shrank while it was being sent")
-                digest.update(chunk)
-                if position >= begin:
-                    send(link, chunk)
-                position += len(chunk)
-                done += len(chunk)
-                progress(done)
-        send(link, digest.hexdigest().encode())
+    for (name, size), begin in zip(source.files, have, strict=True):
+        blocks, hasher = source.blocks(name), BlockHasher()
+        if blocks and len(blocks) != n_blocks(size):  # the file is not what they were noted of
+            blocks = None
+        position = begin if blocks else 0
+        done += position
+        for chunk in source.read(name, position):
+            if blocks is None:
+                hasher.update(chunk)
+            send(link, chunk[max(0, begin - position) :])
+            position += len(chunk)
+            done += len(chunk)
+            progress(done)
+        send(link, "".join(blocks or hasher.blocks).encode())
 
 
 def connect(below: NextHop) -> socket.socket:

@@ -45,7 +45,8 @@ REAL_FILESYSTEMS = (
     "overlay",
 )
 PROBE_BYTES = 64 << 20
-HASHERS = 16  # files at a time
+HASHERS = 16  # blocks at a time
+BLOCK_BYTES = 64 << 20  # as in contract/hashes.py
 CONNECT_S = 3.0
 MOST_BYTES = 4 << 20  # of a command's output
 PACKAGES = r"""
@@ -338,24 +339,44 @@ def weights(path, hashed=False):
     if not os.path.isdir(path):
         return {"path": path, "present": False}
     names, faults = ["model.safetensors"], []
-    index = os.path.join(path, "model.safetensors.index.json")
+    index = index_in(path)
     try:
-        if os.path.isfile(index):
-            with open(index, encoding="utf-8") as file:
-                names = sorted(set(json.load(file)["weight_map"].values()))
+        if index:
+            with open(os.path.join(path, index), encoding="utf-8") as file:
+                listed = sorted(set(json.load(file)["weight_map"].values()))
+            names = [os.path.join(os.path.dirname(index), name) for name in listed]
     except (ValueError, KeyError, AttributeError):
-        faults.append("model.safetensors.index.json cannot be read")
+        faults.append("%s cannot be read" % index)
     faults += filter(None, [fault_of(path, name) for name in names])
     sizes = [os.path.getsize(os.path.join(path, name)) for name in names if os.path.isfile(os.path.join(path, name))]
     config = os.path.isfile(os.path.join(path, "config.json"))
     found = {"path": path, "present": config, "files": len(names), "bytes": sum(sizes), "faults": faults}
     if hashed and not faults:
-        known = digests(path)
+        known = block_hashes(path)
         found["unhashed"] = len([name for name in names if name not in known])
         with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib releases the GIL
-            jobs = [(name, pool.submit(sha256, os.path.join(path, name))) for name in names if name in known]
-        faults += ["%s is not what was verified (SHA-256)" % name for name, job in jobs if job.result() != known[name]]
+            jobs = [
+                (name, number, digest, pool.submit(sha256, os.path.join(path, name), number))
+                for name in names
+                for number, digest in enumerate(known.get(name, ()))
+            ]
+        bad = {}  # by file, its first bad block
+        for name, number, digest, job in jobs:
+            if job.result() != digest:
+                bad.setdefault(name, number)
+        faults += ["%s is not what was verified (SHA-256 of block %d)" % each for each in sorted(bad.items())]
     return found
+
+
+def index_in(path):
+    """The index of a checkpoint's files: its own, or the first one of its parts; "" if there is none."""
+    name = "model.safetensors.index.json"
+    found = sorted(glob.glob(os.path.join(glob.escape(path), "ranks-*-of-*", name)))
+    if os.path.isfile(os.path.join(path, name)):
+        return name
+    if found and not os.path.isfile(os.path.join(path, "model.safetensors")):
+        return os.path.relpath(found[0], path)
+    return ""
 
 
 def fault_of(path, name):
@@ -377,24 +398,26 @@ def fault_of(path, name):
     return ""
 
 
-def digests(path):
-    """The SHA-256 that download or push recorded for each file in a directory."""
-    known = {}
-    for record in (".llama405b-download.json", ".llama405b-pushed.json"):
-        try:
-            with open(os.path.join(path, record), encoding="utf-8") as file:
-                known.update({name: entry[2] for name, entry in json.load(file).items() if entry[2]})
-        except (OSError, ValueError, AttributeError, IndexError, TypeError):
-            continue
-    return known
+def block_hashes(path):
+    """The SHA-256 of each block, by file, that download or push noted in a directory."""
+    try:
+        with open(os.path.join(path, ".llama405b-hashes.json"), encoding="utf-8") as file:
+            return {name: entry["blocks"] for name, entry in json.load(file)["files"].items()}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {}
 
 
-def sha256(path):
-    """The SHA-256 of a file's content."""
-    digest = hashlib.sha256()
+def sha256(path, number):
+    """The SHA-256 of a block of a file."""
+    digest, left = hashlib.sha256(), BLOCK_BYTES
     with open(path, "rb") as file:
-        for block in iter(lambda: file.read(8 << 20), b""):
-            digest.update(block)
+        file.seek(number * BLOCK_BYTES)
+        while left:
+            piece = file.read(min(8 << 20, left))
+            if not piece:
+                break
+            digest.update(piece)
+            left -= len(piece)
     return digest.hexdigest()
 
 

@@ -24,6 +24,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given, last_of
 from llama405b.contract.plan import read_plan
+from llama405b.contract.tensors import read_tensors
 from llama405b.contract.trust import user_of
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
@@ -89,7 +90,16 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         uid=os.getuid(),
         user=user_of(os.getuid()),
         runs=_identity(Path("runs")),
+        weights_bytes=_weights_bytes(request.weights),
     )
+
+
+def _weights_bytes(path: str) -> int:
+    """Bytes of the tensors that are here; 0 if they cannot be loaded."""
+    if path:
+        with contextlib.suppress(UserError, OSError):
+            return sum(info.held_bytes for info in read_tensors(Path(path).expanduser()).values())
+    return 0
 
 
 def _identity(directory: Path) -> str:

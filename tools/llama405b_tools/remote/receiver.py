@@ -4,28 +4,30 @@ A host writes to ``.<name>.part``, verifies, and renames; an interrupted file re
 """
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import hmac
-import json
+import itertools
 import os
 import queue
+import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, ParamSpec
 
 from llama405b.contract import reader
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes, n_blocks
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
+from llama405b_tools.remote.sources import CHUNK, Blocks, FileList, blocks_before
 
 P = ParamSpec("P")
-AHEAD = 8  # chunks queued for the disk or the next host
+AHEAD = 6  # chunks queued for the disk or the next host
 ACCEPT_S = 15.0
-RECORD = ".llama405b-pushed.json"  # what was verified here: name -> [bytes, mtime_ns, sha256]
+RECEIVE_BYTES = 1 << 20  # at a time
+HEX = 64  # digits of a SHA-256
 
 
 class Receiver:
@@ -40,7 +42,9 @@ class Receiver:
         self.file = ""
         self.bad: list[str] = []
         self.next: socket.socket | None = None
-        self.verified = _read_record(root)
+        self.hashes = Hashes(root)
+        # In turns: what has been put into full queues, with one chunk in work, no longer uses the one that is next.
+        self.buffers = [memoryview(bytearray(RECEIVE_BYTES)) for _ in range(AHEAD + 2)]
 
     def run(self, below: NextHop | None) -> None:
         """Receive everything; ``below``: the next host's addresses, port and token.
@@ -54,9 +58,10 @@ class Receiver:
 
     def receive(self, link: socket.socket, below: NextHop | None) -> None:
         """Receive everything over a connection that ``accept`` returned; see ``run``."""
-        files: chain_protocol.FileList = list(
-            reader.loads(chain_protocol.Offer, chain_protocol.line(link), "what is to come").files
-        )
+        offer = reader.loads(chain_protocol.Offer, chain_protocol.line(link), "what is to come")
+        if offer.block_bytes != BLOCK_BYTES:
+            raise OSError("the source runs another version; install the same version on both")
+        files = list(offer.files)
         for name, _ in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise OSError(f"{name!r} points outside the directory")
@@ -91,14 +96,15 @@ class Receiver:
                     return link
             link.close()
 
-    def _connect(self, below: NextHop, files: chain_protocol.FileList) -> list[int]:
+    def _connect(self, below: NextHop, files: FileList) -> list[int]:
         """Connect to the next host, and return what all hosts below have; if that fails, the chain ends here."""
         for address in below.addresses:
             try:
                 self.next = socket.create_connection((address, below.port), chain_protocol.CONNECT_S)
                 self.next.settimeout(chain_protocol.STALL_S)
                 chain_protocol.send(
-                    self.next, f"{below.token}\n{reader.dumps(chain_protocol.Offer(tuple(files)))}\n".encode()
+                    self.next,
+                    f"{below.token}\n{reader.dumps(chain_protocol.Offer(tuple(files), BLOCK_BYTES))}\n".encode(),
                 )
                 return list(
                     reader.loads(chain_protocol.Present, chain_protocol.line(self.next), "what the next host has").sizes
@@ -117,48 +123,48 @@ class Receiver:
             return partial.stat().st_size
         return 0
 
-    def _receive(self, link: chain_protocol.Link, name: str, size: int, have: int, begin: int) -> None:
+    def _receive(self, link: socket.socket, name: str, size: int, have: int, begin: int) -> None:
         """Receive a file from ``begin`` on, and pass it on; the ``have`` bytes already here are not written again."""
         target = _Target(self.root / name, size, have, self._known(name, size))
         self.done += begin
-        with contextlib.closing(target), _Worker() as onward, _Worker() as disk:
+        buffers = itertools.cycle(self.buffers)
+        with contextlib.closing(target), _Worker() as onward, _Worker() as disk, _Worker() as hashing:
             try:
                 position = begin
                 while position < size:
-                    chunk = link.recv(min(chain_protocol.CHUNK, size - position))
+                    chunk = _fill(link, next(buffers)[: size - position])
                     if not chunk:
                         raise chain_protocol.BrokenLinkError(f"the previous host stopped at byte {position} of {name}")
                     if fresh := chunk[max(0, have - position) :]:
                         disk.do(target.write, fresh)
+                        hashing.do(target.hasher.update, fresh)
                     onward.do(self._pass_on, chunk)
                     position += len(chunk)
                     self.done += len(chunk)
-                said = chain_protocol.exactly(link, 64)
+                said = chain_protocol.exactly(link, n_blocks(size) * HEX)
                 onward.do(self._pass_on, said)
                 disk.wait()
+                hashing.wait()
             except (TimeoutError, ConnectionError) as error:
                 raise chain_protocol.BrokenLinkError(str(error)) from None
-        self._settle(name, target, said.decode())
+        self._settle(name, target, tuple(re.findall(f".{{{HEX}}}", said.decode())))
 
-    def _settle(self, name: str, target: "_Target", said: str) -> None:
-        """Give a file its name if its content is right; else delete it."""
-        if said != target.sha256:
-            target.at.unlink(missing_ok=True)
-            self.bad.append(f"{name} has another SHA-256 than the source, and was deleted")
+    def _settle(self, name: str, target: "_Target", said: Blocks) -> None:
+        """Give a file its name if its content is right; else keep what comes before the first block that is not."""
+        good = blocks_before(said, target.blocks)
+        if good < len(said):
+            target.cut(good * BLOCK_BYTES)
+            self.bad.append(f"{name} differs from the source (SHA-256 of block {good})")
             return
         target.at.replace(target.path)
-        info = target.path.stat()
-        self.verified[name] = (info.st_size, info.st_mtime_ns, said)
-        _write_record(self.root, self.verified)
+        self.hashes.add(name, said)
 
-    def _known(self, name: str, size: int) -> str:
-        """The SHA-256 of a file that was verified here and not touched since."""
-        path, (_, mtime, digest) = self.root / name, self.verified.get(name, (0, 0, ""))
-        if path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (size, mtime):
-            return digest
-        return ""
+    def _known(self, name: str, size: int) -> Blocks | None:
+        """The hashes of a file that was verified here and not touched since."""
+        known = self.hashes.of(name)
+        return known.blocks if known and known.bytes == size else None
 
-    def _pass_on(self, chunk: bytes) -> None:
+    def _pass_on(self, chunk: bytes | memoryview) -> None:
         if self.next:
             try:
                 self.next.sendall(chunk)
@@ -169,27 +175,35 @@ class Receiver:
 class _Target:
     """An incoming file: written as ``.<name>.part`` until it is verified, unless all of it is here."""
 
-    def __init__(self, path: Path, size: int, have: int, known: str) -> None:
-        """Check what is here: ``have`` bytes, with the SHA-256 ``known`` ('' if unknown)."""
+    def __init__(self, path: Path, size: int, have: int, known: Blocks | None) -> None:
+        """Check what is here: ``have`` bytes, whose hashes may be known."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.at, self.known = path, _partial(path), known
-        self.digest = hashlib.sha256()
+        self.hasher = BlockHasher()
         if path.is_file() and path.stat().st_size == size:
             self.at = path
         if have and not known:
-            _hash_into(self.digest, self.at, have)
+            self._hash_first(have)
         self.part: IO[bytes] | None = None
         if self.at != path:
             self.at.touch()
-            self.part = self.at.open("r+b")
+            self.part = self.at.open("r+b", buffering=0)
             self.part.truncate(have)
             self.part.seek(have)
 
-    def write(self, chunk: bytes) -> None:
-        """Append a chunk."""
+    def _hash_first(self, size: int) -> None:
+        with self.at.open("rb") as file:
+            while size:
+                chunk = file.read(min(CHUNK, size))
+                if not chunk:
+                    raise OSError(f"{self.at} shrank while it was being read")
+                self.hasher.update(chunk)
+                size -= len(chunk)
+
+    def write(self, chunk: memoryview) -> None:
+        """Append a chunk; it is hashed apart, in another thread."""
         assert self.part
         self.part.write(chunk)
-        self.digest.update(chunk)
 
     def close(self) -> None:
         """Flush the file to disk, and close it.
@@ -202,10 +216,16 @@ class _Target:
             os.fsync(self.part.fileno())
             self.part.close()
 
+    def cut(self, n_bytes: int) -> None:
+        """Keep the first bytes alone, as a file that is not complete."""
+        partial = _partial(self.path)
+        self.at.replace(partial)
+        os.truncate(partial, n_bytes)
+
     @property
-    def sha256(self) -> str:
-        """The SHA-256 of what is here."""
-        return self.known or self.digest.hexdigest()
+    def blocks(self) -> Blocks:
+        """The hashes of what is here."""
+        return self.known or self.hasher.blocks
 
 
 class _Worker:
@@ -252,35 +272,13 @@ class _Worker:
                     self.error = error
 
 
-def _hash_into(digest: "hashlib._Hash", path: Path, size: int) -> None:
-    with path.open("rb") as file:
-        left = size
-        while left:
-            chunk = file.read(min(chain_protocol.CHUNK, left))
-            if not chunk:
-                raise OSError(f"{path} shrank while it was being read")
-            digest.update(chunk)
-            left -= len(chunk)
+def _fill(link: socket.socket, buffer: memoryview) -> memoryview:
+    """Receive until the buffer is full, or the other end stops: few large pieces cost less than many small ones."""
+    got = 0
+    while got < len(buffer) and (count := link.recv_into(buffer[got:])):
+        got += count
+    return buffer[:got]
 
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Verified:
-    files: Mapping[str, tuple[int, int, str]]  # name -> bytes, mtime_ns, SHA-256
-
-
-def _read_record(root: Path) -> dict[str, tuple[int, int, str]]:
-    try:
-        text = (root / RECORD).read_text(encoding="utf-8")
-        return dict(reader.loads(_Verified, f'{{"files": {text}}}', RECORD).files)
-    except (OSError, ValueError):
-        return {}
-
-
-def _write_record(root: Path, record: dict[str, tuple[int, int, str]]) -> None:
-    partial = root / f"{RECORD}.{os.getpid()}"
-    partial.write_text(json.dumps(record), encoding="utf-8")
-    partial.replace(root / RECORD)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llama405b.contract import reader
+from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
@@ -24,6 +25,7 @@ from llama405b_tools.remote.messages.chain import (
     SendRequest,
 )
 from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
+from llama405b_tools.remote.sources import open_source
 
 
 def relay(request: RelayRequest) -> None:
@@ -84,12 +86,16 @@ def send_from_here(request: SendRequest) -> None:
         nonlocal done
         done = position
 
-    files = chain_protocol.list_files(root)
-    total = sum(size for _, size in files)
+    try:
+        source = open_source(root, request.part, request.names)
+    except UserError as error:
+        _say(RelayNews(end=True, fault=str(error)))
+        return
+    total = sum(size for _, size in source.files)
     with _Telling(lambda: RelayNews(done, total)):
         try:
             with contextlib.closing(chain_protocol.connect(request.below)) as link:
-                chain_protocol.source(root, files, request.below.token, link, progress)
+                chain_protocol.send_files(source, request.below.token, link, progress)
         except (OSError, BrokenLinkError) as error:
             fault = str(error)
     _say(RelayNews(done, total, end=True, fault=fault))

@@ -7,6 +7,7 @@ trainer says which host is next (``contract.replicas``). Standard library only.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -15,22 +16,25 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
-from llama405b.contract.checkpoints import MANIFEST, committed, read_manifest, step_of
+from llama405b.contract.checkpoints import MANIFEST, Manifest, committed, read_manifest, step_of
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, read_record, write_json
+from llama405b.contract.hashes import BLOCK_BYTES
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import read_plan
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.replicas import OF, Copied, Ring, Spot
 from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.chain_protocol import BrokenLinkError, FileList
+from llama405b_tools.remote.chain_protocol import BrokenLinkError
 from llama405b_tools.remote.messages.chain import NextHop
 from llama405b_tools.remote.receiver import Receiver
 from llama405b_tools.remote.secrets import write_private
+from llama405b_tools.remote.sources import Blocks, Directory
 
 LAST = b"last\n"
 LOOK_EVERY_S = 0.5
@@ -82,8 +86,7 @@ class Replicator:
 
     def _give(self, ring: Ring) -> bool:
         """Copy the newest checkpoint to the next host, if that lacks it; returns whether that has it now."""
-        own = [path for path in committed(Path(ring.root)) if _run_of(path) == ring.run]
-        newest = next((path for path in reversed(own) if self.last or step_of(path) == ring.step), None)
+        newest = next((path for path in reversed(committed(Path(ring.root))) if self._is_due(path, ring)), None)
         if newest is None or step_of(newest) == self.copied:
             return True
         names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
@@ -91,7 +94,7 @@ class Replicator:
         if MANIFEST not in names:  # it is being renamed
             return False
         try:
-            self._send(ring, [(name, (newest / name).stat().st_size) for name in names], newest)
+            self._send(ring, names, newest)
         except (OSError, BrokenLinkError, ValueError) as error:
             why = reason_of(error) if isinstance(error, OSError) else str(error)
             write_json(self.run.copied(self.host), Copied(self.copied, f"{newest.name}: {why}", ring.attempt))
@@ -103,13 +106,21 @@ class Replicator:
             append_line(self.run.events(writer), reader.dumps(event))
         return True
 
-    def _send(self, ring: Ring, files: FileList, directory: Path) -> None:
+    def _is_due(self, path: Path, ring: Ring) -> bool:
+        """Whether a checkpoint is this run's, and the one to copy: what the ranks name, or at the end the newest."""
+        if not self.last and step_of(path) != ring.step:
+            return False
+        manifest = _manifest_of(path)
+        return manifest is not None and manifest.run == ring.run
+
+    def _send(self, ring: Ring, names: Sequence[str], directory: Path) -> None:
         """Send files of a checkpoint; none: that nothing more comes."""
         after = ring.after
         hop = NextHop((after.address,), after.port, after.token)
-        named = [(f"{directory.name}/{name}", size) for name, size in files]
+        files = [(f"{directory.name}/{name}", (directory / name).stat().st_size) for name in names]
+        source = Directory(directory.parent, files, functools.partial(_sealed, _manifest_of(directory)))
         with contextlib.closing(chain_protocol.connect(hop)) as link:
-            chain_protocol.source(directory.parent, named, after.token, link, lambda _: None)
+            chain_protocol.send_files(source, after.token, link, lambda _: None)
             chain_protocol.exactly(link, 1)  # it has all of them, and they are right
 
     def _take(self) -> None:
@@ -156,11 +167,19 @@ def _retire(root: Path, ring: Ring) -> None:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _run_of(path: Path) -> str:
+def _manifest_of(path: Path) -> Manifest | None:
     try:
-        return read_manifest((path / MANIFEST).read_bytes())[0].run
+        return read_manifest((path / MANIFEST).read_bytes())[0]
     except (OSError, MalformedError):
-        return ""
+        return None
+
+
+def _sealed(manifest: Manifest | None, name: str) -> Blocks | None:
+    """The hashes of a checkpoint's file as its manifest has them: what is copied is compared with what was saved."""
+    if manifest is None or manifest.block_bytes != BLOCK_BYTES:
+        return None
+    found = manifest.files.get(name.partition("/")[2])
+    return found.blocks if found else None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import hosts_argument
 from llama405b_tools.machine.sameness import one_machine
 from llama405b_tools.run.guard_record import asked_for
+from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
@@ -61,6 +62,8 @@ def launch(
     say(f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, {took}")
     for line in nccl_lines(request, parts):
         say(f"  {line}")
+    if request.config and (note := loading_note(request, plan, answers)):
+        say(note)
     if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):
         say(UNPROVED)
     return plan

@@ -270,7 +270,9 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) ->
     places = host.places
     if request.saves and request.settings.checkpoint.dir:
         places |= {"--checkpoint.dir": request.settings.checkpoint.dir}
-    return ProbeRequest(request.run, host.name, port, token, packages, places, program=program)
+    model = request.settings.model
+    weights = model.path if request.config and model.weights == "files" else ""
+    return ProbeRequest(request.run, host.name, port, token, packages, places, weights=weights, program=program)
 
 
 def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:

@@ -3,6 +3,9 @@
 Files in a git work tree that git does not ignore are pushed as code. Everything else goes along a chain: each host passes
 data on as it receives it, so many hosts take about as long as one. An interrupted push resumes at the byte where it
 stopped; every file is verified by its SHA-256. PATH may be HOST:PATH if a host already has the files.
+
+With --shards each host gets only the rows of the weights that its ranks own, if a run has all hosts of the hosts file, in its
+order: of a model for 8 hosts an eighth each. The trainer then loads them without sending anything.
 """
 
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ from pathlib import Path
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import sourcetree
-from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, same_place
+from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, push_parts, same_place
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.verbs.arguments import add_hosts
@@ -23,16 +26,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("path", metavar="PATH", help="local file or directory, or HOST:PATH")
     add_hosts(parser)
     parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; for code, workdir=]")
+    parser.add_argument("--shards", action="store_true", help="send each host only the rows of its ranks")
     args = parser.parse(argv)
     hosts = read_hosts(args.hosts)
     origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
         raise UserError(f"--to: {args.to!r} is relative; use a full path")
     with Fleet(hosts) as fleet:
-        names = sourcetree.tree_files(Path(origin.path)) if not origin.host and Path(origin.path).is_dir() else None
+        is_local = not origin.host and Path(origin.path).is_dir() and not args.shards
+        names = sourcetree.tree_files(Path(origin.path)) if is_local else None
         if names is not None:
             return push_code(fleet, Path(origin.path), names, args.to)
         if origin.host:
             check_there(fleet, origin)
         targets = {name: args.to or same_place(origin, fleet, name) for name in fleet.hosts if name != origin.host}
-        return push_files(fleet, origin, targets)
+        return (push_parts if args.shards else push_files)(fleet, origin, targets)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from llama405b.contract.parts import Part
+
 LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
 
 
@@ -52,6 +54,8 @@ class SendRequest:
 
     path: str
     below: NextHop
+    part: Part | None = None  # of the checkpoint there; None: all of it
+    names: tuple[str, ...] = ()  # of the files there; (): all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

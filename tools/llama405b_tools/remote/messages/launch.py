@@ -33,6 +33,7 @@ class ProbeRequest:
     is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     inputs: InputCheck | None = None
+    weights: str = ""  # directory of the checkpoint to look for; "": none
     program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
 
 
@@ -96,4 +97,5 @@ class LaunchFacts:
     stopped_by: str = ""  # who is stopping the run, or has
     uid: int = 0  # of the user that the run gets here
     user: str = ""  # its name
+    weights_bytes: int = 0  # of the checkpoint's tensors, or of a part's; 0: it is not here, or was not looked for
     runs: str = ""  # equal on hosts that share the directory of runs

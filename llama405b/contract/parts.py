@@ -1,0 +1,35 @@
+"""A part of a checkpoint: of every tensor the rows that the ranks of one host own. Pure.
+
+It lies in a directory of its own below the checkpoint's, ``ranks-0-7-of-64``, as safetensors files that any reader can
+open; each says in its header's ``rows`` which rows of which whole it has.
+"""
+
+import dataclasses
+import re
+
+PART_NAME = re.compile(r"ranks-(\d{1,6})-(\d{1,6})-of-(\d{1,6})")
+ROWS = "llama405b.rows"  # in a header's metadata: by tensor, its first row in the file and its number of rows in all
+
+
+def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
+    """Return the rows ``[start, stop)`` of a rank: torch.chunk's split, which DTensor's Shard(0) uses."""
+    each = -(-n_rows // world)
+    return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What the ranks from ``first`` to ``last`` of ``world`` own."""
+
+    first: int
+    last: int
+    world: int
+
+    @property
+    def name(self) -> str:
+        """Name of its directory."""
+        return f"ranks-{self.first}-{self.last}-of-{self.world}"
+
+    def rows(self, n_rows: int) -> tuple[int, int]:
+        """Return its rows ``[start, stop)`` of a tensor with so many."""
+        return rows_of(n_rows, self.first, self.world)[0], rows_of(n_rows, self.last, self.world)[1]

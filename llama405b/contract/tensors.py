@@ -1,0 +1,216 @@
+"""Where the tensors of a checkpoint are, read with the standard library only.
+
+Knows the safetensors layout (8 bytes little-endian header length, a JSON header, the tensors' bytes; see the format
+description in the safetensors repository), the index file, and parts of checkpoints. Reads headers, never tensors, so that an
+812 GB checkpoint is listed in milliseconds. Knows nothing of torch, ranks or the model.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.parts import PART_NAME, ROWS, Part
+from llama405b.contract.phrases import and_more
+
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # of older models
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor is stored, or some rows of it: a row is one index of the first dimension."""
+
+    file: Path
+    dtype: str  # a key of DTYPE_BYTES
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: int = 0  # in the file, of the first byte of what it holds
+    rows: tuple[int, int] | None = None  # [start, stop) that the file holds; None: all
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row."""
+        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of what the file holds."""
+        return self.n_bytes if self.rows is None else (self.rows[1] - self.rows[0]) * self.row_bytes
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether the file holds the rows ``[start, stop)``."""
+        return start == stop or self.rows is None or self.rows[0] <= start <= stop <= self.rows[1]
+
+    def offset_of(self, row: int) -> int:
+        """Return where in the file a row begins that it holds."""
+        return self.offset + (row - (self.rows[0] if self.rows else 0)) * self.row_bytes
+
+
+Layout = dict[str, TensorInfo]  # by name
+
+
+def read_tensors(directory: Path) -> Layout:
+    """List the checkpoint's tensors, checking that every safetensors file is complete; of parts, the first one's.
+
+    Raises:
+        UserError: A file is missing, truncated or not safetensors, the index names a tensor that no file holds, two files
+        hold one tensor, or there is a single file beside an index of others.
+    """
+    return next(read_layouts(directory))
+
+
+def read_layouts(directory: Path) -> Iterator[Layout]:
+    """Yield where the tensors are: once if the directory has the whole checkpoint, else for each of its parts.
+
+    Raises:
+        UserError: As ``read_tensors``.
+    """
+    if (directory / INDEX).is_file():
+        yield _read_listed(directory / INDEX)
+        return
+    if (directory / SINGLE).is_file():
+        yield read_header(directory / SINGLE)
+        return
+    parts = [path / INDEX for path in sorted(directory.glob("ranks-*")) if PART_NAME.fullmatch(path.name)]
+    if not parts and is_pickled(directory):
+        raise UserError(f"{directory}: has .bin files; convert them with `llama405b export {directory} OUT`")
+    if not parts:
+        raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}; download the weights in safetensors format")
+    for index in parts:
+        yield _read_listed(index)
+
+
+def is_pickled(directory: Path) -> bool:
+    """Return whether a directory has the weights of an older model, in ``.bin`` files alone."""
+    has = [(directory / name).is_file() for name in (PICKLED, PICKLED_INDEX, SINGLE, INDEX)]
+    return any(has[:2]) and not any(has[2:])
+
+
+def _read_listed(index: Path) -> Layout:
+    weight_map = read_hf_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: has no weight_map; download the file again")
+    files = [index.parent / name for name in sorted(set(map(str, weight_map.values())))]
+    single = index.parent / SINGLE
+    if single.is_file() and files != [single]:  # which transformers would read instead
+        raise UserError(f"{single}: is beside {INDEX}, which lists other files; delete the one that is not the model's")
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; download them")
+    tensors: Layout = {}
+    for file in files:
+        header = read_header(file)
+        if twice := sorted(tensors.keys() & header.keys()):
+            other = tensors[twice[0]].file.name
+            raise UserError(f"{file}: contains {twice[0]}{and_more(twice)}, as {other} does; download both again")
+        tensors |= header
+    for name, said in weight_map.items():
+        if name not in tensors or tensors[name].file.name != said:
+            raise UserError(f"{index}: lists {name} in {said}, which does not contain it; download both again")
+    return tensors
+
+
+def read_header(path: Path) -> Layout:
+    """Read one safetensors file's header and check the file's size against it.
+
+    Raises:
+        UserError: The file is truncated, too long, or not a safetensors file.
+    """
+    actual = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if actual < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, actual - 8):
+            raise UserError(f"{path}: not a safetensors file, or truncated at {actual} bytes; download it again")
+        try:
+            header = json.loads(file.read(length))
+            infos, end = _tensors_of(header, path, 8 + length)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            raise UserError(f"{path}: its safetensors header cannot be read; download it again") from None
+    if actual != 8 + length + end:
+        raise UserError(f"{path}: {actual} bytes, but its header says {8 + length + end}; download it again")
+    return infos
+
+
+def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layout, int]:
+    """The tensors of a parsed header, and where their bytes end; the format allows no gaps.
+
+    Raises:
+        ValueError: Tensors overlap, leave a gap, or their size does not match shape and dtype.
+        UserError: A dtype cannot be trained.
+    """
+    infos, end = {}, 0
+    rows = json.loads(header.get("__metadata__", {}).get(ROWS, "{}"))
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        if entry["dtype"] not in DTYPE_BYTES:
+            raise UserError(f"{path}: {name} is {entry['dtype']}; only F32, F16 and BF16 can be trained")
+        if not all(type(n) is int for n in (start, stop, *entry["shape"])):
+            raise ValueError
+        held = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
+        if start != end or stop - start != held.n_bytes:
+            raise ValueError
+        infos[name] = _of_whole(held, rows[name]) if name in rows else held
+        end = stop
+    return infos, end
+
+
+def _of_whole(held: TensorInfo, where: tuple[int, int]) -> TensorInfo:
+    """Say of which tensor these are rows; ``where``: the first of them, and the number of rows in all."""
+    first, n_rows = where
+    last = first + held.shape[0]
+    if not 0 <= first <= last <= n_rows:
+        raise ValueError
+    return dataclasses.replace(held, shape=(n_rows, *held.shape[1:]), rows=(first, last))
+
+
+def part_file(header: Layout, part: Part) -> tuple[bytes, list[tuple[int, int]]]:
+    """Cut a part out of a safetensors file: what comes before the tensors, and the pieces of the whole file (offset, bytes)."""
+    entries: dict[str, object] = {}
+    rows: dict[str, tuple[int, int]] = {}
+    pieces: list[tuple[int, int]] = []
+    begin = 0
+    for name, whole in sorted(header.items(), key=lambda item: item[1].offset):
+        start, stop = part.rows(whole.shape[0]) if whole.shape else (0, 1)
+        if whole.shape:
+            rows[name] = (start, whole.shape[0])
+        size = (stop - start) * whole.row_bytes
+        shape = (stop - start, *whole.shape[1:])[: len(whole.shape)]
+        entries[name] = {"dtype": whole.dtype, "shape": shape, "data_offsets": (begin, begin + size)}
+        pieces.append((whole.offset_of(start), size))
+        begin += size
+    return header_bytes(entries, {ROWS: json.dumps(rows)}), pieces
+
+
+def header_bytes(entries: Mapping[str, object], about: Mapping[str, str] | None = None) -> bytes:
+    """Return what a safetensors file begins with; ``about``: its metadata."""
+    text = json.dumps({"__metadata__": {"format": "pt", **(about or {})}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_hf_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: The file is missing, or does not hold a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; a Hugging Face checkpoint must have this file") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON; download it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object; download it again")
+    return value

@@ -1,0 +1,171 @@
+"""Files and parts of checkpoints over a real connection: what arrives, what is read for it, and what is refused."""
+
+import contextlib
+import itertools
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes
+from llama405b.contract.parts import Part, rows_of
+from llama405b.contract.tensors import read_layouts, read_tensors
+from llama405b_tools.remote import chain_protocol
+from llama405b_tools.remote.messages.chain import NextHop
+from llama405b_tools.remote.receiver import Receiver
+from llama405b_tools.remote.sources import Directory, list_files, open_source
+from tiny_models import write_llama
+
+TOKEN = "secret"
+
+
+class _Counting(Directory):
+    """Counts the bytes that are read."""
+
+    n_read = 0
+
+    def read(self, name, begin):
+        for chunk in super().read(name, begin):
+            self.n_read += len(chunk)
+            yield chunk
+
+
+def _send(source, root):
+    """Send to a receiver; returns what it says is bad, and how many bytes crossed."""
+    receiver, crossed = Receiver(root, TOKEN), []
+
+    def receive():
+        with contextlib.suppress(chain_protocol.BrokenLinkError):
+            receiver.run(None)
+
+    ends = threading.Thread(target=receive)
+    ends.start()
+    with chain_protocol.connect(NextHop(("127.0.0.1",), receiver.port, TOKEN)) as link:
+
+        class Counted:
+            recv = link.recv
+
+            @staticmethod
+            def sendall(data):
+                crossed.append(len(data))
+                link.sendall(data)
+
+        try:
+            chain_protocol.send_files(source, TOKEN, Counted, lambda _: None)
+        finally:
+            link.close()
+            ends.join(20)
+    return receiver.bad, sum(crossed)
+
+
+def _note(root, name):
+    hasher = BlockHasher()
+    hasher.update((root / name).read_bytes())
+    Hashes(root).add(name, hasher.blocks)
+
+
+@pytest.fixture
+def big(tmp_path):
+    root = tmp_path / "source"
+    root.mkdir()
+    (root / "big").write_bytes(random.Random(0).randbytes(1 << 20) * 140)
+    return root
+
+
+def test_what_differs_is_sent_again_from_its_block_on(big, tmp_path):
+    to = tmp_path / "to"
+    to.mkdir()
+    content = bytearray((big / "big").read_bytes())
+    content[BLOCK_BYTES + 5] ^= 1
+    (to / "big").write_bytes(content)
+    bad, crossed = _send(open_source(big, None), to)
+    assert bad == ["big differs from the source (SHA-256 of block 1)"]
+    assert crossed < 1 << 20
+    assert not (to / "big").exists()
+    assert (to / ".big.part").stat().st_size == BLOCK_BYTES
+    bad, crossed = _send(open_source(big, None), to)
+    assert bad == []
+    assert 76 << 20 <= crossed < 77 << 20
+    assert (to / "big").read_bytes() == (big / "big").read_bytes()
+
+
+def test_what_is_known_is_neither_read_nor_sent(big, tmp_path):
+    _note(big, "big")
+    assert _send(_Counting(big, list_files(big)), tmp_path / "to")[0] == []
+    again = _Counting(big, list_files(big))
+    assert _send(again, tmp_path / "to")[1] < 1000
+    assert again.n_read == 0
+    os.utime(big / "big", ns=(0, 0))  # changed since, for all that is known
+    again = _Counting(big, list_files(big))
+    assert _send(again, tmp_path / "to")[0] == []
+    assert again.n_read == 140 << 20
+
+
+def test_a_file_that_changed_after_it_was_noted_does_not_arrive(big, tmp_path):
+    _note(big, "big")
+    info = (big / "big").stat()
+    with (big / "big").open("r+b") as file:
+        file.seek(BLOCK_BYTES * 2)
+        file.write(b"x")
+    os.utime(big / "big", ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert _send(open_source(big, None), tmp_path / "to")[0] == ["big differs from the source (SHA-256 of block 2)"]
+    assert not (tmp_path / "to/big").exists()
+
+
+@pytest.mark.parametrize(("world", "each"), [(1, 1), (4, 2), (6, 3), (5, 1), (64, 8)])
+def test_the_parts_of_all_hosts_are_the_whole(tmp_path, world, each):
+    model = write_llama(tmp_path / "m", dtype=torch.bfloat16)
+    whole = read_tensors(model)
+    bits = {}
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            bits |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    seen = dict.fromkeys(whole, 0)
+    for first in range(0, world, each):
+        part = Part(first, first + each - 1, world)
+        assert _send(open_source(model, part), tmp_path / part.name)[0] == []
+        [layout] = read_layouts(tmp_path / part.name)
+        assert {name: (info.shape, info.dtype) for name, info in layout.items()} == {
+            name: (info.shape, info.dtype) for name, info in whole.items()
+        }
+        for name, info in layout.items():
+            with safe_open(info.file, framework="pt") as tensors:
+                assert torch.equal(tensors.get_tensor(name), bits[name][slice(*info.rows)])
+            assert info.rows == (seen[name], seen[name] + info.held_bytes // info.row_bytes)
+            assert all(info.holds(*rows_of(info.shape[0], rank, world)) for rank in range(first, first + each))
+            seen[name] = info.rows[1]
+        assert (tmp_path / part.name / "config.json").is_file()
+    assert seen == {name: info.shape[0] for name, info in whole.items()}
+
+
+def test_a_part_is_verified_by_the_blocks_of_the_whole(tmp_path):
+    model = tmp_path / "m"
+    model.mkdir()
+    save_file({"a": torch.arange(40 << 20, dtype=torch.float32).view(-1, 1024)}, model / "model.safetensors")
+    _note(model, "model.safetensors")
+    info = (model / "model.safetensors").stat()
+    assert info.st_size > 2 * BLOCK_BYTES
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(2 * BLOCK_BYTES + 100)  # of the last rank alone
+        file.write(b"x")
+    os.utime(model / "model.safetensors", ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert _send(open_source(model, Part(0, 0, 3)), tmp_path / "to")[0] == []
+    with pytest.raises(OSError, match=r"model.safetensors is not what was verified \(SHA-256 of block 2\)"):
+        _send(open_source(model, Part(2, 2, 3)), tmp_path / "other")
+    assert not list(Path(tmp_path / "other").rglob("*.safetensors"))
+
+
+def test_hashes_do_not_depend_on_how_the_stream_comes():
+    data = random.Random(1).randbytes(1000)
+    for size in (0, 1, 99, 100, 101, 200, 1000):
+        whole, pieces = BlockHasher(100), BlockHasher(100)
+        whole.update(data[:size])
+        for begin, end in itertools.pairwise([*range(0, size, 7), size]):
+            pieces.update(data[begin:end])
+        assert whole.blocks == pieces.blocks
+        assert len(whole.blocks) == max(1, -(-size // 100))
