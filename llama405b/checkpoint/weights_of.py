@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from llama405b.checkpoint.seal import PassedOver, open_manifest
 from llama405b.checkpoint.verified import DamagedError, VerifiedReader
+from llama405b.contract.checkpoints import WEIGHTS, write_manifest
 from llama405b.contract.errors import UserError
 
 T = TypeVar("T")
-PREFIX = "model."  # of the weights, among what DCP saves
 
 
 class SavedWeights:
@@ -42,11 +42,17 @@ class SavedWeights:
         self.parts = collections.defaultdict(list)  # of a tensor: file, offset, length
         for index, where in (metadata.storage_data or {}).items():
             self.parts[index.fqn].append((where.relative_path, where.offset, where.length))
+        _, self.digest = write_manifest(opened)
         self.tensors: dict[str, TensorStorageMetadata] = {
-            name.removeprefix(PREFIX): entry
+            name.removeprefix(WEIGHTS): entry
             for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
         }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: tuple(entry.size) for name, entry in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in the dtype in which it was saved.
@@ -55,12 +61,12 @@ class SavedWeights:
             UserError: A part of it is damaged.
         """
         entry = self.tensors[name]
-        for part in self.parts[f"{PREFIX}{name}"]:
+        for part in self.parts[f"{WEIGHTS}{name}"]:
             self._naming_a_way_out(functools.partial(self.reader.check, *part))
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
-            dcp.load({f"{PREFIX}{name}": tensor}, storage_reader=self.reader, no_dist=True)
+            dcp.load({f"{WEIGHTS}{name}": tensor}, storage_reader=self.reader, no_dist=True)
         return tensor
 
     def _naming_a_way_out(self, read: Callable[[], T]) -> T:

@@ -1,10 +1,10 @@
 """Write this rank's part of a checkpoint in DCP's format, in several threads, hashing each block on its way to the disk.
 
+The weights are in files of their own: whoever wants only them, to export a model, need not bring the rest from other hosts.
 Knows DCP's plan and files; where the tensors live, and what changes them meanwhile, is ``Frozen``'s.
 """
 
 import contextlib
-import hashlib
 import io
 import os
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from llama405b.checkpoint.frozen import Frozen, give_way
-from llama405b.contract.checkpoints import BLOCK_BYTES, Seal
+from llama405b.contract.checkpoints import WEIGHTS, Seal
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher
 
 THREADS = 4  # per rank; hashing and writing release the GIL
 
@@ -43,23 +44,30 @@ class SealingWriter(dcp.FileSystemWriter):
         """
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         self.frozen.plan([planner.resolve_data(item).detach() for item in tensors])
-        names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(THREADS)]
+        names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(2 * THREADS)]
         small = iter([item for item in plan.items if item.type is WriteItemType.BYTE_IO])  # for whoever comes first
 
-        def write_some(name: str) -> list[WriteResult]:
-            with self._sealing(name) as output:
-                others = [output.add(item, planner.resolve_data(item)) for item in small]
-                return others + [output.add(tensors[number], tensor) for number, tensor in self.frozen.read()]
+        def write_some(thread: int) -> list[WriteResult]:
+            with (
+                self._sealing(names[thread], weights=True) as weights,
+                self._sealing(names[THREADS + thread], weights=False) as others,
+            ):
+                found = [others.add(item, planner.resolve_data(item)) for item in small]
+                for number, tensor in self.frozen.read():
+                    item = tensors[number]
+                    output = weights if item.index.fqn.startswith(WEIGHTS) else others
+                    found.append(output.add(item, tensor))
+                return found
 
         with ThreadPoolExecutor(THREADS, "writer", give_way) as threads:
-            parts = [threads.submit(write_some, name) for name in names]
+            parts = [threads.submit(write_some, thread) for thread in range(THREADS)]
         done: Future[list[WriteResult]] = Future()
         done.set_result([result for part in parts for result in part.result()])
         assert len(done.value()) == len(plan.items)
         return done
 
     @contextlib.contextmanager
-    def _sealing(self, name: str) -> "Iterator[_Hashing]":
+    def _sealing(self, name: str, *, weights: bool) -> "Iterator[_Hashing]":
         """Open a file that is flushed to its disk at the end, and sealed; an error ends the other threads too."""
         try:
             with (self.directory / name).open("wb") as file:
@@ -69,51 +77,37 @@ class SealingWriter(dcp.FileSystemWriter):
         except BaseException:
             self.frozen.abandon()
             raise
-        self.seals[name] = Seal(output.written, self.rank, output.blocks())
+        self.seals[name] = Seal(output.hasher.written, self.rank, output.hasher.blocks, weights=weights)
 
 
 class _Hashing(io.RawIOBase):
     """A file that is written from its beginning to its end, and hashed block by block."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.written, self.done, self.block = file, 0, list[str](), hashlib.sha256()
+        self.file, self.hasher = file, BlockHasher(BLOCK_BYTES)
 
     def add(self, item: WriteItem, content: "Tensor | io.BytesIO") -> WriteResult:
         """Append what a reader of DCP's format finds there."""
-        begin = self.written
+        begin = self.hasher.written
         if isinstance(content, Tensor):
             if content.untyped_storage().nbytes() != content.nbytes:
                 content = content.clone()  # torch.save writes the whole of what a view is of
             torch.save(content, self)
         else:
             self.write(content.getbuffer())
-        length = self.written - begin
+        length = self.hasher.written - begin
         return WriteResult(item.index, length, _StorageInfo(Path(self.file.name).name, begin, length))
 
     def write(self, content: "bytes | memoryview") -> int:  # type: ignore[override]
         """Write, and hash."""
         view = memoryview(content).cast("B")
-        size = len(view)
-        while view:
-            room = BLOCK_BYTES - self.written % BLOCK_BYTES
-            piece, view = view[:room], view[room:]
-            self.file.write(piece)
-            self.block.update(piece)
-            self.written += len(piece)
-            if self.written % BLOCK_BYTES == 0:
-                self.done.append(self.block.hexdigest())
-                self.block = hashlib.sha256()
-        return size
-
-    def blocks(self) -> tuple[str, ...]:
-        """Return the hash of each block; an empty file has one."""
-        if self.written % BLOCK_BYTES or not self.done:
-            return (*self.done, self.block.hexdigest())
-        return tuple(self.done)
+        self.file.write(view)
+        self.hasher.update(view)
+        return len(view)
 
     def tell(self) -> int:
         """Return how much has been written."""
-        return self.written
+        return self.hasher.written
 
     def writable(self) -> bool:
         """Yes."""

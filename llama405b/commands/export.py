@@ -1,10 +1,8 @@
-"""``llama405b export``: write a run's checkpoint as a model that transformers, vLLM and others load.
+"""Write a checkpoint on this machine as a model that transformers, vLLM and others load; ``llama405b_tools.verbs.export`` calls it.
 
-SOURCE is a run in this directory, or a checkpoint (…/step-<8 digits>) that any number of ranks saved. Needs no GPU, and memory
-for one tensor. Every block that is read is verified. An interrupted export is resumed by the same command.
+Knows safetensors, manifests and DCP's metadata; not hosts.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -13,33 +11,51 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from llama405b.checkpoint.pickled import PickledWeights
 from llama405b.checkpoint.safetensors_file import write_tensors
 from llama405b.checkpoint.weights_of import SavedWeights
 from llama405b.commands.hub_upload import create, upload
 from llama405b.commands.try_model import try_model
 from llama405b.contract import config, reader, weights
-from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of, write_manifest
-from llama405b.contract.command import OneLineParser
+from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.exporting import export_parser
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import counted, reason_of
+from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
+from llama405b.contract.tensors import INDEX, SINGLE, is_pickled, read_hf_json
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
 RECORD = ".llama405b-export.json"
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Weights(Protocol):
+    """What can be exported."""
+
+    path: Path
+    digest: str  # of what it is
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of each tensor, by name in the model."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Export:
     """What is exported where."""
 
-    source: str  # digest of the checkpoint's manifest
+    source: str  # digest of what is exported
     dtype: str
     files: Mapping[str, Shapes]  # what each output file holds
 
@@ -73,47 +89,35 @@ class Record:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = _parser().parse(argv)
+    args = export_parser(__doc__).parse(argv)
+    args.out = Path(args.out)
     if args.push_to_hub:
         create(args.push_to_hub)
-    path = find_checkpoint(args.source, args.step)
-    saved = SavedWeights(path)
-    small = args.model or find_model_files(path, args.source)
-    llama = saved_shape(saved, small, path)
-    _, digest = write_manifest(saved.manifest)
-    export = Export(digest, args.dtype, dict(plan_files(llama.tensors(), args.dtype, one_file=args.one_file)))
-    write(export, saved, args.out)
+    found, dtype = open_weights(args.source, args.step)
+    small = args.model or find_model_files(found.path, args.source)
+    llama = shape_of(found, small)
+    dtype = args.dtype or dtype
+    export = Export(found.digest, dtype, dict(plan_files(llama.tensors(), dtype, one_file=args.one_file)))
+    write(export, found, args.out)
     finish(export, small, args.out, llama.layers)
-    size = f"{counted(len(export.files), 'file')}, {export.n_bytes / 1e9:.2f} GB in {args.dtype}"
-    print(f"exported {path} to {args.out}: {size}")
+    size = f"{counted(len(export.files), 'file')}, {export.n_bytes / 1e9:.2f} GB in {dtype}"
+    print(f"exported {found.path} to {args.out}: {size}")
     print(f"serve it, for example: vllm serve {args.out}", flush=True)
     if args.push_to_hub:
         upload(args.out, args.push_to_hub)
     return try_model(args.out, args.try_, export.n_bytes) if args.try_ else 0
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="llama405b export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("source", metavar="SOURCE", help="name of a run, or a checkpoint's directory")
-    add("out", type=Path, metavar="OUT", help="directory to write the model into")
-    add("--step", type=int, help="which of the run's checkpoints [the newest]")
-    add("--dtype", choices=tuple(DTYPES), default="bf16", help="dtype of the weights [bf16]")
-    add("--one-file", action="store_true", help="write one model.safetensors instead of files of 5 GB")
-    add("--model", type=Path, help="directory with config.json and tokenizer, if the checkpoint has none")
-    add("--try", dest="try_", metavar="PROMPT", default="", help="generate a few tokens with the exported model")
-    add(
-        "--push-to-hub",
-        metavar="REPO",
-        default="",
-        help="upload it to the Hugging Face Hub as owner/name, private if new",
-    )
-    return parser
+def open_weights(source: str, step: int | None) -> tuple[Weights, str]:
+    """Return what is to be exported, and in which dtype if none is given.
+
+    Raises:
+        UserError: There is no such run or checkpoint, or it is damaged.
+    """
+    if is_pickled(Path(source)):
+        pickled = PickledWeights(Path(source))
+        return pickled, next((name for name, dtype in DTYPES.items() if dtype == pickled.dtype), "fp32")
+    return SavedWeights(find_checkpoint(source, step)), "bf16"
 
 
 def find_checkpoint(source: str, step: int | None) -> Path:
@@ -146,36 +150,48 @@ def find_model_files(path: Path, source: str) -> Path:
         UserError: There is none.
     """
     runs = (Path(source), RunDir.here(source).path)
-    candidates = [path / MODEL_FILES, *(found for run in runs for found in sorted((run / "model").glob("*")))]
+    candidates = [path, path / MODEL_FILES, *(found for run in runs for found in sorted((run / "model").glob("*")))]
     for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate
     raise UserError(f"{path}: has no config.json beside its weights; name the model's directory with --model")
 
 
-def saved_shape(saved: SavedWeights, small: Path, path: Path) -> weights.Llama:
-    """Return the shape of the model that was saved, after a check that the checkpoint has all of its tensors.
+def shape_of(found: Weights, small: Path) -> weights.Llama:
+    """Return the shape of the model, after a check that all of its tensors are there.
 
     Raises:
         UserError: It has others.
     """
-    layers = 1 + max(
-        (int(name.split(".")[2]) for name in saved.tensors if name.startswith("model.layers.")), default=-1
-    )
+    layers = 1 + max((int(name.split(".")[2]) for name in found.shapes if name.startswith("model.layers.")), default=-1)
     llama = weights.read_llama(small)
     if not 0 < layers <= llama.layers:
         raise UserError(
-            f"{path}: has {counted(layers, 'layer')}, but {small / 'config.json'} says {llama.layers}; use --model"
+            f"{found.path}: has {counted(layers, 'layer')}, but {small / 'config.json'} says {llama.layers}; use --model"
         )
     llama = dataclasses.replace(llama, layers=layers)
     for name, shape in llama.tensors().items():
-        found = tuple(saved.tensors[name].size) if name in saved.tensors else ()
-        if found != shape:
+        there = found.shapes.get(name, ())
+        if there != shape:
             raise UserError(
-                f"{path}: {name} is {list(found)}, but {small / 'config.json'} requires {list(shape)}; name the right "
+                f"{found.path}: {name} is {list(there)}, but {small / 'config.json'} requires {list(shape)}; name the right "
                 "model's directory with --model"
             )
+    _refuse_unused(found, llama, small)
     return llama
+
+
+def _refuse_unused(found: Weights, llama: weights.Llama, small: Path) -> None:
+    """Refuse weights that would be lost."""
+    used = {weights.HEAD, *llama.tensors()}
+    unused = sorted(name for name in found.shapes if name not in used and weights.UNUSED_ANYWHERE not in name)
+    if llama.tied and weights.HEAD in found.shapes:
+        unused += [weights.HEAD] * (not torch.equal(found.read(weights.HEAD), found.read(weights.EMBEDDING)))
+    if unused:
+        raise UserError(
+            f"{found.path}: has {unused[0]}{and_more(unused)}, which a model of {small / 'config.json'} does not have; name the "
+            "right model's directory with --model"
+        )
 
 
 def plan_files(shapes: Shapes, dtype: str, *, one_file: bool) -> Iterator[tuple[str, Shapes]]:
@@ -190,10 +206,10 @@ def plan_files(shapes: Shapes, dtype: str, *, one_file: bool) -> Iterator[tuple[
         groups[-1][name] = shape
         size += n_bytes
     for number, group in enumerate(groups, 1):
-        yield weights.SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors", group
+        yield SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors", group
 
 
-def write(export: Export, saved: SavedWeights, out: Path) -> None:
+def write(export: Export, found: Weights, out: Path) -> None:
     """Write the files that are not there yet.
 
     Raises:
@@ -209,7 +225,7 @@ def write(export: Export, saved: SavedWeights, out: Path) -> None:
     for name in lacking:
         try:
             write_json(out / RECORD, Record(export.source, export.dtype, done))  # before anything is there
-            digest = write_tensors(out / name, export.files[name], DTYPES[export.dtype], saved.read)
+            digest = write_tensors(out / name, export.files[name], DTYPES[export.dtype], found.read)
             done[name] = _written(out / name, digest)
             write_json(out / RECORD, Record(export.source, export.dtype, done))
         except OSError as error:
@@ -259,7 +275,7 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
     Raises:
         RunError: It cannot be written; the same command resumes.
     """
-    described = weights.read_hf_json(small / "config.json")
+    described = read_hf_json(small / "config.json")
     dtype = str(DTYPES[export.dtype]).removeprefix("torch.")
     described |= {key: dtype for key in ("dtype", "torch_dtype") if key == "dtype" or key in described}
     described["num_hidden_layers"] = layers
@@ -274,7 +290,7 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
                 shutil.copyfile(small / name, out / name)
         (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         if len(export.files) > 1:
-            (out / weights.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({reason_of(error)}); run the same command to resume") from None
 

@@ -47,6 +47,30 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     assert "tmp" not in hosts.exec(1, "ls", f"{hosts.workdir(1)}/runs/r/checkpoints").stdout
 
 
+def _digest(hosts, i, out):
+    return hosts.exec(i, "sha256sum", f"{hosts.workdir(i)}/{out}/model.safetensors").stdout.split()[0]
+
+
+def test_the_model_is_exported_from_the_hosts_own_disks_and_from_copies_if_one_is_lost(hosts, operator):
+    """After the run ``whole``, which ended with copies of all parts."""
+    hosts.hosts_file(operator.path / "hosts")
+    done = operator("export", "whole", "out", "hosts", "--dtype", "fp32", "--try", "def ", "--step", 16)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 16: 4 files from node-2\n" in done.stdout  # the weights alone
+    assert "from node-3" not in done.stdout  # whose part is on node-1, too
+    assert re.search(r"node-1: exported \S+/for-export/step-00000016 to out: 1 file", done.stdout)
+    assert not _there(hosts, 1, "runs/whole/checkpoints/for-export/step-00000016")
+    hosts.crash(2)
+    try:
+        lost = operator("export", "whole", "from-copies", "hosts", "--dtype", "fp32")
+        assert lost.returncode == 0, lost.stdout + lost.stderr
+        assert "step 16: 4 files from node-3\n" in lost.stdout
+        assert _digest(hosts, 1, "from-copies") == _digest(hosts, 1, "out")
+    finally:
+        hosts.boot(2)
+        hosts._wait()
+
+
 def test_a_host_that_comes_back_blank_has_its_part_from_its_neighbour(hosts, operator):
     hosts.hosts_file(operator.path / "hosts")
     flags = [*DEMO, *SAVING, "--training.max_steps", 24]

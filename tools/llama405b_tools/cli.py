@@ -27,7 +27,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
     "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
     "download": ("llama405b.commands.download", "download and verify a model from the Hugging Face Hub"),
-    "export": ("llama405b.commands.export", "write a checkpoint as a model that transformers and vLLM load"),
+    "export": ("llama405b_tools.verbs.export", "write a checkpoint as a model that transformers and vLLM load"),
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b.commands.bench", "measure against a named baseline"),
 }
@@ -137,7 +137,7 @@ def _verb(verb: str, args: list[str]) -> int:
 
 def _benchmark(args: list[str]) -> tuple[str, list[str]]:
     """Return the module of a benchmark and its arguments: those of the operator's side need no torch here."""
-    if args[:1] in (["fleet"], ["logs"], ["top"]):
+    if args[:1] in (["fleet"], ["logs"], ["top"], ["copies"]):
         return "llama405b_tools.bench.command", args
     if args[:1] == ["gpu"] and args[1:] and not args[1].startswith("-"):
         return "llama405b_tools.bench.ladder", args[1:]

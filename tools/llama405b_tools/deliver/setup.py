@@ -20,12 +20,11 @@ from llama405b_tools.deliver.progress import StepProgress
 from llama405b_tools.hosts.files import WORKDIR, Use
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.hosts.telling import run_telling
 from llama405b_tools.hosts.transport import Connection, HostError, Local
-from llama405b_tools.text.clean import clean
 from llama405b_tools.text.shell import shell_path
 
 FACTS_TIMEOUT_S = 30.0
-END = "llama405b-exit-code "  # after a step's output
 NOISE = ("WARNING: Location", "[notice]")  # what pip prints on any machine
 WHEELHOUSE = ".wheelhouse"
 BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs to install the project itself
@@ -149,16 +148,16 @@ class Work:
         lock = "flock .llama405b-setup.lock " if locked else ""  # concurrent setups take turns
         directory = shell_path(self.fleet.workdir(name))
         line = f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}"
-        last, code = "", ""
+        last = ""
         with self.progress.of(name, step) as seen:
-            told = f"({line}) 2>&1 </dev/null; code=$?; echo; echo {END}$code"
-            for each in self.fleet.connection(name).stream(told, ""):
-                text = clean(each.rstrip())
-                if text.startswith(END):
-                    code = text.removeprefix(END)
-                elif text and not text.startswith(NOISE):
+
+            def told(text: str) -> None:
+                nonlocal last
+                if not text.startswith(NOISE):
                     last = text[-300:]
                     seen(last)
+
+            code = run_telling(self.fleet.connection(name), line, told)
         if code != "0":
             why = last if code else "the connection was lost"
             raise HostError(f"{step.name} failed ({why}); {step.remedy}")

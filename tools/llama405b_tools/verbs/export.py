@@ -1,0 +1,60 @@
+"""Write a run's checkpoint as a model that transformers, vLLM and others load.
+
+SOURCE is a run in this directory, or a checkpoint (…/step-<8 digits>) that any number of ranks saved. Needs no GPU, and memory
+for one tensor. Every block that is read is verified. An interrupted export is resumed by the same command.
+
+With HOSTS, for checkpoints on the hosts' own disks: the weights of the run are brought together on the first host (from copies, if a
+host is lost), and the model is written there, into OUT.
+
+SOURCE may also be a directory with an older model's pytorch_model*.bin: it is converted, in its own dtype.
+"""
+
+import importlib
+import shlex
+from collections.abc import Sequence
+
+from llama405b.contract.errors import RunError
+from llama405b.contract.exporting import export_parser
+from llama405b.contract.plan import check_run_name
+from llama405b_tools.deliver.collect import Collected, collect
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.telling import run_telling
+from llama405b_tools.text.shell import shell_path
+
+TRAINERS_OWN = "llama405b.commands.export"  # what writes the model: it needs torch
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    args = export_parser(__doc__).parse(argv)
+    if args.hosts is None:
+        return int(importlib.import_module(TRAINERS_OWN).main(argv))
+    check_run_name(args.source)
+    hosts = read_hosts(args.hosts)
+    options = []
+    for flag, value in (
+        ("--dtype", args.dtype),
+        ("--model", args.model),
+        ("--try", args.try_),
+        ("--push-to-hub", args.push_to_hub),
+    ):
+        options += [flag, str(value)] if value else []
+    options += ["--one-file"] * args.one_file
+    with Fleet(hosts) as fleet:
+        collected = collect(fleet, args.source, args.step)
+        return _export(fleet, collected, args.out, options)
+
+
+def _export(fleet: Fleet, collected: Collected, out: str, options: Sequence[str]) -> int:
+    """Write the model where its weights are, and delete what was brought there."""
+    host, connection = collected.host, fleet.connection(collected.host)
+    python, workdir, prefix = fleet.python(host), shell_path(fleet.workdir(host)), fleet.hosts[host].prefix or "true"
+    written = shlex.join(["export", collected.path, out, *options])
+    line = f"{prefix} && cd {workdir} && PYTHONPATH=tools {shell_path(python)} -m llama405b_tools.cli {written}"
+    code = run_telling(connection, line, lambda said: print(f"{host}: {said}", flush=True))
+    if code != "0":
+        why = f"export ended with exit code {code}; see above" if code else "the connection was lost"
+        raise RunError(f"{host}: {why}; run the same command to resume")
+    connection.run(f"rm -rf {shlex.quote(collected.path)}", "", 600.0)
+    return 0
