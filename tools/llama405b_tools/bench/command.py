@@ -1,18 +1,22 @@
-"""Compare the operator's side with common alternatives: ``llama405b bench fleet|logs|top [HOSTS]``.
+"""Compare the operator's side with common alternatives: ``llama405b bench fleet|logs|top|copies [HOSTS]``.
 
 fleet: ``true`` on every host with bare paramiko, pdsh and clush, if installed, and our ``status``; then a whole launch,
 including all checks but with a stub instead of torchrun, and the same commands sent to each host by bare paramiko,
 without waiting for other hosts. logs: the hosts' lines with ``logs`` and with ``ssh … tail``.
 top: cluster-top, here and on a host, and a fresh ``ssh host nvidia-smi`` per host and refresh.
 
+copies: files copied and verified as checkpoints are, between two processes here, and plainly. HOSTS is not used.
+
 Reports seconds of wall time and of this machine's CPU (getrusage). Hosts may be aliases of a few machines.
 """
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
+from llama405b_tools.bench.copies import copies
 from llama405b_tools.bench.fleet import fleet
 from llama405b_tools.bench.logs import logs
 from llama405b_tools.bench.top import LEAST_S, top
@@ -25,17 +29,24 @@ def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="llama405b bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("fleet", "logs", "top"))
+    parser.add_argument("what", choices=("fleet", "logs", "top", "copies"))
     add_hosts(parser)
     parser.add_argument("--lines", type=int, default=200_000, help="for logs: log lines to write on each host [200000]")
     parser.add_argument("--seconds", type=float, default=60.0, help="for top: seconds to measure [60]")
     parser.add_argument("--no-launch", action="store_true", help="for fleet: measure only the fan-outs and status")
     parser.add_argument("--repeat", type=int, default=3, help="number of tries; the fastest counts [3]")
+    parser.add_argument("--gb", type=float, default=1.0, help="for copies: how much [1]")
+    parser.add_argument(
+        "--mbit", type=int, default=0, help="for copies, as root: the link's speed in Mbit/s [not limited]"
+    )
+    parser.add_argument("--dir", type=Path, help="for copies: a directory on the disk to measure [the temporary one]")
     args = parser.parse(argv)
     if args.seconds < LEAST_S:
         raise UserError(
             f"--seconds: {args.seconds:g} is too short to measure a few refreshes; use at least {LEAST_S:g}"
         )
+    if args.what == "copies":
+        return copies(args.gb, args.mbit, args.repeat, args.dir)
     hosts = read_hosts(args.hosts)
     if args.what == "logs":
         return logs(hosts, args.hosts, args.lines, args.repeat)
