@@ -1,9 +1,13 @@
 """The operator's benchmarks on a few hosts: they run and count; how fast is not tested."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
+from conftest import ROOT
 from hosts_rig import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -35,3 +39,16 @@ def test_logs(hosts, operator):
     assert len(re.findall(r"^llama405b logs.*\d\.\d\d$", done.stdout, re.MULTILINE)) == 3
     shown = operator("logs", "--run", "bench-fleet", "-o", "raw")
     assert shown.stdout.count("step ") == 9000
+
+
+def test_copies(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "llama405b_tools.cli", "bench", "copies", "--gb", "0.04", "--mbit", "1000", "--repeat", "1",
+         "--dir", str(tmp_path)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ours / plain: \d\.\d\d\nours / link of 1000 Mbit/s: [01]\.\d\d$", done.stdout, re.MULTILINE)
+    assert "l4bench" not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+    assert list(tmp_path.iterdir()) == []
