@@ -61,6 +61,10 @@ def test_each_host_is_pushed_its_own_rows_and_loads_them(hosts, operator):
         [line.split()[3] for line in done.stdout.splitlines() if line.startswith("step ")] for done in (sent, own)
     ]
     assert losses[0] == losses[1] != []
+    assert operator("push", f"node-1:{DEMO_MODEL}", "--to", "/var/tmp/whole").returncode == 0
+    needless = operator("push", "--shards", f"node-1:{DEMO_MODEL}", "--to", "/var/tmp/whole")
+    assert needless.stdout.count("all weights are there") == 2
+    assert hosts.exec(2, "ls", "/var/tmp/whole").stdout.count("ranks-") == 0
     hosts.hosts_file(operator.path / "hosts", indices=[2, 3, 1])
     moved = operator("launch", "--run", "moved", *flags)
     hosts.hosts_file(operator.path / "hosts")

@@ -9,6 +9,7 @@ from pathlib import Path
 from llama405b.contract.errors import RunError, UserError, code_for
 from llama405b.contract.parts import Part
 from llama405b.contract.phrases import counted, given
+from llama405b.contract.tensors import INDEX, SINGLE
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.chain import READY_S, Chain, Origin
 from llama405b_tools.deliver.progress import PushProgress, show_progress
@@ -95,20 +96,35 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     """Send each host the rows that its ranks own, all at once; prints each host's result."""
     parts, began = parts_of(fleet), time.monotonic()
     ends = {name: f"{parts[name].name}: every file verified" for name in targets}
-    origins = {name: dataclasses.replace(origin, part=parts[name]) for name in targets}
+    whole = [
+        name
+        for name, has in fleet.each(lambda name: _has_whole(fleet, name, targets[name]), targets).items()
+        if has is True
+    ]
+    ends |= dict.fromkeys(whole, "all weights are there")
+    lacking = {name: to for name, to in targets.items() if name not in whole}
+    origins = {name: dataclasses.replace(origin, part=parts[name]) for name in lacking}
     sources = {name: _source_of(each) for name, each in origins.items()}
-    pool = concurrent.futures.ThreadPoolExecutor(len(targets), "part")  # the fleet's own threads serve the chains
+    pool = concurrent.futures.ThreadPoolExecutor(
+        max(1, len(lacking)), "part"
+    )  # the fleet's own threads serve the chains
     try:
         with show_progress() as progress:
             results = [
                 pool.submit(pass_down, fleet, origins[name], sources[name], {name: to}, progress)
-                for name, to in targets.items()
+                for name, to in lacking.items()
             ]
             result = Result.joined([each.result() for each in results])
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     size = sum(n_bytes for source in sources.values() if source for _, n_bytes in source.files)
     return _report(targets, ends, result, size, time.monotonic() - began)
+
+
+def _has_whole(fleet: Fleet, name: str, to: str) -> bool:
+    """Whether a directory on a host has the index of a whole checkpoint: it would be loaded, and not a part."""
+    files = [f"{shell_path(to)}/{file}" for file in (INDEX, SINGLE)]
+    return fleet.connection(name).run(f"test -e {files[0]} || test -e {files[1]}", "", READY_S).code == 0
 
 
 def parts_of(fleet: Fleet) -> dict[str, Part]:
