@@ -1,5 +1,6 @@
 """cluster-top in a real terminal, against real hosts that train: every fault is named, and nothing is left behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -212,8 +213,12 @@ def test_it_connects_again_to_what_froze_and_after_it_was_suspended(hosts, opera
     assert not re.search(r"node-\d +DOWN|✖", shown.split("EVENTS")[0])
     shown = top.shows(r"^● HEALTHY", 30)
     assert "the sampler ended" not in shown
-    top.keys("q")
-    top.shows(r"^rc=0$", 10)
+    for _ in range(3):  # a key that is typed while the terminal is being set up again may be lost
+        top.keys("q")
+        with contextlib.suppress(AssertionError):
+            top.shows(r"^rc=0$", 5)
+            break
+    top.shows(r"^rc=0$", 1)
 
 
 def test_a_run_that_no_host_has_is_refused_before_the_screen_opens(hosts, operator, terminal):
