@@ -25,7 +25,7 @@ from llama405b import ranks
 from llama405b.axes import SHARD, Place
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
-from llama405b.contract.parts import rows_of
+from llama405b.contract.parts import is_for, rows_of
 from llama405b.contract.phrases import given
 from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, read_layouts
 from llama405b.copies import Progress, Stage
@@ -192,7 +192,8 @@ def _read(directory: Path, me: Ranks) -> tuple[Layout, str]:
     try:
         for layout in read_layouts(directory):
             if all(
-                info.holds(*rows_of(info.shape[0], me.shard.rank, me.shard.size))
+                is_for(info.file.parent.name, me.shard.rank, me.shard.size)
+                and info.holds(*rows_of(info.shape[0], me.shard.rank, me.shard.size))
                 for info in layout.values()
                 if info.rows
             ):

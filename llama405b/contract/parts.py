@@ -17,6 +17,12 @@ def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
     return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
 
 
+def is_for(name: str, rank: int, world: int) -> bool:
+    """Return whether the part in a directory of this name is for a rank: one for another number of ranks may be of an older model."""
+    found = PART_NAME.fullmatch(name)
+    return found is not None and int(found[3]) == world and int(found[1]) <= rank <= int(found[2])
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
     """What the ranks from ``first`` to ``last`` of ``world`` own."""

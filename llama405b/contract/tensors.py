@@ -83,6 +83,7 @@ def read_layouts(directory: Path) -> Iterator[Layout]:
         yield read_header(directory / SINGLE)
         return
     parts = [path / INDEX for path in sorted(directory.glob("ranks-*")) if PART_NAME.fullmatch(path.name)]
+    parts = [index for index in parts if index.is_file()]  # else it was not pushed to its end
     if not parts and is_pickled(directory):
         raise UserError(f"{directory}: has .bin files; convert them with `llama405b export {directory} OUT`")
     if not parts:

@@ -24,6 +24,7 @@ from llama405b_tools.text.shell import shell_path
 from llama405b_tools.text.tables import table
 
 PASSES = 4  # chains tried, each without the hosts that broke the previous one
+AT_ONCE = 8  # parts: each takes a session on the sending host, of which sshd allows 10
 COUNT_GPUS = "nvidia-smi -L 2>/dev/null | grep -c '^GPU '; true"
 
 
@@ -105,9 +106,7 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     lacking = {name: to for name, to in targets.items() if name not in whole}
     origins = {name: dataclasses.replace(origin, part=parts[name]) for name in lacking}
     sources = {name: _source_of(each) for name, each in origins.items()}
-    pool = concurrent.futures.ThreadPoolExecutor(
-        max(1, len(lacking)), "part"
-    )  # the fleet's own threads serve the chains
+    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "part")  # the fleet's own threads serve the chains
     try:
         with show_progress() as progress:
             results = [
