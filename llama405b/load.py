@@ -25,8 +25,9 @@ from llama405b import ranks
 from llama405b.axes import SHARD, Place
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
+from llama405b.contract.fingerprint import fingerprint_of
 from llama405b.contract.parts import is_for, rows_of
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, read_layouts
 from llama405b.copies import Progress, Stage
 from llama405b.model.llama import restore_buffers, tie_head
@@ -149,16 +150,14 @@ class _Seen:
     """What one rank sees of the checkpoint."""
 
     error: str
-    digest: int
+    fingerprint: str
     whole: bool
 
 
 def _choose(directory: Path, how: str, me: Ranks) -> tuple[str, _Files]:
     """Agree on how to load, and on what the files hold: as this rank sees it if it reads them, else as rank 0 does."""
-    own, error = _read(directory, me)
-    how = _way(
-        directory, how, ranks.agreed(_Seen(error, _digest(own), all(info.rows is None for info in own.values())))
-    )
+    own, seen = _read(directory, me)
+    how = _way(directory, how, ranks.agreed(seen))
     known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.leads}
     sent = ranks.from_rank0(known, Layout)
     if me.leads or how == "local":
@@ -170,7 +169,7 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
     """Choose rank0 or local by what each rank sees."""
     if everyone[0].error:
         raise UserError(everyone[0].error)
-    lacking = [rank for rank, seen in enumerate(everyone) if seen.digest != everyone[0].digest]
+    lacking = [rank for rank, seen in enumerate(everyone) if seen.fingerprint != everyone[0].fingerprint]
     if how == "auto":
         how = "rank0" if lacking else "local"
     if how == "local" and lacking:
@@ -179,7 +178,7 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
             f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or use rank0"
         )
     if how == "rank0" and not everyone[0].whole:
-        who = given("rank {} has no rows of its own there, and ", next(iter(lacking), None))
+        who = given("rank {} does not have its rows of the same model there, and ", next(iter(lacking), None))
         raise UserError(
             f"{directory}: {who}rank 0 cannot send them, because it has only a part of the weights; push them again with "
             "--shards, or push all of them"
@@ -187,25 +186,20 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
     return how
 
 
-def _read(directory: Path, me: Ranks) -> tuple[Layout, str]:
-    """Return what the files hold, of parts the one with this rank's rows; if they cannot be read, nothing and why."""
+def _read(directory: Path, me: Ranks) -> tuple[Layout, _Seen]:
+    """Return what the files hold, of parts the newest with this rank's rows; if they cannot be read, nothing and why."""
+    rank, world = me.shard.rank, me.shard.size
     try:
-        for layout in read_layouts(directory):
-            if all(
-                is_for(info.file.parent.name, me.shard.rank, me.shard.size)
-                and info.holds(*rows_of(info.shape[0], me.shard.rank, me.shard.size))
-                for info in layout.values()
-                if info.rows
-            ):
-                return layout, ""
+        for layout in read_layouts(directory, lambda name: is_for(name, rank, world)):
+            parts = [info for info in layout.values() if info.rows]
+            if all(info.holds(*rows_of(info.shape[0], rank, world)) for info in parts):
+                return layout, _Seen("", fingerprint_of(layout), not parts)
     except UserError as error:
-        return {}, str(error)
-    return {}, f"{directory}: has only the rows of other ranks; push them again with --shards, for {me.world} ranks"
-
-
-def _digest(layout: Layout) -> int:
-    """A number that differs between ranks that see different tensors (``hash`` of a str differs by process)."""
-    return zlib.crc32(repr(sorted((name, info.dtype, info.shape) for name, info in layout.items())).encode())
+        return {}, _Seen(str(error), "", whole=True)
+    except OSError as error:
+        return {}, _Seen(f"{directory}: {reason_of(error)}", "", whole=True)
+    why = f"{directory}: has only the rows of other ranks; push them again with --shards, for {me.world} ranks"
+    return {}, _Seen(why, "", whole=True)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

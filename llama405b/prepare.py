@@ -182,7 +182,8 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
             if directory == Path(DEMO_MODEL) and not directory.exists():
                 journal.log(f"making the demo's model and tokenizer in {directory}")
                 make_demo(directory)
-            weights.check_checkpoint(directory, config.data.seq_len, config.model.layers, random=random)
+            whole = config.parallel.fsdp == "fsdp1"
+            weights.check_checkpoint(directory, config.data.seq_len, config.model.layers, random=random, whole=whole)
             model.read_hf_config(directory)  # refuses what transformers would, before anything else reads it
             present = [name for name in weights.SMALL_FILES if (directory / name).is_file()]
             small = {name: base64.b64encode((directory / name).read_bytes()).decode() for name in present}

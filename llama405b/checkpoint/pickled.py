@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import and_more, reason_of
-from llama405b.contract.tensors import PICKLED, PICKLED_INDEX, read_hf_json
+from llama405b.contract.tensors import PICKLED, PICKLED_INDEX, read_weight_map
 from llama405b.contract.weights import UNUSED_ANYWHERE
 
 
@@ -25,26 +25,24 @@ class PickledWeights:
         """
         self.path, files = path, [PICKLED]
         if (path / PICKLED_INDEX).is_file():
-            listed = read_hf_json(path / PICKLED_INDEX).get("weight_map")
-            if not isinstance(listed, dict):
-                raise UserError(f"{path / PICKLED_INDEX}: has no weight_map; download the file again")
-            files = sorted({Path(str(name)).name for name in listed.values()})
+            files = sorted({Path(name).name for name in read_weight_map(path / PICKLED_INDEX).values()})
         if missing := [name for name in files if not (path / name).is_file()]:
             raise UserError(f"{path / missing[0]}: missing{and_more(missing)}; download the files of the index")
-        self.files = {name: file for file in files for name in self._open(file)}
-        self.shapes = {name: tuple(self._open(file)[name].shape) for name, file in self.files.items()}
+        self.files: dict[str, str] = {}  # by tensor
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: set[torch.dtype] = set()
+        for file in files:
+            for name, tensor in self._open(file).items():
+                self.files[name], self.shapes[name] = file, tuple(tensor.shape)
+                if UNUSED_ANYWHERE not in name:
+                    dtypes.add(tensor.dtype)
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # holds all weights exactly
         known = [(name, (path / name).stat().st_size, (path / name).stat().st_mtime) for name in files]
         self.digest = hashlib.sha256(repr(known).encode()).hexdigest()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that holds all weights exactly."""
-        dtypes = {self.read(name).dtype for name in self.files if UNUSED_ANYWHERE not in name}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
-
     def read(self, name: str) -> Tensor:
         """Return a whole tensor."""
-        return self._open(self.files[name])[name]
+        return self._open(self.files[name])[name].detach()
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one object per process
     def _open(self, name: str) -> dict[str, Tensor]:

@@ -48,11 +48,7 @@ class SavedWeights:
             for name, entry in metadata.state_dict_metadata.items()
             if name.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
         }
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor."""
-        return {name: tuple(entry.size) for name, entry in self.tensors.items()}
+        self.shapes = {name: tuple(entry.size) for name, entry in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor, in the dtype in which it was saved.

@@ -42,10 +42,7 @@ class Weights(Protocol):
 
     path: Path
     digest: str  # of what it is
-
-    @property
-    def shapes(self) -> Shapes:
-        """The shape of each tensor, by name in the model."""
+    shapes: Shapes  # of the tensors, by name in the model
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor."""

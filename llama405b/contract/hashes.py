@@ -1,6 +1,6 @@
 """What is known of the files in a directory: a SHA-256 of each 64 MiB, noted when they were downloaded or pushed.
 
-A hash per block finds the block that is bad, verifies a part without the whole, and is computed by several threads.
+A hash per block finds the block that is bad, and verifies some of a file without the rest.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ RECORD = ".llama405b-hashes.json"
 READ_BYTES = 1 << 20
 BLOCK_BYTES = 64 << 20  # of each block but a file's last; an empty file has one, too
 
+Blocks = tuple[str, ...]  # the SHA-256 of each, in hexadecimal
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileHashes:
@@ -23,7 +25,7 @@ class FileHashes:
 
     bytes: int
     mtime: float  # seconds
-    blocks: tuple[str, ...]  # SHA-256 of each
+    blocks: Blocks
     sha256: str = ""  # of the whole file, where the Hub has it
 
 
@@ -50,7 +52,12 @@ class Hashes:
             return None
         return known if known and (known.bytes, known.mtime) == (info.st_size, info.st_mtime) else None
 
-    def add(self, name: str, blocks: tuple[str, ...], sha256: str = "") -> None:
+    def blocks_of(self, name: str) -> Blocks | None:
+        """Return what is known of a file's blocks; None as ``of``."""
+        known = self.of(name)
+        return known.blocks if known else None
+
+    def add(self, name: str, blocks: Blocks, sha256: str = "") -> None:
         """Note that a file, as it is now, was verified.
 
         Raises:
@@ -83,7 +90,7 @@ class BlockHasher:
                 self.digest = hashlib.sha256()
 
     @property
-    def blocks(self) -> tuple[str, ...]:
+    def blocks(self) -> Blocks:
         """The hashes of all blocks so far, of which the last may be shorter."""
         if self.written % self.block_bytes or not self.complete:
             return (*self.complete, self.digest.hexdigest())

@@ -1,7 +1,7 @@
 """A part of a checkpoint: of every tensor the rows that the ranks of one host own. Pure.
 
 It lies in a directory of its own below the checkpoint's, ``ranks-0-7-of-64``, as safetensors files that any reader can
-open; each says in its header's ``rows`` which rows of which whole it has.
+open; each says in its header's metadata which rows of which checkpoint it has.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import re
 
 PART_NAME = re.compile(r"ranks-(\d{1,6})-(\d{1,6})-of-(\d{1,6})")
 ROWS = "llama405b.rows"  # in a header's metadata: by tensor, its first row in the file and its number of rows in all
+WHOLE = "llama405b.whole"  # in a header's metadata: the fingerprint of the checkpoint
 
 
 def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:

@@ -8,12 +8,12 @@ description in the safetensors repository), the index file, and parts of checkpo
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.parts import PART_NAME, ROWS, Part
+from llama405b.contract.parts import PART_NAME, ROWS, WHOLE, Part
 from llama405b.contract.phrases import and_more
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -32,6 +32,7 @@ class TensorInfo:
     shape: tuple[int, ...]  # of the whole tensor
     offset: int = 0  # in the file, of the first byte of what it holds
     rows: tuple[int, int] | None = None  # [start, stop) that the file holds; None: all
+    whole: str = ""  # fingerprint of the checkpoint that the rows are of
 
     @property
     def n_bytes(self) -> int:
@@ -70,8 +71,8 @@ def read_tensors(directory: Path) -> Layout:
     return next(read_layouts(directory))
 
 
-def read_layouts(directory: Path) -> Iterator[Layout]:
-    """Yield where the tensors are: once if the directory has the whole checkpoint, else for each of its parts.
+def read_layouts(directory: Path, suits: Callable[[str], bool] = lambda _: True) -> Iterator[Layout]:
+    """Yield where the tensors are: once if the directory has the whole checkpoint, else for each part whose name suits, newest first.
 
     Raises:
         UserError: As ``read_tensors``.
@@ -84,12 +85,14 @@ def read_layouts(directory: Path) -> Iterator[Layout]:
         return
     parts = [path / INDEX for path in sorted(directory.glob("ranks-*")) if PART_NAME.fullmatch(path.name)]
     parts = [index for index in parts if index.is_file()]  # else it was not pushed to its end
+    parts.sort(key=lambda index: index.stat().st_mtime, reverse=True)
     if not parts and is_pickled(directory):
         raise UserError(f"{directory}: has .bin files; convert them with `llama405b export {directory} OUT`")
     if not parts:
         raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}; download the weights in safetensors format")
     for index in parts:
-        yield _read_listed(index)
+        if suits(index.parent.name):
+            yield _read_listed(index)
 
 
 def is_pickled(directory: Path) -> bool:
@@ -99,10 +102,8 @@ def is_pickled(directory: Path) -> bool:
 
 
 def _read_listed(index: Path) -> Layout:
-    weight_map = read_hf_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: has no weight_map; download the file again")
-    files = [index.parent / name for name in sorted(set(map(str, weight_map.values())))]
+    weight_map = read_weight_map(index)
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     single = index.parent / SINGLE
     if single.is_file() and files != [single]:  # which transformers would read instead
         raise UserError(f"{single}: is beside {INDEX}, which lists other files; delete the one that is not the model's")
@@ -150,7 +151,8 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
         UserError: A dtype cannot be trained.
     """
     infos, end = {}, 0
-    rows = json.loads(header.get("__metadata__", {}).get(ROWS, "{}"))
+    about = header.get("__metadata__", {})
+    rows, whole = json.loads(about.get(ROWS, "{}")), str(about.get(WHOLE, ""))
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
@@ -161,7 +163,9 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
         held = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
         if start != end or stop - start != held.n_bytes:
             raise ValueError
-        infos[name] = _of_whole(held, rows[name]) if name in rows else held
+        infos[name] = dataclasses.replace(held, whole=whole)
+        if name in rows:
+            infos[name] = _of_whole(infos[name], rows[name])
         end = stop
     return infos, end
 
@@ -175,22 +179,25 @@ def _of_whole(held: TensorInfo, where: tuple[int, int]) -> TensorInfo:
     return dataclasses.replace(held, shape=(n_rows, *held.shape[1:]), rows=(first, last))
 
 
-def part_file(header: Layout, part: Part) -> tuple[bytes, list[tuple[int, int]]]:
-    """Cut a part out of a safetensors file: what comes before the tensors, and the pieces of the whole file (offset, bytes)."""
+def part_file(header: Layout, part: Part, whole: str) -> tuple[bytes, list[tuple[int, int]]]:
+    """Cut a part out of a safetensors file: what comes before the tensors, and the pieces of the file (offset, bytes).
+
+    ``whole``: the fingerprint of the checkpoint.
+    """
     entries: dict[str, object] = {}
     rows: dict[str, tuple[int, int]] = {}
     pieces: list[tuple[int, int]] = []
     begin = 0
-    for name, whole in sorted(header.items(), key=lambda item: item[1].offset):
-        start, stop = part.rows(whole.shape[0]) if whole.shape else (0, 1)
-        if whole.shape:
-            rows[name] = (start, whole.shape[0])
-        size = (stop - start) * whole.row_bytes
-        shape = (stop - start, *whole.shape[1:])[: len(whole.shape)]
-        entries[name] = {"dtype": whole.dtype, "shape": shape, "data_offsets": (begin, begin + size)}
-        pieces.append((whole.offset_of(start), size))
+    for name, info in sorted(header.items(), key=lambda item: item[1].offset):
+        start, stop = part.rows(info.shape[0]) if info.shape else (0, 1)
+        if info.shape:
+            rows[name] = (start, info.shape[0])
+        size = (stop - start) * info.row_bytes
+        shape = (stop - start, *info.shape[1:])[: len(info.shape)]
+        entries[name] = {"dtype": info.dtype, "shape": shape, "data_offsets": (begin, begin + size)}
+        pieces.append((info.offset_of(start), size))
         begin += size
-    return header_bytes(entries, {ROWS: json.dumps(rows)}), pieces
+    return header_bytes(entries, {ROWS: json.dumps(rows), WHOLE: whole}), pieces
 
 
 def header_bytes(entries: Mapping[str, object], about: Mapping[str, str] | None = None) -> bytes:
@@ -198,6 +205,18 @@ def header_bytes(entries: Mapping[str, object], about: Mapping[str, str] | None 
     text = json.dumps({"__metadata__": {"format": "pt", **(about or {})}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return in which file each tensor is, as an index says.
+
+    Raises:
+        UserError: It does not say that.
+    """
+    weight_map = read_hf_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: has no weight_map; download the file again")
+    return {name: str(file) for name, file in weight_map.items()}
 
 
 def read_hf_json(path: Path) -> dict[str, Any]:

@@ -181,10 +181,12 @@ def _check_rope(config: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}: rope type {kind!r} has no valid {', '.join(lacking)}; download config.json again")
 
 
-def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: bool = False) -> Llama:
+def check_checkpoint(
+    directory: Path, seq_len: int, layers: int = 0, *, random: bool = False, whole: bool = False
+) -> Llama:
     """Check what can be checked of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
 
-    ``random``: its weights will not be read.
+    ``random``: its weights will not be read; ``whole``: a part of them is not enough.
 
     Raises:
         UserError: Something would fail later, on every host, after minutes of loading.
@@ -195,6 +197,10 @@ def check_checkpoint(directory: Path, seq_len: int, layers: int = 0, *, random: 
     if random:
         return llama
     tensors = read_tensors(directory)
+    if whole and any(info.rows for info in tensors.values()):
+        raise UserError(
+            f"--parallel.fsdp: fsdp1 needs all weights, but {directory} has only a part; use fsdp2, or push all"
+        )
     for name, shape in llama.tensors().items():
         if not (info := tensors.get(name)):
             raise UserError(f"{directory}: no file contains {name}, which config.json needs; download the weights")

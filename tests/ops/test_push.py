@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT
 from hosts_rig import processes
 from ops_rig import wait_for
+from tiny_models import write_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 4
@@ -154,6 +155,11 @@ def test_hosts_that_share_the_directory_write_it_once(hosts, operator):
         assert sums_on(hosts, i, "/var/tmp/p/m/") == sums(model)
     assert [path.name for path in to.glob(".llama405b-*")] == [".llama405b-hashes.json"]
     assert list(to.glob(".*.part")) == []
+    write_llama(operator.path / "llama")
+    refused = operator("push", "--shards", "llama", "--to", "/var/tmp/p/m")
+    assert refused.returncode == 2
+    assert "node-2 and node-1 share /var/tmp/p/m; push all weights there, for both, without --shards" in refused.stderr
+    assert list(to.glob("ranks-*")) == []
 
 
 def test_from_a_host_and_with_a_full_disk(hosts, operator):

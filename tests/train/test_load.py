@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
+from llama405b.contract.tensors import read_tensors
 from ranks_rig import run_ranks
 from tiny_models import write_llama
 
@@ -174,7 +175,9 @@ def test_each_rank_reads_the_part_that_its_host_has(tiny, tiny_tied, tmp_path):
 def test_a_part_that_is_not_enough_is_refused_on_all_ranks(tiny, tmp_path):
     one, two = _part(tiny, tmp_path / "a", 0, 0, 2), _part(tiny, tmp_path / "b", 1, 1, 2)
     (two / "ranks-1-1-of-2/model.safetensors.index.json").unlink()  # it was not pushed to its end
-    lacking = "rank 1 has no rows of its own there, and rank 0 cannot send them, because it has only a part"
+    lacking = (
+        "rank 1 does not have its rows of the same model there, and rank 0 cannot send them, because it has only a part"
+    )
     cases = {
         "auto": lacking,
         "rank0": lacking,
@@ -185,3 +188,26 @@ def test_a_part_that_is_not_enough_is_refused_on_all_ranks(tiny, tmp_path):
         assert all(words in each for words, each in zip(cases.values(), said, strict=False)), said
         assert lacking in said[3]
         assert ": rank 0 cannot send them, because it has only a part of the weights" in said[4]
+
+
+def test_rows_of_two_models_are_never_mixed(tiny, tmp_path):
+    other = write_llama(tmp_path / "other", initializer_range=0.03)
+    assert {name: info.shape for name, info in read_tensors(other).items()} == {
+        name: info.shape for name, info in read_tensors(tiny).items()
+    }
+    one, old = _part(tiny, tmp_path / "a", 0, 0, 2), _part(other, tmp_path / "b", 1, 1, 2)
+    torn = _part(tiny, tmp_path / "c", 1, 1, 2)
+    file = sorted((torn / "ranks-1-1-of-2").glob("*.safetensors"))[0].name
+    (torn / "ranks-1-1-of-2" / file).write_bytes((old / "ranks-1-1-of-2" / file).read_bytes())
+    both = _part(other, tmp_path / "d", 0, 1, 2)  # an older push, when the host had more slots
+    _part(tiny, both, 1, 1, 2)
+    sent, lacking = (
+        "rank 0 read the weights and sent each rank its rows",
+        "rank 1 does not have its rows of the same model",
+    )
+    mixed = f"({torn}/ranks-1-1-of-2: has files of more than one model; push them again with --shards)"
+    cases = [([one, old], "auto"), ([one, torn], "local"), ([tiny, old], "auto"), ([tiny, other], "auto")]
+    for said in run_ranks(2, _load_parts, tiny, [*cases, ([one, both], "auto")]):
+        assert lacking in said[0]
+        assert mixed in said[1]
+        assert said[2:] == [sent, sent, "each rank read its own rows"]

@@ -33,8 +33,18 @@ M = "manifest.json"
     ],
 )
 def test_the_newest_step_of_which_everything_is_somewhere(one, two, chosen):
-    step, places = choose({"one": _pieces(*one), "two": _pieces(*two)}, "r", None)
+    step, places, note = choose({"one": _pieces(*one), "two": _pieces(*two)}, "r", None)
     assert (step, {name: host for name, (host, _) in places.items()}) == chosen
+    newest = max(step for step, *_ in (*one, *two))
+    assert bool(note) == (step < newest)
+    assert not note or (note.startswith(f"r: step {newest} lacks ") and note.endswith(f" taking step {step}"))
+
+
+def test_a_step_that_was_saved_twice_is_not_chosen_by_chance():
+    found = {"one": _pieces((4, NEEDED, "x")), "two": _pieces((4, NEEDED, "y")), "three": _pieces((4, ["a"], "x"))}
+    with pytest.raises(UserError, match=r"r: step 4 was saved twice, and two and one have different ones; leave out"):
+        choose(found, "r", None)
+    assert choose({name: found[name] for name in ("one", "three")}, "r", None)[0] == 4
 
 
 def test_what_is_missing_is_named():

@@ -132,7 +132,7 @@ def put(*path):
         (put("weights", "unhashed", 3), NOTE, "/m: no SHA-256 is known for 3 of 191 files", "download and push record one"),
         (put("leftovers", {"/w/runs/r:a": [1, 2]}), WARN, "2 processes left of /w/runs/r", "stop --orphans"),
         (put("weights", "present", False), BAD, "/m does not hold a model", "llama405b download"),
-        (put("weights", "faults", ["a is missing", "b"]), BAD, "/m: a is missing and 1 more", "get these files again"),
+        (put("weights", "faults", ["a is missing", "b"]), BAD, "/m: a is missing and 1 more", "delete these files"),
         (put("network", "addresses", [{"interface": "eth0", "address": "8.8.4.4", "mbit": ""}]), WARN, "listen on 8.8.4.4 (eth0), a public address", "iptables -A INPUT -i eth0"),
         (put("gpus", smi("lost.txt")), BAD, "nvidia-smi: Unable to determine the device handle for GPU1", "reboot"),
         (put("gpus", {"smi": "TIMEOUT"}), BAD, "nvidia-smi does not answer", "reboot"),

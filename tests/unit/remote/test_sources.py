@@ -35,13 +35,13 @@ class _Counting(Directory):
             yield chunk
 
 
-def _send(source, root):
-    """Send to a receiver; returns what it says is bad, and how many bytes crossed."""
+def _send(source, root, below=None):
+    """Send to a receiver, which passes it on; returns what it says is bad, and how many bytes crossed."""
     receiver, crossed = Receiver(root, TOKEN), []
 
     def receive():
         with contextlib.suppress(chain_protocol.BrokenLinkError):
-            receiver.run(None)
+            receiver.run(below)
 
     ends = threading.Thread(target=receive)
     ends.start()
@@ -117,6 +117,22 @@ def test_a_file_that_changed_after_it_was_noted_does_not_arrive(big, tmp_path):
     assert not (tmp_path / "to/big").exists()
 
 
+@pytest.mark.parametrize(("first", "second"), [(0, 140 << 20), (0, 90 << 20), (90 << 20, 0), (30 << 20, 90 << 20)])
+def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
+    content = (big / "big").read_bytes()
+    for name, size in (("one", first), ("two", second)):
+        (tmp_path / name).mkdir()
+        if size:
+            (tmp_path / name / ("big" if size == len(content) else ".big.part")).write_bytes(content[:size])
+    two = Receiver(tmp_path / "two", TOKEN)
+    below = threading.Thread(target=two.run, args=(None,))
+    below.start()
+    bad, _ = _send(open_source(big, None), tmp_path / "one", NextHop(("127.0.0.1",), two.port, TOKEN))
+    below.join(20)
+    assert (bad, two.bad, below.is_alive()) == ([], [], False)
+    assert all((tmp_path / name / "big").read_bytes() == content for name in ("one", "two"))
+
+
 @pytest.mark.parametrize(("world", "each"), [(1, 1), (4, 2), (6, 3), (5, 1), (64, 8)])
 def test_the_parts_of_all_hosts_are_the_whole(tmp_path, world, each):
     model = write_llama(tmp_path / "m", dtype=torch.bfloat16)
@@ -155,7 +171,7 @@ def test_a_part_is_verified_by_the_blocks_of_the_whole(tmp_path):
         file.write(b"x")
     os.utime(model / "model.safetensors", ns=(info.st_atime_ns, info.st_mtime_ns))
     assert _send(open_source(model, Part(0, 0, 3)), tmp_path / "to")[0] == []
-    with pytest.raises(OSError, match=r"model.safetensors is not what was verified \(SHA-256 of block 2\)"):
+    with pytest.raises(OSError, match=r"model.safetensors is damaged \(SHA-256 of block 2\); delete it"):
         _send(open_source(model, Part(2, 2, 3)), tmp_path / "other")
     assert not list(Path(tmp_path / "other").rglob("*.safetensors"))
 

@@ -23,7 +23,7 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.hashes import BlockHasher
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
-from llama405b_tools.remote.receiver import Receiver
+from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
 from llama405b_tools.remote.sources import CHUNK, Directory, list_files
 from llama405b_tools.text.tables import table
 
@@ -127,14 +127,22 @@ def _measure(form: str, source: Path, target: Path, at: dict[str, list[str]], ad
         command = [*at[end], sys.executable, "-m", __name__, form, end, str(path), address]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    with start("receive", target) as receiver:
-        assert receiver.stdout
-        receiver.stdout.readline()  # it listens
-        with start("send", source) as sender:
-            ends = [end.communicate(timeout=WAIT_S)[0] for end in (sender, receiver)]
-    if sender.returncode or receiver.returncode:
+    ends: list[subprocess.Popen[str]] = []
+    try:
+        ends.append(start("receive", target))
+        assert ends[0].stdout
+        ends[0].stdout.readline()  # it listens
+        ends.append(start("send", source))
+        said = [end.communicate(timeout=WAIT_S)[0] for end in reversed(ends)]
+    except subprocess.TimeoutExpired:
+        raise RunError(f"bench copies: {form} took more than {WAIT_S:.0f} s") from None
+    finally:
+        for end in ends:
+            end.kill()  # one that has ended does not mind
+            end.wait()
+    if any(end.returncode for end in ends):
         raise RunError(f"bench copies: {form} failed; see above")
-    sent, received = (Ended(**json.loads(said.splitlines()[-1])) for said in ends)
+    sent, received = (Ended(**json.loads(lines.splitlines()[-1])) for lines in said)
     return sent, received
 
 
@@ -157,6 +165,7 @@ def _end(form: str, end: str, path: Path, address: str) -> Ended:
             chain_protocol.send_files(Directory(path, list_files(path), known.get), TOKEN, link, lambda _: None)
     elif listener:
         path.mkdir()
+        listener.settimeout(ACCEPT_S)
         link = listener.accept()[0]
         began = time.monotonic()
         _receive_plainly(link, path)
@@ -178,6 +187,8 @@ def _receive_plainly(link: socket.socket, path: Path) -> None:
         with (path / name).open("wb", buffering=0) as file:
             while left:
                 count = link.recv_into(buffer[: min(CHUNK, left)])
+                if not count:
+                    raise SystemExit("the sender stopped")
                 file.write(buffer[:count])
                 left -= count
             os.fsync(file.fileno())

@@ -68,10 +68,21 @@ class Chain:
             if order:
                 self._pass_on(order, hops[0])
         finally:
-            for dialogue in self.dialogues.values():
-                dialogue.end_input()
-                dialogue.stream.close()
+            self._close()
         return self.faults
+
+    def shared(self) -> dict[str, str]:
+        """Return the hosts whose directory is that of an earlier one; nothing is passed down."""
+        try:
+            self._look(self._begin())
+        finally:
+            self._close()
+        return self.same
+
+    def _close(self) -> None:
+        for dialogue in self.dialogues.values():
+            dialogue.end_input()
+            dialogue.stream.close()
 
     def _begin(self) -> dict[str, RelayReady]:
         """Start a relay on every host; returns those that can receive."""

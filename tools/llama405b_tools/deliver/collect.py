@@ -13,11 +13,13 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.remote.messages.pieces import Pieces, PiecesRequest
 from llama405b_tools.run.preflight import fault_list
+from llama405b_tools.text.fold import fold_names
 
 ASK_S = 60.0
 FOR_EXPORT = "for-export"  # below the directory of checkpoints
 
 Places = dict[str, tuple[str, str]]  # by file: a host that has it, and the directory there
+Save = tuple[int, str]  # a step, and the digest of its manifest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +45,9 @@ def collect(fleet: Fleet, run: str, step: int | None) -> Collected:
         raise UserError(
             f"{run}: none of these hosts has a checkpoint of it; `{fleet.typed('status')}` lists their runs"
         )
-    step, places = choose(found, run, step)
+    step, places, note = choose(found, run, step)
+    if note:
+        print(f"note: {note}", flush=True)
     head = next(iter(found))
     path = f"{found[head].root}/{FOR_EXPORT}/step-{step:08d}"
     _link(fleet, head, path, places)
@@ -61,31 +65,42 @@ def collect(fleet: Fleet, run: str, step: int | None) -> Collected:
     return Collected(head, path)
 
 
-def choose(found: Mapping[str, Pieces], run: str, step: int | None) -> tuple[int, Places]:
-    """Return the newest step of which the hosts have everything (or this one), and where its files are, preferably on the first.
+def choose(found: Mapping[str, Pieces], run: str, step: int | None) -> tuple[int, Places, str]:
+    """Return the newest step of which the hosts have everything (or this one), where its files are, and what the user should know.
+
+    A host that has several is preferred in the order of ``found``.
 
     Raises:
-        UserError: There is none.
+        UserError: There is none, or a run that went back saved the step twice, and both are there.
     """
-    places: dict[tuple[int, str], Places] = {}  # by step and the manifest's digest
-    needed: dict[tuple[int, str], set[str]] = {}
+    places: dict[Save, Places] = {}
+    needed: dict[Save, set[str]] = {}
     for host, pieces in found.items():
         for piece in pieces.found:
-            key = piece.step, piece.digest
-            needed.setdefault(key, set()).update(piece.needed)
+            save = piece.step, piece.digest
+            needed.setdefault(save, set()).update(piece.needed)
             for name in piece.here:
-                places.setdefault(key, {}).setdefault(name, (host, piece.path))
-    wanted = sorted(key for key in needed if step in (None, key[0]))
+                places.setdefault(save, {}).setdefault(name, (host, piece.path))
+    wanted = sorted(save for save in needed if step in (None, save[0]))
     if not wanted:
         steps = ", ".join(map(str, sorted({number for number, _ in needed})))
         raise UserError(f"--step: these hosts have no step {step} of {run}; choose from {steps}")
-    whole = [key for key in wanted if needed[key] <= places.get(key, {}).keys()]
+    lacking = {save: sorted(needed[save] - places.get(save, {}).keys()) for save in wanted}
+    whole = [save for save in wanted if not lacking[save]]
+    newest = wanted[-1]
+    said = f"{run}: step {newest[0]} lacks {(lacking[newest] or [''])[0]}{and_more(lacking[newest])} on these hosts"
     if not whole:
-        lacking = sorted(needed[wanted[-1]] - places.get(wanted[-1], {}).keys())
+        raise UserError(f"{said}; add the host that has them")
+    chosen = whole[-1]
+    if others := [save for save in whole if save[0] == chosen[0] and save != chosen]:
+        there = [fold_names(sorted({host for host, _ in places[save].values()})) for save in (chosen, others[0])]
         raise UserError(
-            f"{run}: step {wanted[-1][0]} lacks {lacking[0]}{and_more(lacking)} on these hosts; add the host that has them"
+            f"{run}: step {chosen[0]} was saved twice, and {there[0]} and {there[1]} have different ones; leave out the hosts "
+            "whose save is the older"
         )
-    return whole[-1][0], places[whole[-1]]
+    if chosen[0] < newest[0]:
+        return chosen[0], places[chosen], f"{said}; taking step {chosen[0]}"
+    return chosen[0], places[chosen], ""
 
 
 def _link(fleet: Fleet, head: str, path: str, places: Places) -> None:

@@ -94,7 +94,11 @@ def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
 
 
 def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
-    """Send each host the rows that its ranks own, all at once; prints each host's result."""
+    """Send each host the rows that its ranks own, all at once; prints each host's result.
+
+    Raises:
+        UserError: Two hosts share a directory: they would need all weights in it.
+    """
     parts, began = parts_of(fleet), time.monotonic()
     ends = {name: f"{parts[name].name}: every file verified" for name in targets}
     whole = [
@@ -109,6 +113,10 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "part")  # the fleet's own threads serve the chains
     try:
         with show_progress() as progress:
+            if same := Chain(fleet, origin, None, lacking, progress).shared():
+                name, first = next(iter(same.items()))
+                where = f"{name} and {first} share {lacking[name]}"
+                raise UserError(f"--shards: {where}; push all weights there, for both, without --shards")
             results = [
                 pool.submit(pass_down, fleet, origins[name], sources[name], {name: to}, progress)
                 for name, to in lacking.items()

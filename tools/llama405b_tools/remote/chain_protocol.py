@@ -8,7 +8,7 @@ Bytes are sent in the clear: the training network is trusted with them, and the 
 
 import dataclasses
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from llama405b.contract import reader
@@ -59,10 +59,8 @@ def send_files(source: Source, token: str, link: Link, progress: Callable[[int],
         BrokenLinkError: The first host is gone.
         OSError: A file cannot be read.
     """
-    send(link, f"{token}\n{reader.dumps(Offer(tuple(source.files), BLOCK_BYTES))}\n".encode())
-    have = reader.loads(Present, line(link), "what the next host has").sizes
     done = 0
-    for (name, size), begin in zip(source.files, have, strict=True):
+    for (name, size), begin in zip(source.files, offer(link, token, source.files), strict=True):
         blocks, hasher = source.blocks(name), BlockHasher()
         if blocks and len(blocks) != n_blocks(size):  # the file is not what they were noted of
             blocks = None
@@ -76,6 +74,20 @@ def send_files(source: Source, token: str, link: Link, progress: Callable[[int],
             done += len(chunk)
             progress(done)
         send(link, "".join(blocks or hasher.blocks).encode())
+
+
+def offer(link: Link, token: str, files: Sequence[tuple[str, int]]) -> Sequence[int]:
+    """Offer files to the next host; returns how many bytes of each it and all below it have already.
+
+    Raises:
+        BrokenLinkError: It is gone.
+        reader.MalformedError: It answers something else.
+    """
+    send(link, f"{token}\n{reader.dumps(Offer(tuple(files), BLOCK_BYTES))}\n".encode())
+    have = reader.loads(Present, line(link), "what the next host has").sizes
+    if len(have) != len(files):
+        raise reader.MalformedError("what the next host has: not one number per file")
+    return have
 
 
 def connect(below: NextHop) -> socket.socket:

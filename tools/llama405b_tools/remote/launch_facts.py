@@ -190,7 +190,9 @@ def _input_fault(check: InputCheck | None) -> str:
         return ""
     try:
         if check.model != DEMO_MODEL or Path(check.model).exists():  # rank 0 creates the demo's
-            weights.check_checkpoint(Path(check.model), check.seq_len, check.layers, random=check.random)
+            weights.check_checkpoint(
+                Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
+            )
         corpus.check_paths(check.data)
         if directory := check.new_checkpoints:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so

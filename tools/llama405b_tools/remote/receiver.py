@@ -13,18 +13,18 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, ParamSpec
 
 from llama405b.contract import reader
-from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes, n_blocks
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, Hashes, n_blocks
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
-from llama405b_tools.remote.sources import CHUNK, Blocks, FileList, blocks_before
+from llama405b_tools.remote.sources import CHUNK, FileList, blocks_before
 
 P = ParamSpec("P")
-AHEAD = 6  # chunks queued for the disk or the next host
+AHEAD = 6  # buffers queued for the disk, the hashes or the next host
 ACCEPT_S = 15.0
 RECEIVE_BYTES = 1 << 20  # at a time
 HEX = 64  # digits of a SHA-256
@@ -71,14 +71,13 @@ class Receiver:
         free = shutil.disk_usage(self.root).free
         if lacking > free:
             raise OSError(f"{self.root} has {free / 1e9:.1f} GB free, but needs {lacking / 1e9:.1f} GB; make room")
-        least = mine
-        if below:
-            least = [min(pair) for pair in zip(mine, self._connect(below, files), strict=True)]
+        theirs = self._connect(below, files) if below else mine
+        least = [min(pair) for pair in zip(mine, theirs, strict=True)]
         chain_protocol.send(link, f"{reader.dumps(chain_protocol.Present(tuple(least)))}\n".encode())
         self.total = sum(size for _, size in files)
-        for (name, size), have, begin in zip(files, mine, least, strict=True):
+        for (name, size), have, below_have in zip(files, mine, theirs, strict=True):
             self.file = name
-            self._receive(link, name, size, have, begin)
+            self._receive(link, name, size, have, below_have)
         if self.next:
             self.next.close()
 
@@ -96,19 +95,13 @@ class Receiver:
                     return link
             link.close()
 
-    def _connect(self, below: NextHop, files: FileList) -> list[int]:
+    def _connect(self, below: NextHop, files: FileList) -> Sequence[int]:
         """Connect to the next host, and return what all hosts below have; if that fails, the chain ends here."""
         for address in below.addresses:
             try:
                 self.next = socket.create_connection((address, below.port), chain_protocol.CONNECT_S)
                 self.next.settimeout(chain_protocol.STALL_S)
-                chain_protocol.send(
-                    self.next,
-                    f"{below.token}\n{reader.dumps(chain_protocol.Offer(tuple(files), BLOCK_BYTES))}\n".encode(),
-                )
-                return list(
-                    reader.loads(chain_protocol.Present, chain_protocol.line(self.next), "what the next host has").sizes
-                )
+                return chain_protocol.offer(self.next, below.token, files)
             except (OSError, chain_protocol.BrokenLinkError, ValueError):
                 self.next = None
         return [size for _, size in files]
@@ -123,14 +116,14 @@ class Receiver:
             return partial.stat().st_size
         return 0
 
-    def _receive(self, link: socket.socket, name: str, size: int, have: int, begin: int) -> None:
-        """Receive a file from ``begin`` on, and pass it on; the ``have`` bytes already here are not written again."""
+    def _receive(self, link: socket.socket, name: str, size: int, have: int, below_have: int) -> None:
+        """Receive what is not here or not below, write the one, and pass on the other."""
         target = _Target(self.root / name, size, have, self._known(name, size))
-        self.done += begin
+        position = min(have, below_have)
+        self.done += position
         buffers = itertools.cycle(self.buffers)
         with contextlib.closing(target), _Worker() as onward, _Worker() as disk, _Worker() as hashing:
             try:
-                position = begin
                 while position < size:
                     chunk = _fill(link, next(buffers)[: size - position])
                     if not chunk:
@@ -138,7 +131,7 @@ class Receiver:
                     if fresh := chunk[max(0, have - position) :]:
                         disk.do(target.write, fresh)
                         hashing.do(target.hasher.update, fresh)
-                    onward.do(self._pass_on, chunk)
+                    onward.do(self._pass_on, chunk[max(0, below_have - position) :])
                     position += len(chunk)
                     self.done += len(chunk)
                 said = chain_protocol.exactly(link, n_blocks(size) * HEX)

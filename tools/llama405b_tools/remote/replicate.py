@@ -23,7 +23,7 @@ from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, Manifest, committed, read_manifest, step_of
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, read_record, write_json
-from llama405b.contract.hashes import BLOCK_BYTES
+from llama405b.contract.hashes import BLOCK_BYTES, Blocks
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import read_plan
@@ -34,7 +34,7 @@ from llama405b_tools.remote.chain_protocol import BrokenLinkError
 from llama405b_tools.remote.messages.chain import NextHop
 from llama405b_tools.remote.receiver import Receiver
 from llama405b_tools.remote.secrets import write_private
-from llama405b_tools.remote.sources import Blocks, Directory
+from llama405b_tools.remote.sources import Directory
 
 LAST = b"last\n"
 LOOK_EVERY_S = 0.5

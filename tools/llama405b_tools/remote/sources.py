@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.hashes import BLOCK_BYTES, Hashes
+from llama405b.contract.fingerprint import fingerprint_of
+from llama405b.contract.hashes import BLOCK_BYTES, Blocks, Hashes
 from llama405b.contract.parts import Part
-from llama405b.contract.tensors import INDEX, TensorInfo, part_file, read_tensors
+from llama405b.contract.tensors import INDEX, Layout, part_file, read_tensors
 from llama405b.contract.weights import SMALL_FILES
 
 CHUNK = 4 << 20
 FileList = list[tuple[str, int]]  # path below the root, bytes
-Blocks = tuple[str, ...]
 
 
 class Source(Protocol):
@@ -61,14 +61,13 @@ class Directory:
 
     def __init__(self, root: Path, files: FileList, known: Callable[[str], Blocks | None] | None = None) -> None:
         self.root, self.files = root if root.is_dir() else root.parent, files
-        hashes = Hashes(self.root)
-        self.blocks = known or (lambda name: found.blocks if (found := hashes.of(name)) else None)
+        self.sizes = dict(files)
+        self.blocks = known or Hashes(self.root).blocks_of
 
     def read(self, name: str, begin: int) -> Iterator[bytes]:
         """Yield the content of a file from a byte on."""
-        size = dict(self.files)[name]
         with (self.root / name).open("rb") as file:
-            yield from _range(file, begin, size - begin)
+            yield from _range(file, begin, self.sizes[name] - begin)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +75,8 @@ class _Cut:
     """A file of a part: what it begins with, and the pieces of a file of the whole that follow (offset, bytes)."""
 
     header: bytes
-    whole: Path | None = None
     pieces: Sequence[tuple[int, int]] = ()
+    whole: Path | None = None
 
     @property
     def size(self) -> int:
@@ -102,10 +101,13 @@ class CheckpointPart:
         small = [name for name in SMALL_FILES if (root / name).is_file()]
         self.small = Directory(root, [(name, (root / name).stat().st_size) for name in small])
         self.hashes = Hashes(root)
-        by_file: dict[Path, dict[str, TensorInfo]] = {}
+        by_file: dict[Path, Layout] = {}
         for name, info in tensors.items():
             by_file.setdefault(info.file, {})[name] = info
-        self.cuts = {f"{part.name}/{path.name}": _Cut(*_cut(path, held, part)) for path, held in by_file.items()}
+        whole = fingerprint_of(tensors)
+        self.cuts = {
+            f"{part.name}/{path.name}": _Cut(*part_file(held, part, whole), path) for path, held in by_file.items()
+        }
         listed = {name: info.file.name for name, info in tensors.items()}
         self.cuts[f"{part.name}/{INDEX}"] = _Cut(json.dumps({"metadata": {}, "weight_map": listed}).encode())
         self.files = [*self.small.files, *((name, cut.size) for name, cut in self.cuts.items())]
@@ -133,18 +135,12 @@ class CheckpointPart:
                 yield from verified.read(offset, size)
 
 
-def _cut(path: Path, held: dict[str, TensorInfo], part: Part) -> tuple[bytes, Path, list[tuple[int, int]]]:
-    header, pieces = part_file(held, part)
-    return header, path, pieces
-
-
 class _Verified:
     """Reads ranges of a file, block by block where their hashes are known: each is read once, and verified."""
 
     def __init__(self, file: IO[bytes], hashes: Hashes) -> None:
         self.file = file
-        known = hashes.of(Path(file.name).name)
-        self.blocks = known.blocks if known else None
+        self.blocks = hashes.blocks_of(Path(file.name).name)
         self.number, self.block = -1, memoryview(b"")
 
     def read(self, offset: int, size: int) -> Iterator[bytes]:
@@ -165,7 +161,9 @@ class _Verified:
         self.file.seek(number * BLOCK_BYTES)
         block = self.file.read(BLOCK_BYTES)
         if hashlib.sha256(block).hexdigest() != self.blocks[number]:
-            raise OSError(f"{self.file.name} is not what was verified (SHA-256 of block {number}); download it again")
+            raise OSError(
+                f"{self.file.name} is damaged (SHA-256 of block {number}); delete it, and download or push it again"
+            )
         self.number, self.block = number, memoryview(block)
 
 

@@ -16,13 +16,13 @@ def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launc
     """Say how loading would be faster; '' if it would not, or hardly.
 
     Where all hosts have the weights, each rank reads its own rows. Otherwise rank 0 sends every other host its rows, which takes
-    at least their bytes over the speed of rank 0's link.
+    at least their bytes over the speed of rank 0's link. With fsdp1 it always does.
     """
     head, *others = plan.nodes
-    how = request.settings.model.load
+    how, parallel = request.settings.model.load, request.settings.parallel
     whole = answers[head.name].weights_bytes
     sent = whole * (plan.world - head.slots) // plan.world
-    if request.resume != "no" or sent < WORTH_BYTES or how == "local":
+    if request.resume != "no" or sent < WORTH_BYTES or how == "local" or parallel.fsdp == "fsdp1":
         return ""
     least = given(", at least {:.0f} s", _seconds(sent, answers[head.name], head.interface))
     lacking = [node.name for node in others if not answers[node.name].weights_bytes]

@@ -103,7 +103,13 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         return None
     model, data = request.config.model, request.config.data
     return InputCheck(
-        model.path, data.seq_len, model.layers, model.weights == "random", data.paths, request.new_checkpoints
+        model.path,
+        data.seq_len,
+        model.layers,
+        model.weights == "random",
+        data.paths,
+        request.new_checkpoints,
+        whole=request.config.parallel.fsdp == "fsdp1",
     )
 
 

@@ -258,7 +258,7 @@ def _weights(facts: HostFacts) -> Remarks:
         yield BAD, f"{found.path} does not hold a model", "run llama405b download on it, or llama405b push"
     elif found.faults:
         what = f"{found.path}: {found.faults[0]}{and_more(found.faults)}"
-        yield BAD, what, "get these files again: llama405b download, or push"
+        yield BAD, what, "delete these files, then llama405b download or push again"
     elif found.unhashed:
         what = f"{found.path}: no SHA-256 is known for {found.unhashed} of {found.files} files"
         yield NOTE, what, "download and push record one; the sizes are right"

@@ -18,6 +18,7 @@ class InputCheck:
     random: bool
     data: tuple[str, ...]
     new_checkpoints: str = ""  # the directory that must hold no checkpoint
+    whole: bool = False  # a part of the weights is not enough
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
