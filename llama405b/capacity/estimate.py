@@ -24,6 +24,12 @@ BYTES_PER_LOGIT = 12  # BF16, its FP32 copy, softmax and gradient
 GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
 
 
+def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
+    """Return what a checkpoint holds of a parameter: its weight and two moments, in bytes."""
+    weight = GRADIENT[numerics]
+    return weight + (4 if moments == "bf16" else 2 * weight)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
     """What is trained, and on how many ranks."""
@@ -81,12 +87,12 @@ class Load:
     @property
     def moment_bytes(self) -> int:
         """Bytes of a parameter's two moments."""
-        return 4 if self.moments == "bf16" else 2 * self.weight_bytes
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) - self.weight_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint on disk, over all ranks."""
-        return (self.weight_bytes + self.moment_bytes) * self.llama.parameters
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.llama.parameters
 
     @property
     def host_bytes_per_parameter(self) -> float:

@@ -18,9 +18,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama405b import ranks
+from llama405b.capacity.room import room_fault
 from llama405b.checkpoint.commit import Directory, parts_of
 from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest
-from llama405b.contract.checkpoints import LEAST_KEPT, Manifest, committed, write_manifest
+from llama405b.contract.checkpoints import Manifest, committed, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
@@ -124,17 +125,8 @@ class Store:
                 return
             here = each_bytes * self.keeper_of.count(self.me.rank) // self.me.world
             own = sum(self.directory.wrote(path) for path in committed(self.root))
-            free = shutil.disk_usage(self.root).free
-            if (self.keep + 1 - min(own, self.keep)) * here <= free:
-                return
-            fits = free // here + min(own, self.keep) - 1
-            remedy = (
-                f"use --checkpoint.keep {fits}, or another directory" if fits >= LEAST_KEPT else "use another directory"
-            )
-            raise UserError(
-                f"--checkpoint.dir: {self.root}{self._on_host()} has {free / 1e9:,.2f} GB free, but a checkpoint takes "
-                f"{here / 1e9:,.2f} GB, {self.keep} are kept, and one more is being written; {remedy}"
-            )
+            if why := room_fault(shutil.disk_usage(self.root).free, here, self.keep, own):
+                raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
 
     def close(self) -> None:
         """Let the next run write into the directory."""

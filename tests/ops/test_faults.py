@@ -103,6 +103,23 @@ def test_06_full_disk(hosts, refused, on):
     refused(words=["node-2: its disk is full", "make room, or set workdir="])
 
 
+def test_06_a_disk_too_small_for_the_checkpoints(refused, on, demo):
+    on(
+        2,
+        "mkdir /small && mount -t tmpfs -o size=30m,mode=777 small /small; chmod 777 /small",
+        "umount /small; rmdir /small",
+    )
+    for i in (1, 3):
+        on(i, "mkdir -m 777 /small", "rmdir /small")
+    refused(
+        *("--model.path", demo, "--checkpoint.every", "2", "--checkpoint.place", "node", "--checkpoint.dir", "/small"),
+        words=[
+            "node-2: --checkpoint.dir: /small has 0.03 GB free, but a checkpoint takes 0.01 GB, 2 are kept, and one more is being "
+            "written; use another directory",
+        ],
+    )
+
+
 def test_07_missing_shard(hosts, refused, demo):
     hosts.exec(1, "sh", "-c", f"cp -r {demo} /root/torn && rm /root/torn/model-00002-of-00002.safetensors")
     refused(

@@ -1,5 +1,6 @@
 import dataclasses
 import shutil
+import types
 
 import pytest
 from fakes import FakeFleet
@@ -14,6 +15,7 @@ from llama405b_tools.run import preflight
 from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import Way
 from llama405b_tools.run.request import parse
+from llama405b_tools.run.room import room_faults
 
 A = Host("a", "hosts:1")
 OWN = {
@@ -140,12 +142,12 @@ def test_the_head_is_asked_for_checkpoints_only_if_none_is_resumed(monkeypatch, 
 
 def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch_facts.weights, "check_checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr(launch_facts.weights, "check_checkpoint", lambda *_, **__: types.SimpleNamespace(parameters=7))
     monkeypatch.setattr(launch_facts.corpus, "check_paths", lambda _: None)
     (tmp_path / "c/step-00000040").mkdir(parents=True)
-    faults = [launch_facts._input_fault(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
-    assert faults[0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
-    assert faults[1:] == ["", ""]
+    seen = [launch_facts._look_at(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
+    assert seen[0][0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
+    assert seen[1:] == [("", 7), ("", 7)]
 
 
 def saving(*more):
@@ -226,17 +228,47 @@ def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
         preflight.refuse_input(request, said, 1)
 
 
-def note(*flags, has=(812, 812, 812), mbit="25000"):
-    """What launch says about loading on three hosts with so many GB of the weights."""
+def planned(flags, each, mbit="25000"):
+    """The request, the plan and the answers of three hosts, with these facts each."""
     request = parse(["h", "--run", "r", "--model.path", "/m", "--data.paths", "d", *flags], 0.0)
     said = {
-        name: dataclasses.replace(facts([("ib0", f"10.0.0.{n}", mbit)]), weights_bytes=size * 10**9)
-        for n, (name, size) in enumerate(zip("abc", has, strict=True), 1)
+        name: dataclasses.replace(facts([("ib0", f"10.0.0.{n}", mbit)]), **more)
+        for n, (name, more) in enumerate(zip("abc", each, strict=True), 1)
     }
     way = Way("10.0.0.1", 20_000, {name: said[name].own[0].address for name in said}, dict.fromkeys(said, "ib0"))
     hosts = [Host(name, "h:1", slots=8) for name in said]
     parts = [preflight.part_of(host, said[host.name], way) for host in hosts]
-    return loading_note(request, preflight.plan_of(request, parts, said, way, 0.0), said)
+    return request, preflight.plan_of(request, parts, said, way, 0.0), said
+
+
+def note(*flags, has=(812, 812, 812), mbit="25000"):
+    """What launch says about loading on three hosts with so many GB of the weights."""
+    return loading_note(*planned(flags, [{"weights_bytes": size * 10**9} for size in has], mbit))
+
+
+def room(*flags, free_gb=(5000, 5000, 5000), parameters=405_853_388_800):
+    """What launch says of three hosts' disks for checkpoints."""
+    places = [{"--checkpoint.dir": RunPlace("/c", free_bytes=size * 10**9)} for size in free_gb]
+    return room_faults(*planned(flags, [{"places": each, "parameters": parameters} for each in places]))
+
+
+def test_disks_are_counted_before_a_launch():
+    # 12 bytes a parameter, 3 checkpoints: 14,611 GB in one place, or 9,740 GB with a copy on each of three hosts.
+    said = room("--checkpoint.dir", "/c")
+    assert list(said) == ["a"]
+    assert said["a"].startswith(
+        "--checkpoint.dir: /c has 5,000.00 GB free, but a checkpoint takes 4,870.24 GB, 2 are kept"
+    )
+    node = ("--checkpoint.dir", "/c", "--checkpoint.place", "node")
+    assert list(room(*node, free_gb=(9741, 9740, 9800))) == ["b"]
+    assert room(*node, "--checkpoint.replicas", "0") == {}
+    keeps_four = room(*node, "--checkpoint.keep", "4", free_gb=(9800, 9800, 20_000))
+    assert [fault.endswith("use --checkpoint.keep 2, or another directory") for fault in keeps_four.values()] == [
+        True
+    ] * 2
+    assert room("--checkpoint.dir", "/c", "--resume", "auto") == {}
+    assert room("--checkpoint.dir", "/c", "--checkpoint.every", "0") == {}
+    assert room("--checkpoint.dir", "/c", parameters=0) == {}
 
 
 def test_launch_says_how_loading_would_be_faster():

@@ -59,6 +59,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
     }
     plan, disk = read_plan(run), os.statvfs("runs" if Path("runs").exists() else ".")
     own = addresses()
+    fault, parameters = _look_at(request.inputs)
     others = [path.name for path in run.path.parent.glob("*") if path.name != run.name and is_alive(RunDir(path), host)]
     return LaunchFacts(
         versions=versions,
@@ -84,7 +85,8 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         places={key: place_of(path) for key, path in request.places.items()},
         free_bytes=disk.f_bavail * disk.f_frsize,
         free_files=disk.f_favail if disk.f_files else None,
-        input_fault=_input_fault(request.inputs),
+        input_fault=fault,
+        parameters=parameters,
         has_program=has_program(request.program),
         stopped_by=stopped_by(run, host),
         uid=os.getuid(),
@@ -136,7 +138,8 @@ def place_of(path: str) -> RunPlace:
         return RunPlace(str(full), PlaceFault.NO_DIRECTORY, str(there))
     if not os.access(there, os.W_OK | os.X_OK):
         return RunPlace(str(full), PlaceFault.DENIED, str(there), user_of(there.stat().st_uid))
-    return RunPlace(str(full))
+    disk = os.statvfs(there)
+    return RunPlace(str(full), free_bytes=disk.f_bavail * disk.f_frsize)
 
 
 def tmux_fault() -> str:
@@ -184,19 +187,20 @@ def has_program(program: Sequence[str]) -> bool:
     return True
 
 
-def _input_fault(check: InputCheck | None) -> str:
-    """'' if rank 0 can use the checkpoint, the data and where it will save, else the trainer's own sentence."""
+def _look_at(check: InputCheck | None) -> tuple[str, int]:
+    """'' if rank 0 can use the checkpoint, the data and where it will save, else the trainer's own sentence; and the model's parameters."""
+    parameters = 0
     if check is None:
-        return ""
+        return "", parameters
     try:
         if check.model != DEMO_MODEL or Path(check.model).exists():  # rank 0 creates the demo's
-            weights.check_checkpoint(
+            parameters = weights.check_checkpoint(
                 Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
-            )
+            ).parameters
         corpus.check_paths(check.data)
         if directory := check.new_checkpoints:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
                 refuse_held(Path(directory), committed(Path(directory)))
     except UserError as error:
-        return str(error)
-    return ""
+        return str(error), parameters
+    return "", parameters

@@ -13,8 +13,9 @@ from llama405b_tools.hosts.typed import hosts_argument
 from llama405b_tools.machine.sameness import one_machine
 from llama405b_tools.run.guard_record import asked_for
 from llama405b_tools.run.loading import loading_note
-from llama405b_tools.run.preflight import check_training, nccl_lines, part_of, plan_of, probe_hosts
+from llama405b_tools.run.preflight import check_training, fault_list, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.room import room_faults
 from llama405b_tools.run.screen import show
 from llama405b_tools.run.start import start_run
 from llama405b_tools.text.fold import fold_names
@@ -50,6 +51,8 @@ def launch(
             raise RunError(str(error)) from None
         raise
     check_training(request, plan)
+    if faults := room_faults(request, plan, answers):
+        raise RunError(fault_list(faults, len(hosts)))
     guard = asked_for(request) if request.restart and not again else None
     start_run(plan, request.secrets, fleet, again=again, guard=guard, hosts=hosts_argument(request.hosts_file))
     took = f"up in {time.monotonic() - began:.1f} s"

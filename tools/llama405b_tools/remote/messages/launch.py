@@ -64,6 +64,7 @@ class RunPlace:
     fault: PlaceFault | None = None
     at: str = ""  # the path at fault: itself, or the nearest above it that exists
     owner: str = ""  # of that
+    free_bytes: int = 0  # there, if nothing stands in the way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,3 +101,4 @@ class LaunchFacts:
     user: str = ""  # its name
     weights_bytes: int = 0  # of the checkpoint's tensors, or of a part's; 0: it is not here, or was not looked for
     runs: str = ""  # equal on hosts that share the directory of runs
+    parameters: int = 0  # of the model, on the head; 0: not known

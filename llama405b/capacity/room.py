@@ -1,0 +1,21 @@
+"""Whether a disk holds the checkpoints that a run keeps. Pure."""
+
+from llama405b.contract.checkpoints import LEAST_KEPT
+
+
+def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0) -> str:
+    """Say why a disk cannot hold ``keep`` checkpoints and one that is being written; '' if it can.
+
+    ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already.
+    """
+    there = min(there, keep)
+    if (keep + 1 - there) * each_bytes <= free_bytes:
+        return ""
+    fits = free_bytes // each_bytes + there - 1
+    remedy = "use another directory"
+    if fits >= LEAST_KEPT:
+        remedy = f"use --checkpoint.keep {fits}, or another directory"
+    return (
+        f"has {free_bytes / 1e9:,.2f} GB free, but a checkpoint takes {each_bytes / 1e9:,.2f} GB, {keep} are kept, and one more "
+        f"is being written; {remedy}"
+    )
