@@ -6,12 +6,11 @@ Knows DCP's plan and files; where the tensors live, and what changes them meanwh
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -23,9 +22,11 @@ from torch.futures import Future
 
 from llama405b.checkpoint.frozen import Frozen, give_way
 from llama405b.contract.checkpoints import WEIGHTS, Seal
+from llama405b.contract.direct import DirectFile
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher
 
 THREADS = 4  # per rank; hashing and writing release the GIL
+PIECE_BYTES = 1 << 20  # hashed while it is in the CPU's cache
 
 
 class SealingWriter(dcp.FileSystemWriter):
@@ -70,20 +71,24 @@ class SealingWriter(dcp.FileSystemWriter):
     def _sealing(self, name: str, *, weights: bool) -> "Iterator[_Hashing]":
         """Open a file that is flushed to its disk at the end, and sealed; an error ends the other threads too."""
         try:
-            with (self.directory / name).open("wb") as file:
+            with contextlib.closing(DirectFile(self.directory / name, fill=_fill)) as file:
                 yield (output := _Hashing(file))
                 file.flush()
-                os.fsync(file.fileno())
         except BaseException:
             self.frozen.abandon()
             raise
         self.seals[name] = Seal(output.hasher.written, self.rank, output.hasher.blocks, weights=weights)
 
 
+def _fill(memory: memoryview, data: memoryview) -> None:
+    """Copy without holding the GIL, which training needs meanwhile."""
+    np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)
+
+
 class _Hashing(io.RawIOBase):
     """A file that is written from its beginning to its end, and hashed block by block."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: DirectFile) -> None:
         self.file, self.hasher = file, BlockHasher(BLOCK_BYTES)
 
     def add(self, item: WriteItem, content: "Tensor | io.BytesIO") -> WriteResult:
@@ -96,13 +101,15 @@ class _Hashing(io.RawIOBase):
         else:
             self.write(content.getbuffer())
         length = self.hasher.written - begin
-        return WriteResult(item.index, length, _StorageInfo(Path(self.file.name).name, begin, length))
+        return WriteResult(item.index, length, _StorageInfo(self.file.path.name, begin, length))
 
     def write(self, content: "bytes | memoryview") -> int:  # type: ignore[override]
         """Write, and hash."""
         view = memoryview(content).cast("B")
-        self.file.write(view)
-        self.hasher.update(view)
+        for begin in range(0, len(view), PIECE_BYTES):
+            piece = view[begin : begin + PIECE_BYTES]
+            self.file.write(piece)
+            self.hasher.update(piece)
         return len(view)
 
     def tell(self) -> int:
@@ -114,5 +121,4 @@ class _Hashing(io.RawIOBase):
         return True
 
     def flush(self) -> None:
-        """Let the file do that."""
-        self.file.flush()
+        """Do nothing: the file is flushed once, at its end."""

@@ -464,7 +464,7 @@ def _sealed_while_writing(me, directory, root, fails):
     writes, write, blocks, pauses = of_write._Hashing.write, of_saving.Saving._write, [], [0.5]
 
     def full(hashing, content):
-        if hashing.file.name.endswith("_0.distcp"):
+        if hashing.file.path.name.endswith("_0.distcp"):
             time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have something to write, too
         elif me.rank == 1:
             raise fails

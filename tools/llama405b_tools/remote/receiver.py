@@ -15,9 +15,10 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, ParamSpec
+from typing import ParamSpec
 
 from llama405b.contract import reader
+from llama405b.contract.direct import DirectFile
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, Hashes, n_blocks
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
@@ -177,12 +178,9 @@ class _Target:
             self.at = path
         if have and not known:
             self._hash_first(have)
-        self.part: IO[bytes] | None = None
+        self.part: DirectFile | None = None
         if self.at != path:
-            self.at.touch()
-            self.part = self.at.open("r+b", buffering=0)
-            self.part.truncate(have)
-            self.part.seek(have)
+            self.part = DirectFile(self.at, have)
 
     def _hash_first(self, size: int) -> None:
         with self.at.open("rb") as file:
@@ -205,9 +203,8 @@ class _Target:
             OSError: The disk fails.
         """
         if self.part:
-            self.part.flush()
-            os.fsync(self.part.fileno())
-            self.part.close()
+            with contextlib.closing(self.part):
+                self.part.flush()
 
     def cut(self, n_bytes: int) -> None:
         """Keep the first bytes alone, as a file that is not complete."""

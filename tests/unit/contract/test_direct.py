@@ -1,0 +1,65 @@
+"""Writing past the page cache: what is in the file, however it is written."""
+
+import errno
+import fcntl
+import os
+import random
+
+import pytest
+
+from llama405b.contract import direct
+from llama405b.contract.direct import ALIGNED, BUFFER_BYTES, DirectFile, filesystem
+
+CONTENT = random.Random(0).randbytes(2 * BUFFER_BYTES + 3 * ALIGNED + 17)
+
+
+def _write(path, begin, sizes):
+    file, at = DirectFile(path, begin), begin
+    for size in sizes:
+        file.write(memoryview(CONTENT)[at : at + size])
+        at += size
+    file.write(CONTENT[at:])
+    file.flush()
+    file.close()
+    assert file.written == len(CONTENT)
+    return file
+
+
+@pytest.mark.parametrize("begin", [0, 1, ALIGNED, BUFFER_BYTES - 1, BUFFER_BYTES + ALIGNED + 5, len(CONTENT)])
+@pytest.mark.parametrize("past_the_cache", [True, False])
+def test_the_file_is_what_was_written(tmp_path, monkeypatch, begin, past_the_cache):
+    if not past_the_cache:
+        monkeypatch.setattr(direct, "LOCAL", set())
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT[:begin] + b"of an earlier attempt" * (begin % 2))
+    file = _write(path, begin, [0, 1, ALIGNED, 7, BUFFER_BYTES])
+    assert path.read_bytes() == CONTENT
+    if filesystem(tmp_path) in ("ext4", "xfs"):
+        assert file.direct == past_the_cache
+
+
+def test_a_filesystem_that_cannot_after_all(tmp_path, monkeypatch):
+    calls, write = [], os.write
+
+    def refuse(descriptor, data):
+        calls.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+        if calls[-1]:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(direct.os, "write", refuse)
+    assert not _write(tmp_path / "file", 0, []).direct
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    assert calls[0] == (filesystem(tmp_path) in ("ext4", "xfs"))
+    assert not any(calls[1:])
+
+
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = DirectFile(tmp_path / "file")
+    monkeypatch.setattr(direct.os, "write", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        file.write(CONTENT)
+    file.close()
