@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -313,8 +314,11 @@ def test_a_dead_host_means_nothing_is_started(hosts, operator):
 
 
 def test_a_disk_that_fills_up_does_not_end_the_run(hosts, operator):
-    flags = [*DEMO, "--training.max_steps", 100000, "--checkpoint.every", 0]
+    flags = [*DEMO, "--training.max_steps", 100000, "--checkpoint.every", 10, "--checkpoint.place", "node"]
     assert operator("launch", "--run", "full", *flags).returncode == 0
+
+    def verdict():
+        return json.loads(operator("top", "--json", "--run", "full").stdout)
 
     def step():
         beat = hosts.exec(3, "cat", f"{hosts.workdir(3)}/runs/full/heartbeat/rank-2.json", check=False).stdout
@@ -326,7 +330,11 @@ def test_a_disk_that_fills_up_does_not_end_the_run(hosts, operator):
         assert hosts.exec(3, "sh", "-c", "echo more >/var/tmp/more", check=False).returncode
         before = step()
         wait_for(lambda: step() > before + 5, 60)
-        assert operator("status", "--run", "full").returncode == 0
+        wait_for(lambda: "not saved: step" in verdict()["why"], 60)
+        said = operator("status", "--run", "full")
+        assert said.returncode == 0
+        assert re.search(r"NOT SAVED: step \d+: .*No space left on device", said.stdout)
     finally:
         hosts.exec(3, "rm", "-f", "/var/tmp/fill", "/var/tmp/more")
+    wait_for(lambda: "not saved" not in verdict()["why"], 60)
     assert operator("stop", "--run", "full", "--grace", "0").returncode == 0

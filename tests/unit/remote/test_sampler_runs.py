@@ -123,6 +123,29 @@ def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
     assert run._metrics() == [{"step": 4}]
 
 
+def test_why_the_newest_save_failed(runs, tmp_path):
+    runs("r", 1.0, alive=True)
+    run = sampler.Run({"host": "a"})
+    run.path = str(tmp_path / "runs/r")
+    assert run._unsaved() == ""
+    events = tmp_path / "runs/r/events/rank-0.jsonl"
+    events.parent.mkdir()
+    full = {"kind": "not saved", "step": 30, "detail": "No space left on device"}
+    for told, said in (
+        ({"kind": "saved", "step": 20}, ""),
+        (full, "step 30: No space left on device"),
+        ({"kind": "skipped", "step": 35}, "step 30: No space left on device"),
+        ({"kind": "saved", "step": 40}, ""),
+        (full | {"step": 50}, "step 50: No space left on device"),
+    ):
+        with events.open("a") as file:
+            file.write(json.dumps(told) + "\n")
+        assert run._unsaved() == said
+    with events.open("a") as file:
+        file.write("no event\n[1]\n" + json.dumps({"kind": "started"}) + "\n" + '{"kind": "saved"')
+    assert run._unsaved() == "step 50: No space left on device"
+
+
 def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path):
     shared = tmp_path / "shared"
     for name in ("step-00000010", "step-00000020", "step-00000030"):

@@ -119,6 +119,14 @@ def test_the_whole(seconds, change, verdict, code, phase):
     assert (pic.verdict, pic.exit_code, pic.training.phase) == (verdict, code, phase)
 
 
+def test_a_save_that_failed_stands_out_until_one_succeeds():
+    full = "step 1184: No space left on device \x1b[31m"
+    pic = play(50, at("gpu-1", lambda frame: run_of(frame, unsaved=full)))[0].picture()
+    assert (pic.verdict, pic.why) == (Verdict.DEGRADED, "not saved: step 1184: No space left on device ")
+    assert "checkpoint_step" in pic.training.odd_in
+    assert play(50, lambda _, frame: run_of(frame, unsaved=""))[0].picture().verdict is Verdict.HEALTHY
+
+
 LAST = 1184  # step after 50 s
 NAN = float("nan")
 USUAL_LOSS, USUAL_S = 2.2, 6.0

@@ -37,6 +37,7 @@ MOST_PROCESSES = 1000
 SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 DEAF_S = 60.0
 FIRST_METRICS_BYTES = 256 << 10
+LAST_EVENTS_BYTES = 64 << 10
 NCCL_SEARCH_BYTES = 1 << 20
 NETWORKS = (
     (b"NET/IB : Using [", "IB"),
@@ -209,6 +210,7 @@ class Run:
         self.metrics_at = None  # inode and offset
         self.guard = None  # what the run's guard last told this host
         self.saved_step = None  # of the newest checkpoint
+        self.unsaved = ""  # why the newest save failed
         self.logs, self.net = [], ""
         self.stay, self.said = (
             request.get("stay"),
@@ -230,6 +232,7 @@ class Run:
         if slow:
             self._look_at_logs()
             self.guard = self._guard()
+            self.unsaved = self._unsaved()
         if slow or self.node["first_rank"] == 0:  # often by one host alone: all others read the same directory
             self.saved_step = self._checkpoint_step()
         ranks = range(self.node["first_rank"], self.node["first_rank"] + self.node["slots"])
@@ -263,7 +266,21 @@ class Run:
         return {
             "metrics": self._metrics(),
             "max_steps": next(map(int, steps), None),
+            "unsaved": self.unsaved,
         }
+
+    def _unsaved(self):
+        """Why the newest save failed; "" if it did not."""
+        try:
+            with open(self.path + "/events/rank-0.jsonl", "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_EVENTS_BYTES))
+                lines = file.read(LAST_EVENTS_BYTES).decode("utf-8", "replace").splitlines()
+        except OSError:
+            return ""
+        events = [event for event in map(parse_object, lines) if event and event.get("kind") in ("saved", "not saved")]
+        if not events or events[-1]["kind"] == "saved":
+            return ""
+        return "step %s: %s" % (events[-1].get("step"), str(events[-1].get("detail"))[:300])
 
     def _status(self, suffix):
         """Return a file that the node runner wrote; {} if there is none."""
@@ -309,7 +326,7 @@ class Run:
             if path != self.path:
                 self.metrics_at = None
             self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
-            self.logs, self.net, self.guard = [], "", self._guard()
+            self.logs, self.net, self.guard, self.unsaved = [], "", self._guard(), self._unsaved()
             self._look_at_logs()
             self.saved_step = self._checkpoint_step()
 

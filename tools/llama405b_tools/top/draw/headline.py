@@ -60,7 +60,7 @@ def _gpus(pic: Picture) -> str:
 def _parts(run: Training, pic: Picture, width: int) -> Iterator[Part]:
     """Yield the parts of the first line that follow the run's phase."""
     yield 2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")
-    yield 1, Text(_risk(run, pic, short=width < WIDE))
+    yield 1, _marked(_risk(run, pic, short=width < WIDE), run, "checkpoint_step")
     if run.attempt > 1:
         yield 3, Text(f"restarts {run.attempt - 1}", "yellow")
     if run.others:

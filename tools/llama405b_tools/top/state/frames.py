@@ -130,6 +130,7 @@ class RunFrame:
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
     max_steps: int | None = None  # only from the head
+    unsaved: str = ""  # only from the head: why the newest save failed
     checkpoint_step: int | None = None  # the newest in the directory of checkpoints; None: there is none
     copied_step: int | None = None  # the newest of which the next host has this one's part; None: nothing is copied
 

@@ -12,6 +12,7 @@ from llama405b.contract.records import NodeState, Phase
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
+from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
@@ -148,6 +149,8 @@ class Moment:
         knows_attempt = not self.metrics or self.metrics[-1].attempt
         if self.head and knows_attempt:
             found += steps.without_metrics(self.measured, self.beats.get(self.head.name, ()), self.patience_s)
+        if why := next((run.unsaved for run in self.told.values() if run.unsaved), ""):
+            found.append(Note("unsaved", f"not saved: {clean(why)}", ("checkpoint_step",)))
         return found
 
     @functools.cached_property
