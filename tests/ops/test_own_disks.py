@@ -28,6 +28,7 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     whole = operator("launch", "--run", "whole", *flags)
     assert whole.returncode == 0, whole.stderr
     assert "checkpoints: each host keeps its part, 3 directories in all; and the next host a copy" in whole.stdout
+    assert re.search(r"next: `\S+ export whole OUT hosts` writes a model that transformers loads", whole.stdout)
     kept = [
         hosts.exec(i, "find", f"{hosts.workdir(i)}/runs/whole/checkpoints/step-00000016", "-name", "*.distcp").stdout
         for i in (1, 2, 3)

@@ -317,9 +317,10 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
     own = [f"`{front_door()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
     export = []
     if watch.saved:
-        export = [
-            f"`{front_door()} export {plan.run} OUT`, where the checkpoint is, writes a model that transformers loads"
-        ]
+        typed = f"`{front_door()} export {plan.run} OUT`, where the checkpoint is,"
+        if plan.replicates:  # each host has a part of it
+            typed = f"`{front_door()} export {plan.run} OUT{hosts or ' hosts'}`"
+        export = [f"{typed} writes a model that transformers loads"]
     show("next: " + "; ".join([*export, logs, *own]))
     return Ending(EndKind.WELL)
 

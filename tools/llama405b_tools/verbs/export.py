@@ -53,6 +53,8 @@ def _export(fleet: Fleet, collected: Collected, out: str, options: Sequence[str]
     written = shlex.join(["export", collected.path, out, *options])
     line = f"{prefix} && cd {workdir} && PYTHONPATH=tools {shell_path(python)} -m llama405b_tools.cli {written}"
     code = run_telling(connection, line, lambda said: print(f"{host}: {said}", flush=True))
+    if code == "2":  # its sentence says what to do
+        return 2
     if code != "0":
         why = f"export ended with exit code {code}; see above" if code else "the connection was lost"
         raise RunError(f"{host}: {why}; run the same command to resume")
