@@ -159,7 +159,7 @@ def open_checkpoints(
     try:
         if settings.cadence.saves:
             checkpoints.take()
-            checkpoints.check_room(each_bytes * (1 + settings.copies))
+            checkpoints.check_room(each_bytes, settings.copies)
         chosen = Resume(checkpoints, resume)
         check(chosen)
         copies = Copies(checkpoints) if settings.copies and settings.cadence.saves else None

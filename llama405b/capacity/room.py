@@ -1,6 +1,12 @@
 """Whether a disk holds the checkpoints that a run keeps. Pure."""
 
 from llama405b.contract.checkpoints import LEAST_KEPT
+from llama405b.contract.plan import REHEARSAL
+
+
+def kept(run: str, keep: int) -> int:
+    """Return for how many checkpoints of a run there must be room: a rehearsal is killed soon after its first."""
+    return 1 if run.endswith(REHEARSAL) else keep
 
 
 def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0) -> str:

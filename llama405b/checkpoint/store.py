@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama405b import ranks
-from llama405b.capacity.room import room_fault
+from llama405b.capacity.room import kept, room_fault
 from llama405b.checkpoint.commit import Directory, parts_of
 from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest
@@ -114,8 +114,10 @@ class Store:
             self.close()
             raise
 
-    def check_room(self, each_bytes: int) -> None:
+    def check_room(self, each_bytes: int, copies: int = 0) -> None:
         """Refuse a disk that cannot hold as many checkpoints of this size as are kept, and one that is being written.
+
+        ``copies``: of the part of the keeper before, as many.
 
         Raises:
             UserError: It has too little room, beside what this run has there already.
@@ -123,9 +125,14 @@ class Store:
         with ranks.refusing_together():
             if not self.keeps:
                 return
-            here = each_bytes * self.keeper_of.count(self.me.rank) // self.me.world
+            before = self.keepers[self.keepers.index(self.me.rank) - 1]
+            n_ranks = self.keeper_of.count(self.me.rank)
+            if len(self.keepers) > 1:
+                n_ranks += copies * self.keeper_of.count(before)
+            here = each_bytes * n_ranks // self.me.world
             own = sum(self.directory.wrote(path) for path in committed(self.root))
-            if why := room_fault(shutil.disk_usage(self.root).free, here, self.keep, own):
+            keep = kept(self.run.name, self.keep)
+            if why := room_fault(shutil.disk_usage(self.root).free, here, keep, own):
                 raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
 
     def close(self) -> None:

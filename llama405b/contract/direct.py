@@ -8,6 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,14 +37,18 @@ class DirectFile:
             OSError: It cannot be written.
         """
         self.path, self.written, self.fill = path, begin, fill
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.held = begin % ALIGNED  # bytes in the buffer; the file has what comes before them
         self.buffer = mmap.mmap(-1, BUFFER_BYTES)  # aligned to a page
         self.memory = memoryview(self.buffer)
-        os.ftruncate(self.descriptor, begin)
-        self.held = begin % ALIGNED  # bytes in the buffer; the file has what comes before them
-        self.memory[: self.held] = os.pread(self.descriptor, self.held, begin - self.held)
-        os.lseek(self.descriptor, begin - self.held, os.SEEK_SET)
-        self.direct = filesystem(path) in LOCAL and self._ask(direct=True)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(self.descriptor, begin)
+            self.memory[: self.held] = os.pread(self.descriptor, self.held, begin - self.held)
+            os.lseek(self.descriptor, begin - self.held, os.SEEK_SET)
+            self.direct = filesystem(path) in LOCAL and self._ask(direct=True)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, data: bytes | memoryview) -> None:
         """Append.
@@ -81,15 +86,17 @@ class DirectFile:
     def _empty(self, n_bytes: int) -> None:
         """Write the first bytes of the buffer; what follows moves to its beginning."""
         done = 0
-        while done < n_bytes:
-            try:
-                done += os.write(self.descriptor, self.memory[done:n_bytes])
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:
-                    raise
-                self.direct = self._ask(direct=False)  # it demands more than ALIGNED, or cannot after all
-        self.memory[: self.held - n_bytes] = self.memory[n_bytes : self.held]
-        self.held -= n_bytes
+        try:
+            while done < n_bytes:
+                try:
+                    done += os.write(self.descriptor, self.memory[done:n_bytes])
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not self.direct:
+                        raise
+                    self.direct = self._ask(direct=False)  # it demands more than ALIGNED, or cannot after all
+        finally:  # after an error, too, the buffer has what the file lacks
+            self.memory[: self.held - done] = self.memory[done : self.held]
+            self.held -= done
 
     def _ask(self, *, direct: bool) -> bool:
         """Ask the filesystem to write past the page cache, or through it; returns whether it will write past it."""
@@ -106,7 +113,8 @@ def filesystem(path: Path) -> str:
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    return next((line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == wanted), "")
+    found = re.search(rf"^\d+ \d+ {wanted} .* - (\S+)", text, re.MULTILINE)
+    return found[1] if found else ""

@@ -5,13 +5,13 @@ import hashlib
 from llama405b.contract.errors import UserError
 from llama405b.contract.tensors import Layout
 
-SAMPLE_BYTES = 4096  # of each tensor: a page, since what was trained differs in every tensor
+SAMPLE_BYTES = 4096  # of each end of each tensor: training changes every tensor, or some rows, as those of added tokens
 
 
 def fingerprint_of(tensors: Layout) -> str:
     """Return what tells a checkpoint from others, however its tensors are spread over files; a part says that of its whole.
 
-    It is the SHA-256 of each tensor's name, dtype, shape and first ``SAMPLE_BYTES``.
+    It is the SHA-256 of each tensor's name, dtype, shape, and first and last ``SAMPLE_BYTES``.
 
     Raises:
         UserError: The files of a part are from more than one checkpoint.
@@ -27,6 +27,8 @@ def fingerprint_of(tensors: Layout) -> str:
     for name, info in sorted(tensors.items()):
         digest.update(repr((name, info.dtype, info.shape)).encode())
         with info.file.open("rb") as file:
-            file.seek(info.offset)
-            digest.update(file.read(min(SAMPLE_BYTES, info.n_bytes)))
+            size = min(SAMPLE_BYTES, info.n_bytes)
+            for begin in (info.offset, info.offset + info.n_bytes - size):
+                file.seek(begin)
+                digest.update(file.read(size))
     return digest.hexdigest()

@@ -46,6 +46,7 @@ class Plan:
     grace_s: float = 0.0  # for the trainer to save, if SIGTERM comes without a stop request
     slurm_job: str = ""  # the job it runs in, if any
     replicates: bool = False  # checkpoints are copied from host to host
+    spread: bool = False  # each host has a part of them
 
     @property
     def trains(self) -> bool:

@@ -85,7 +85,7 @@ def read_layouts(directory: Path, suits: Callable[[str], bool] = lambda _: True)
         return
     parts = [path / INDEX for path in sorted(directory.glob("ranks-*")) if PART_NAME.fullmatch(path.name)]
     parts = [index for index in parts if index.is_file()]  # else it was not pushed to its end
-    parts.sort(key=lambda index: index.stat().st_mtime, reverse=True)
+    parts.sort(key=lambda index: index.parent.stat().st_mtime, reverse=True)  # renaming what arrived changes that
     if not parts and is_pickled(directory):
         raise UserError(f"{directory}: has .bin files; convert them with `llama405b export {directory} OUT`")
     if not parts:

@@ -1,6 +1,7 @@
 """Loading is exact: every rank's shard equals that slice of the files, bit for bit."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
+from llama405b.contract.fingerprint import fingerprint_of
 from llama405b.contract.tensors import read_tensors
 from ranks_rig import run_ranks
 from tiny_models import write_llama
@@ -190,11 +192,23 @@ def test_a_part_that_is_not_enough_is_refused_on_all_ranks(tiny, tmp_path):
         assert ": rank 0 cannot send them, because it has only a part of the weights" in said[4]
 
 
+def _last_row_changed(model, to):
+    """The same model, but for the embedding of its last token."""
+    shutil.copytree(model, to)
+    info = read_tensors(to)["model.embed_tokens.weight"]
+    with info.file.open("r+b") as file:
+        file.seek(info.offset + info.n_bytes - 4)
+        file.write(b"\0\0\0\0")
+    return to
+
+
 def test_rows_of_two_models_are_never_mixed(tiny, tmp_path):
     other = write_llama(tmp_path / "other", initializer_range=0.03)
     assert {name: info.shape for name, info in read_tensors(other).items()} == {
         name: info.shape for name, info in read_tensors(tiny).items()
     }
+    model = _last_row_changed(tiny, tmp_path / "changed")
+    assert fingerprint_of(read_tensors(tiny)) != fingerprint_of(read_tensors(model))
     one, old = _part(tiny, tmp_path / "a", 0, 0, 2), _part(other, tmp_path / "b", 1, 1, 2)
     torn = _part(tiny, tmp_path / "c", 1, 1, 2)
     file = sorted((torn / "ranks-1-1-of-2").glob("*.safetensors"))[0].name

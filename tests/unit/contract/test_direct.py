@@ -54,6 +54,38 @@ def test_a_filesystem_that_cannot_after_all(tmp_path, monkeypatch):
     assert not any(calls[1:])
 
 
+def test_what_was_written_before_an_error_is_not_written_again(tmp_path, monkeypatch):
+    write, room = os.write, [BUFFER_BYTES // 2]
+
+    def nearly_full(descriptor, data):
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[: room.pop()])
+
+    file = DirectFile(tmp_path / "file")
+    monkeypatch.setattr(direct.os, "write", nearly_full)
+    with pytest.raises(OSError, match="No space left on device"):
+        file.write(CONTENT)
+    monkeypatch.setattr(direct.os, "write", write)  # something was deleted meanwhile
+    file.flush()
+    file.close()
+    found = (tmp_path / "file").read_bytes()
+    assert len(found) == BUFFER_BYTES
+    assert CONTENT.startswith(found)
+
+
+def test_mounts_with_odd_names(tmp_path, monkeypatch):
+    device = tmp_path.stat().st_dev
+    mine = f"{os.major(device)}:{os.minor(device)}"
+    for lines, found in (
+        ([f"1 2 {mine} / /a\x0bb rw shared:1 - xfs /dev/x rw"], "xfs"),
+        (["", "1 2 0:99999 / / rw - ext4 /dev/x rw", f"3 2 {mine} / /b rw - nfs4 h:/x rw"], "nfs4"),
+        (["", "odd"], ""),
+    ):
+        monkeypatch.setattr(direct.Path, "read_text", lambda *_, lines=lines, **__: "\n".join(lines))
+        assert filesystem(tmp_path) == found
+
+
 def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -126,7 +126,7 @@ def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
 def test_why_the_newest_save_failed(runs, tmp_path):
     runs("r", 1.0, alive=True)
     run = sampler.Run({"host": "a"})
-    run.path = str(tmp_path / "runs/r")
+    run.path, run.plan = str(tmp_path / "runs/r"), {"attempt": 2}
     assert run._unsaved() == ""
     events = tmp_path / "runs/r/events/rank-0.jsonl"
     events.parent.mkdir()
@@ -139,11 +139,13 @@ def test_why_the_newest_save_failed(runs, tmp_path):
         (full | {"step": 50}, "step 50: No space left on device"),
     ):
         with events.open("a") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps({"attempt": 2} | told) + "\n")
         assert run._unsaved() == said
     with events.open("a") as file:
         file.write("no event\n[1]\n" + json.dumps({"kind": "started"}) + "\n" + '{"kind": "saved"')
     assert run._unsaved() == "step 50: No space left on device"
+    run.plan = {"attempt": 3}  # which has not saved yet
+    assert run._unsaved() == ""
 
 
 def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from fakes import FakeFleet
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.plan import Node
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
@@ -14,6 +15,7 @@ from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, Plac
 from llama405b_tools.run import preflight
 from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import Way
+from llama405b_tools.run.rehearse import trial_of
 from llama405b_tools.run.request import parse
 from llama405b_tools.run.room import room_faults
 
@@ -246,10 +248,23 @@ def note(*flags, has=(812, 812, 812), mbit="25000"):
     return loading_note(*planned(flags, [{"weights_bytes": size * 10**9} for size in has], mbit))
 
 
+def room_of(*free_gb, parameters=405_853_388_800):
+    """What three hosts with so much room say."""
+    places = [{"--checkpoint.dir": RunPlace("/c", free_bytes=size * 10**9)} for size in free_gb]
+    return [{"places": each, "parameters": parameters} for each in places]
+
+
 def room(*flags, free_gb=(5000, 5000, 5000), parameters=405_853_388_800):
     """What launch says of three hosts' disks for checkpoints."""
-    places = [{"--checkpoint.dir": RunPlace("/c", free_bytes=size * 10**9)} for size in free_gb]
-    return room_faults(*planned(flags, [{"places": each, "parameters": parameters} for each in places]))
+    return room_faults(*planned(flags, room_of(*free_gb, parameters=parameters)))
+
+
+def test_a_rehearsal_needs_room_for_its_first_checkpoints():
+    request, plan, said = planned(("--checkpoint.dir", "/c"), room_of(300, 0, 0, parameters=10_600_000_000))
+    trial = trial_of(request)
+    assert trial.config.checkpoint.keep == 1000
+    assert room_faults(trial, plan, said) == {}
+    assert list(room_faults(request, plan, said)) == ["a"]
 
 
 def test_disks_are_counted_before_a_launch():
@@ -266,6 +281,11 @@ def test_disks_are_counted_before_a_launch():
     assert [fault.endswith("use --checkpoint.keep 2, or another directory") for fault in keeps_four.values()] == [
         True
     ] * 2
+    uneven = [Node(name, slots, 0, "", "", "", "", {}) for name, slots in (("a", 6), ("b", 1), ("c", 1))]
+    request, plan, said = planned(node, room_of(9740, 9740, 9740))
+    plan = dataclasses.replace(plan, nodes=tuple(uneven))
+    # Of 8 ranks a has 6 and a copy of c's one, b has one and a copy of a's six, c has two: 12,784 GB twice, and 3,653 GB.
+    assert list(room_faults(request, plan, said)) == ["a", "b"]
     assert room("--checkpoint.dir", "/c", "--resume", "auto") == {}
     assert room("--checkpoint.dir", "/c", "--checkpoint.every", "0") == {}
     assert room("--checkpoint.dir", "/c", parameters=0) == {}

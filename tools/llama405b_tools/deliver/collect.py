@@ -96,7 +96,7 @@ def choose(found: Mapping[str, Pieces], run: str, step: int | None) -> tuple[int
         there = [fold_names(sorted({host for host, _ in places[save].values()})) for save in (chosen, others[0])]
         raise UserError(
             f"{run}: step {chosen[0]} was saved twice, and {there[0]} and {there[1]} have different ones; leave out the hosts "
-            "whose save is the older"
+            f"whose save is the older, or delete it there (step-{chosen[0]:08d} below {next(iter(found.values())).root})"
         )
     if chosen[0] < newest[0]:
         return chosen[0], places[chosen], f"{said}; taking step {chosen[0]}"

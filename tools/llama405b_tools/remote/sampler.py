@@ -38,6 +38,7 @@ SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 DEAF_S = 60.0
 FIRST_METRICS_BYTES = 256 << 10
 LAST_EVENTS_BYTES = 64 << 10
+SAVES = ("saved", "not saved")  # the kinds of events
 NCCL_SEARCH_BYTES = 1 << 20
 NETWORKS = (
     (b"NET/IB : Using [", "IB"),
@@ -277,8 +278,8 @@ class Run:
                 lines = file.read(LAST_EVENTS_BYTES).decode("utf-8", "replace").splitlines()
         except OSError:
             return ""
-        events = [event for event in map(parse_object, lines) if event and event.get("kind") in ("saved", "not saved")]
-        if not events or events[-1]["kind"] == "saved":
+        events = [event for event in map(parse_object, lines) if event and event.get("kind") in SAVES]
+        if not events or events[-1]["kind"] == "saved" or events[-1].get("attempt") != self.plan["attempt"]:
             return ""
         return "step %s: %s" % (events[-1].get("step"), str(events[-1].get("detail"))[:300])
 

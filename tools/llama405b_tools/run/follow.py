@@ -317,12 +317,19 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
     own = [f"`{front_door()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
     export = []
     if watch.saved:
-        typed = f"`{front_door()} export {plan.run} OUT`, where the checkpoint is,"
-        if plan.replicates:  # each host has a part of it
-            typed = f"`{front_door()} export {plan.run} OUT{hosts or ' hosts'}`"
-        export = [f"{typed} writes a model that transformers loads"]
+        export = [f"{_export(plan, hosts)} writes a model that transformers loads"]
     show("next: " + "; ".join([*export, logs, *own]))
     return Ending(EndKind.WELL)
+
+
+def _export(plan: Plan, hosts: str) -> str:
+    """What to type for a model, and where."""
+    typed = f"{front_door()} export {plan.run} OUT"
+    if not plan.spread or len(plan.nodes) == 1:
+        return f"`{typed}`, where the checkpoint is,"
+    if plan.slurm_job:
+        return f"`{typed} HOSTS`, with a hosts file that names the job's nodes,"
+    return f"`{typed}{hosts or ' hosts'}`"
 
 
 def _progress(metrics: list[Metrics], plan: Plan) -> str:

@@ -24,6 +24,7 @@ class Terms:
     setup: str = ""
     checkpoint_dir: str = ""
     replicates: bool = False
+    spread: bool = False
     on_cpu: bool = False
     allow_sockets: bool = False
 
@@ -88,6 +89,7 @@ def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) ->
         nodes=tuple(nodes),
         checkpoint_dir=terms.checkpoint_dir,
         replicates=terms.replicates,
+        spread=terms.spread,
         owner=launching.owner,
         setup=terms.setup,
         refuse_sockets=all(nccl) and not terms.allow_sockets,

@@ -76,6 +76,7 @@ class LaunchRequest:
             setup=self.setup,
             checkpoint_dir=self.settings.checkpoint.dir,
             replicates=self.saves and self.settings.checkpoint.copies > 0,
+            spread=self.saves and self.settings.checkpoint.place == "node",
             on_cpu=self.on_cpu,
             allow_sockets=self.allow_sockets,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from llama405b.capacity.estimate import checkpoint_bytes_per_parameter
-from llama405b.capacity.room import room_fault
+from llama405b.capacity.room import kept, room_fault
 from llama405b.contract.plan import Plan
 from llama405b_tools.remote.messages.launch import LaunchFacts
 from llama405b_tools.run.request import LaunchRequest
@@ -23,10 +23,11 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
         takes = {head.name: each_bytes}
     else:
         copies = checkpoint.copies * (len(plan.nodes) > 1)
-        takes = {node.name: each_bytes * node.slots * (1 + copies) // plan.world for node in plan.nodes}
+        ring = zip(plan.nodes, (plan.nodes[-1], *plan.nodes), strict=False)  # each with the one before it
+        takes = {node.name: each_bytes * (node.slots + copies * before.slots) // plan.world for node, before in ring}
     faults = {}
     for name, n_bytes in takes.items():
         place = answers[name].places.get("--checkpoint.dir", answers[name].run_place)
-        if why := room_fault(place.free_bytes, n_bytes, checkpoint.keep):
+        if why := room_fault(place.free_bytes, n_bytes, kept(request.run, checkpoint.keep)):
             faults[name] = f"--checkpoint.dir: {place.path} {why}"
     return faults
