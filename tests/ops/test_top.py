@@ -179,8 +179,7 @@ def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
     top.shows(r"^● HEALTHY", 30)
 
     hosts.exec(2, "kill", "-KILL", str(beat(hosts, 2, trains)["pid"]))
-    failed = top.shows(r"node-2 +FAILED", within + 10)  # torchrun itself takes a moment to see it
-    assert "rank 1 was killed by SIGKILL" in failed
+    top.shows(r"node-2 +FAILED", within + 10)  # torchrun itself takes a moment to see it
     top.shows(r"✖ FAILED +node-2: exited 1: rank 1 was killed by SIGKILL", within + 20)
 
     top.keys("e")
