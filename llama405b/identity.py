@@ -12,6 +12,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
 from llama405b.contract.tensors import read_hf_json
 from llama405b.data.batches import Batches
+from llama405b.data.tokens import FIRST
 
 SAMPLES = 1024  # of the tokens, evenly spaced
 SAMPLE_TOKENS = 1024
@@ -30,10 +31,10 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
     starts = np.linspace(0, max(0, len(tokens_N) - SAMPLE_TOKENS), SAMPLES, dtype=np.int64)
     sample = hashlib.sha256()
     for start in np.unique(starts):
-        sample.update(tokens_N[start : start + SAMPLE_TOKENS].tobytes())
+        sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
     return RunIdentity(
         model=f"config {hashlib.sha256(model).hexdigest()[:12]}",
-        data=f"{len(tokens_N)} tokens {sample.hexdigest()[:12]}",
+        data=f"{len(tokens_N)} tokens {sample.hexdigest()[:12]}{' isolated' * batches.isolated}",
         sequence_length=config.data.seq_len,
         global_batch_size=config.training.global_batch_size,
         numerics=config.parallel.numerics,

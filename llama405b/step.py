@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llama405b.batch import IGNORE_INDEX, Batch
 from llama405b.contract.errors import RunError
+from llama405b.model.packed import model_inputs
 from llama405b.ranks import sum_over_ranks
-
-IGNORE_INDEX = -100  # a target that does not count: padding, or a prompt
 
 
 class NonFiniteError(RunError):
@@ -101,13 +101,13 @@ class StepResult:
 def train_step(
     model: nn.Module,
     updater: Updater,
-    microbatches: Sequence[tuple[Tensor, Tensor]],
+    microbatches: Sequence[Batch],
     *,
     max_norm: float,
     dp_size: int,
     lap: Callable[[str], None] = lambda _: None,
 ) -> StepResult | None:
-    """Run the micro-batches (``tokens_BS``, ``targets_BS``, on the device), clip, and update the weights once.
+    """Run the micro-batches, which are on the device, clip, and update the weights once.
 
     Returns None, on every rank, if no rank has a target: then nothing is computed, and the weights do not change.
 
@@ -117,13 +117,14 @@ def train_step(
     Raises:
         NonFiniteError: On every rank, before the weights change.
     """
-    n_local = torch.stack([(y_BS != IGNORE_INDEX).sum() for _, y_BS in microbatches]).sum()
+    n_local = torch.stack([(batch.targets_BS != IGNORE_INDEX).sum() for batch in microbatches]).sum()
     n_targets = int(sum_over_ranks(n_local))
     if n_targets == 0:
         return None
     nll = torch.zeros((), device=n_local.device)
-    for x_BS, y_BS in microbatches:
-        nll_micro = _nll(model(input_ids=x_BS, use_cache=False).logits, y_BS)
+    for batch in microbatches:
+        inputs = model_inputs(batch, model.config._attn_implementation)
+        nll_micro = _nll(model(**inputs, use_cache=False).logits, batch.targets_BS)
         lap("forward")
         # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
         (nll_micro * (dp_size / n_targets)).backward()

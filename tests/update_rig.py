@@ -4,6 +4,8 @@ import time
 
 import torch
 
+from llama405b.batch import Batch
+
 BATCH, SEQ, VOCABULARY = 12, 16, 131
 IDENTITY = ("a model", "some data", 16, 12, "fp32", 0, 0)
 
@@ -15,7 +17,7 @@ def batch(step, me, accumulation):
         ids = (ids[:, :1] + torch.arange(SEQ + 1)) % VOCABULARY  # each token foretells the next
     each = BATCH // me.world
     mine = ids[me.rank * each :][:each]
-    return [(part[:, :-1], part[:, 1:]) for part in mine.tensor_split(min(accumulation, each))]
+    return [Batch(part[:, :-1], part[:, 1:]) for part in mine.tensor_split(min(accumulation, each))]
 
 
 def build(me, directory, *, overlap, offload="full", numerics="", wrap=("LlamaDecoderLayer", "Embedding"), **more):

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llama405b import load, ranks
+from llama405b.batch import Batch
 from llama405b.commands.pairs import in_turns, ratio_of
 from llama405b.contract import weights
 from llama405b.contract.schema import Optimizer, Parallel
@@ -56,7 +57,7 @@ def _ours(me: Ranks) -> Callable[[], object]:
     module = _model(me)
     updater = build_updater(module, Optimizer(), Parallel(numerics="fp32"), me.device)
     x = torch.randint(0, SHAPE["vocab_size"], (1, SEQ))
-    return lambda: train_step(module, updater, [(x, x.roll(-1))], max_norm=1.0, dp_size=1)
+    return lambda: train_step(module, updater, [Batch(x, x.roll(-1))], max_norm=1.0, dp_size=1)
 
 
 def _by_hand(me: Ranks) -> Callable[[], object]:

@@ -45,6 +45,10 @@ class Data:
         (), "files, folders or globs (text, code, JSON Lines; plain or in gzip), or 'stdlib'"
     )
     seq_len: int = option(4096, "tokens per sequence")
+    packing: Literal["isolated", "concatenated"] = option(
+        "isolated",
+        "documents that share a sequence do not see each other, and their positions restart; concatenated: they do",
+    )
     seed: int = option(0, "seed of the shuffle")
     max_bytes: int = option(0, "read at most this many bytes of text; 0: all")
 

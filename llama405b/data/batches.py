@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from llama405b.batch import IGNORE_INDEX, Batch
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
-from llama405b.data.tokens import NOT_LEARNT, Progress, Say, bring_tokens
+from llama405b.data.tokens import FIRST, MARKS, NOT_LEARNT, Progress, Say, bring_tokens
 from llama405b.ranks import Ranks
-from llama405b.step import IGNORE_INDEX
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,10 +28,11 @@ class Batches:
     tokens_N: NDArray[np.uint32]  # uint32, memory-mapped
     seq_len: int
     seed: int
+    isolated: bool = True  # documents that share a sequence do not see each other
 
     @property
     def n_sequences(self) -> int:
-        """Number of sequences in one epoch; each target token is in exactly one."""
+        """Number of sequences in one epoch; each token is a target in exactly one, but an isolated document's first in none."""
         return (len(self.tokens_N) - 1) // self.seq_len
 
     def steps(self, epochs: float, global_batch: int) -> int:
@@ -44,16 +44,31 @@ class Batches:
         epoch, place = divmod(index, self.n_sequences)
         return int(_order(self.seed, epoch, self.n_sequences)[place])
 
-    def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's part of a step (counted from 1), as ``(tokens_BS, targets_BS)`` on its device."""
+    def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[Batch]:
+        """Return this rank's part of a step (counted from 1), on its device."""
         each = global_batch // me.dp.size
         first = (step - 1) * global_batch + me.dp.rank * each
         windows = np.stack([self._window(self.sequence(first + i)) for i in range(each)])
-        ids = torch.from_numpy((windows & ~NOT_LEARNT).astype(np.int64))
-        x, y = ids[:, :-1], ids[:, 1:].clone()
-        y[torch.from_numpy((windows[:, 1:] & NOT_LEARNT) != 0)] = IGNORE_INDEX
-        x, y = x.to(me.device), y.to(me.device)
-        return [(x[i : i + micro], y[i : i + micro]) for i in range(0, each, micro)]
+        return self._batch(windows).to(me.device).split(micro)
+
+    def _batch(self, windows: NDArray[np.uint32]) -> Batch:
+        """Split windows of ``seq_len + 1`` tokens into what is read and what follows."""
+        ids = (windows & ~MARKS).astype(np.int64)
+        ignored = windows[:, 1:] & (MARKS if self.isolated else NOT_LEARNT) != 0  # no document foretells the next
+        targets = np.where(ignored, IGNORE_INDEX, ids[:, 1:])
+        positions = self._positions(windows[:, :-1] & FIRST != 0)
+        return Batch(
+            torch.from_numpy(ids[:, :-1]),
+            torch.from_numpy(targets),
+            None if positions is None else torch.from_numpy(positions),
+        )
+
+    def _positions(self, begins: NDArray[np.bool_]) -> NDArray[np.int64] | None:
+        """Positions within documents; the rest of one that began in an earlier sequence counts from 0, too."""
+        if not (self.isolated and begins[:, 1:].any()):
+            return None
+        places = np.arange(self.seq_len)
+        return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
     def _window(self, sequence: int) -> NDArray[np.uint32]:
         begin = sequence * self.seq_len
@@ -78,4 +93,5 @@ def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks, prog
             f"--data.paths: {tokens.n_tokens} tokens are fewer than one sequence of {config.seq_len}; "
             "add text, or lower --data.seq_len"
         )
-    return Batches(np.memmap(cache / tokens.name, dtype=np.uint32, mode="r"), config.seq_len, config.seed)
+    tokens_N = np.memmap(cache / tokens.name, dtype=np.uint32, mode="r")
+    return Batches(tokens_N, config.seq_len, config.seed, isolated=config.packing == "isolated")

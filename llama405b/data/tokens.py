@@ -1,8 +1,8 @@
 """The token file: rank 0 tokenizes the text once, and sends the tokens to the hosts that lack them.
 
-Knows files, the tokenizer and ranks; not steps or batches. A token is a uint32 whose high bit marks one that is read but
-not learned. The file's name tells its texts, its tokenizer and its length, so that one of another size is known and
-made anew.
+Knows files, the tokenizer and ranks; not steps or batches. A token is a uint32 whose highest bit marks one that is read but
+not learned, and the next one the first of a document. The file's name tells its texts, its tokenizer and its length, so that one
+of another size is known and made anew.
 
 Shape suffixes: N tokens.
 """
@@ -30,12 +30,14 @@ from llama405b.data.documents import Documents
 from llama405b.ranks import Ranks
 
 NOT_LEARNT = np.uint32(1 << 31)
+FIRST = np.uint32(1 << 30)  # of a document
+MARKS = NOT_LEARNT | FIRST
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
 ENCODE_PIECES = 512
 SAY_EVERY_S = 30.0
-RULES = 2  # how texts become tokens; a new number makes every token file anew
+RULES = 3  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
 
@@ -135,10 +137,16 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Documents, report: _Repor
     """Encode each document as prompt (not learned), text, end of text."""
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    begins = False  # the next token is the first of a document
     for batch in _batches(_pieces(texts, begin, end)):
         encoded = tokenizer([piece.text for piece in batch], add_special_tokens=False)["input_ids"]
         for piece, ids in zip(batch, encoded, strict=True):
-            yield np.array(piece.before + ids + piece.after, dtype=np.uint32) | piece.mark
+            tokens_N = np.array(piece.before + ids + piece.after, dtype=np.uint32) | piece.mark
+            begins |= piece.begins
+            if begins and len(tokens_N):
+                tokens_N[0] |= FIRST
+                begins = False
+            yield tokens_N
         report(batch[-1].done_bytes, texts.total_bytes)
 
 
@@ -149,6 +157,7 @@ class _Piece:
     text: str
     mark: np.uint32  # NOT_LEARNT or 0
     done_bytes: int = 0  # of all texts, with this piece
+    begins: bool = False  # a document
     before: list[int] = dataclasses.field(default_factory=list)
     after: list[int] = dataclasses.field(default_factory=list)
 
@@ -159,7 +168,7 @@ def _pieces(texts: Documents, begin: list[int], end: list[int]) -> Iterator[_Pie
     for prompt, text in texts:
         pieces = [_Piece(part, NOT_LEARNT) for part in _split(prompt)]
         pieces += [_Piece(part, np.uint32(0)) for part in _split(text)]
-        pieces[0].before, pieces[-1].after = begin, end
+        pieces[0].before, pieces[0].begins, pieces[-1].after = begin, True, end
         for i, piece in enumerate(pieces, 1):
             piece.done_bytes = before + (texts.done_bytes - before) * i // len(pieces)
             yield piece

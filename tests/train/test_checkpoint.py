@@ -40,13 +40,14 @@ def _trainer(me, directory, load_weights=True):
 
 
 def _step(me, module, updater, number):
+    from llama405b.batch import Batch
     from llama405b.step import train_step
 
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(0, 131, (6, 17), generator=generator)
     each = 6 // me.world
     x, y = ids[me.rank * each :][:each, :-1], ids[me.rank * each :][:each, 1:]
-    return train_step(module, updater, [(x, y)], max_norm=1.0, dp_size=me.dp.size).loss
+    return train_step(module, updater, [Batch(x, y)], max_norm=1.0, dp_size=me.dp.size).loss
 
 
 IDENTITY = ("a model", "some data", 16, 6, "fp32", 0, 0)

@@ -9,6 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda _: None):
     """Losses of ten steps; ``seen`` hears of each step's number before it."""
     from llama405b import load, ranks
+    from llama405b.batch import Batch
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
     from llama405b.optim.offloaded import fill_for_fsdp
@@ -38,7 +39,7 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
         for step in range(10):
             seen(step)
             ids = ((torch.arange(17) + step) % 131).repeat(6, 1).to(me.device)
-            result = train_step(module, updater, [(ids[:, :-1], ids[:, 1:])], max_norm=1.0, dp_size=1)
+            result = train_step(module, updater, [Batch(ids[:, :-1], ids[:, 1:])], max_norm=1.0, dp_size=1)
             losses.append(result.loss)
         updater.drain()
         return losses

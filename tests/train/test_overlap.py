@@ -33,7 +33,7 @@ def _train(me, directory, root, *, accumulation, overlap, **form):
         seen.append(take(me, module, updater, step, accumulation))
         if step % LOOKED == 0:
             with torch.no_grad():
-                seen.append(float(module(input_ids=batch(0, me, 1)[0][0], use_cache=False).logits.sum()))
+                seen.append(float(module(input_ids=batch(0, me, 1)[0].ids_BS, use_cache=False).logits.sum()))
         if step == SAVED and again:
             dcp_save(updater, me, saved)
         if step == RESUMED and again:
@@ -105,7 +105,7 @@ def _side_by_side(me, directory, form):
     forwards.clear()
     gate.set()
     with torch.no_grad():
-        module(input_ids=batch(0, me, 1)[0][0], use_cache=False)
+        module(input_ids=batch(0, me, 1)[0].ids_BS, use_cache=False)
     updater.drain()
     layers = [updates[part.name] for part in updater.parts if ".layers." in part.name]
     beside = sum(ended < later for ended, later in zip(forwards, layers[1:], strict=False))
@@ -173,7 +173,7 @@ def _raises(me, directory, form):
 
     updater._update = fail_in_the_third
     take(me, module, updater, 1)
-    for act in (updater.drain, functools.partial(module, input_ids=batch(0, me, 1)[0][0])):
+    for act in (updater.drain, functools.partial(module, input_ids=batch(0, me, 1)[0].ids_BS)):
         try:
             act()
         except MemoryError as error:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from conftest import ROOT
+from llama405b.batch import Batch
 from ranks_rig import run_ranks
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
@@ -69,7 +70,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
     for x, y in _batches():
         x, y = x[me.rank * each :][:each], y[me.rank * each :][:each]
         size = micro or each
-        parts = [(x[i : i + size], y[i : i + size]) for i in range(0, each, size)]
+        parts = Batch(x, y).split(size)
         result = train_step(module, updater, parts, max_norm=1.0, dp_size=me.dp.size)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -152,7 +153,7 @@ def _count(me, directory):
     counts = []
     for _ in range(2):
         with CommDebugMode() as comm:
-            train_step(module, updater, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
+            train_step(module, updater, [Batch(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
         by_name = {str(op): n for op, n in comm.get_comm_counts().items()}
         counts.append(
             (
@@ -182,7 +183,7 @@ def _poison(me, directory):
         module.model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
     x, y = _batches()[0]
     try:
-        train_step(module, updater, [(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
+        train_step(module, updater, [Batch(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
     except NonFiniteError as error:
         same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
         return ("stopped", same, "nan" in str(error))
@@ -202,10 +203,10 @@ def _masked(me, directory):
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
     before = [p.to_local().clone() for p in module.parameters()]
     x, y = (each[:3] for each in _batches()[0])
-    nothing = train_step(module, updater, [(x, torch.full_like(y, -100))], max_norm=1.0, dp_size=me.dp.size)
+    nothing = train_step(module, updater, [Batch(x, torch.full_like(y, -100))], max_norm=1.0, dp_size=me.dp.size)
     same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
     mine = y if me.rank == 1 else torch.full_like(y, -100)
-    one_rank = train_step(module, updater, [(x, mine)], max_norm=1.0, dp_size=me.dp.size)
+    one_rank = train_step(module, updater, [Batch(x, mine)], max_norm=1.0, dp_size=me.dp.size)
     return nothing, same, one_rank.n_targets
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from llama405b import load
+from llama405b.batch import Batch
 from llama405b.capacity import estimate
 from llama405b.contract import weights
 from llama405b.contract.config import PRESET_DIR
@@ -104,7 +105,7 @@ def _steps(what: Workload, parallel: Parallel, me: Ranks, count: int) -> tuple[l
     for step in range(count):
         laps = Laps(me.device)
         x = what.tokens(me, step)
-        result = train_step(module, updater, [(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
+        result = train_step(module, updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
         assert result, "every token is a target"
         laps_of.append(laps.seconds())
         works.append(updater.work())

@@ -3,11 +3,12 @@ import os
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.schema import Data
 from llama405b.data import tokens
-from llama405b.data.tokens import NOT_LEARNT
+from llama405b.data.tokens import FIRST, MARKS, NOT_LEARNT
 
 
 class Told:
@@ -68,6 +69,31 @@ def test_a_document_that_is_split_keeps_its_tokens(demo, tmp_path, monkeypatch):
     assert not learnt[0]
     assert learnt[-1]
     assert np.count_nonzero(np.diff(learnt)) == 1
+
+
+def test_the_first_token_of_each_document_is_marked(demo, tmp_path):
+    records = [{"text": "one"}, {"prompt": "", "completion": "two words"}, {"prompt": "three", "completion": "four"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    made = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
+    found = np.fromfile(tmp_path / made.name, np.uint32)
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    begins = np.flatnonzero(found & FIRST)
+    texts = [tokenizer.decode(part & ~MARKS, skip_special_tokens=True) for part in np.split(found, begins[1:])]
+    assert (begins[0], texts) == (0, ["one", "two words", "threefour"])
+    assert tokenizer.bos_token_id is None or set(found[begins] & ~MARKS) == {tokenizer.bos_token_id}
+
+
+def test_a_document_whose_prompt_is_empty_begins_with_its_text(demo, tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    tokenizer.bos_token = None
+    monkeypatch.setattr(tokens.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    (tmp_path / "a.jsonl").write_text('{"prompt": "", "completion": "abc"}\n' * 2)
+    made = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
+    found = np.fromfile(tmp_path / made.name, np.uint32)
+    begins = np.flatnonzero(found & FIRST)
+    assert len(begins) == 2
+    assert np.array_equal(*np.split(found, begins[1:]))
+    assert not any(found & NOT_LEARNT)
 
 
 def test_a_bad_file_leaves_no_half_token_file(demo, tmp_path):
