@@ -12,7 +12,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
 from llama405b.contract.tensors import read_hf_json
 from llama405b.data.batches import Batches
-from llama405b.data.tokens import FIRST
+from llama405b.data.encode import FIRST
 
 SAMPLES = 1024  # of the tokens, evenly spaced
 SAMPLE_TOKENS = 1024

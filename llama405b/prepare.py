@@ -185,8 +185,8 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
             whole = config.parallel.fsdp == "fsdp1"
             weights.check_checkpoint(directory, config.data.seq_len, config.model.layers, random=random, whole=whole)
             model.read_hf_config(directory)  # refuses what transformers would, before anything else reads it
-            present = [name for name in weights.SMALL_FILES if (directory / name).is_file()]
-            small = {name: base64.b64encode((directory / name).read_bytes()).decode() for name in present}
+            present = weights.small_files(directory, config.data.chat_template)
+            small = {name: base64.b64encode(path.read_bytes()).decode() for name, path in present.items()}
     target = run.model(me.host)
     for name, content in ranks.from_rank0(small, dict[str, str]).items():
         if me.local_rank == 0 and name in weights.SMALL_FILES:

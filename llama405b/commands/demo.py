@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.corpus import STDLIB, Form, expand
+from llama405b.contract.corpus import STDLIB, Form, Text, expand
 from llama405b.contract.errors import UserError
 from llama405b.data.documents import Documents
 
@@ -79,5 +79,6 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     source = Documents([(file, Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES)
-    tokenizer.train_from_iterator((text for _, text in source), trainer)
+    texts = (found.document.text for found in source if isinstance(found.document, Text))
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

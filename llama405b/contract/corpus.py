@@ -5,6 +5,7 @@ Standard library only: launch asks the same of the head before anything starts. 
 
 import codecs
 import contextlib
+import dataclasses
 import enum
 import glob
 import gzip
@@ -13,9 +14,9 @@ import itertools
 import json
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
@@ -26,6 +27,8 @@ GZIP = b"\x1f\x8b"
 HEAD_BYTES = 8192  # enough to tell text from binary
 FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take minutes
 TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles; others are the same
+WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
 UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
 
 
@@ -34,6 +37,35 @@ class Form(enum.Enum):
 
     TEXT = "one document"
     RECORDS = "JSON Lines: a document per line"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """A document: what is read but not learnt, and the text to learn."""
+
+    prompt: str
+    text: str
+
+    @property
+    def n_chars(self) -> int:
+        """Its length."""
+        return len(self.prompt) + len(self.text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, for the tokenizer's chat template: its messages, each with a role, and the tools that it may call."""
+
+    messages: tuple[Mapping[str, Any], ...]  # as they were written
+    tools: Any = None
+
+    @property
+    def n_chars(self) -> int:
+        """Its length, without the roles."""
+        return sum(len(str(message.get("content") or "")) for message in self.messages)
+
+
+Document = Text | Chat
 
 
 def expand(paths: Sequence[str]) -> list[Path]:
@@ -54,6 +86,21 @@ def check_paths(paths: Sequence[str]) -> None:
     for path in paths:
         for file in itertools.islice(_matches(path), FIRST_FILES):
             form_of(file)
+
+
+def check_template(path: Path) -> Path:
+    """Return the file of ``data.chat_template``.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--data.chat_template: {path}: cannot be read ({reason_of(error)}); correct the path"
+        ) from None
+    return path
 
 
 def form_of(file: Path) -> Form:
@@ -94,14 +141,35 @@ def text_of(raw: BinaryIO) -> TextIO:
     return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "replace")
 
 
-def document_of(record: Json) -> tuple[str, str] | None:
-    """The prompt and the text to learn of a JSON Lines record; None if it has neither form."""
+def document_of(record: Any) -> Document | None:
+    """The document of a JSON Lines record; None if it has no form that is known (``WANTED``, or ShareGPT's ``conversations``)."""
     match record:
+        case {"messages": [*messages]} if messages and all(map(_is_message, messages)):
+            return Chat(tuple(messages), record.get("tools"))
+        case {"conversations": [*turns]} if turns and all(map(_is_turn, turns)):
+            return Chat(tuple({"role": SHAREGPT.get(t["from"], t["from"]), "content": t["value"]} for t in turns))
         case {"prompt": str(prompt), "completion": str(completion)}:
-            return prompt, completion
+            return Text(prompt, completion)
         case {"text": str(text)}:
-            return "", text
+            return Text("", text)
     return None
+
+
+def _is_message(found: Any) -> bool:
+    """Whether it has a role, and text or calls of tools; templates know no images."""
+    match found:
+        case {"role": str(), "content": str()}:
+            return True
+        case {"role": str(), "content": None, "tool_calls": [_, *_]}:
+            return True
+    return False
+
+
+def _is_turn(found: Any) -> bool:
+    match found:
+        case {"from": str(), "value": str()}:
+            return True
+    return False
 
 
 def parsed(line: str) -> Json:

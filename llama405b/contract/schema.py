@@ -49,6 +49,15 @@ class Data:
         "isolated",
         "documents that share a sequence do not see each other, and their positions restart; concatenated: they do",
     )
+    learn: tuple[str, ...] = option(
+        ("assistant",), "roles of a conversation whose messages are learnt; others are only read"
+    )
+    chat_template: str = option(
+        "", "a file with the Jinja template for conversations, on the first host; default: the tokenizer's own"
+    )
+    bad_records: Literal["refuse", "skip"] = option(
+        "refuse", "skip: leave out lines of JSON Lines that cannot be used, and say how many"
+    )
     seed: int = option(0, "seed of the shuffle")
     max_bytes: int = option(0, "read at most this many bytes of text; 0: all")
 

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llama405b.contract.corpus import check_template
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import and_more
 from llama405b.contract.tensors import TensorInfo, read_hf_json, read_tensors
 
+CHAT_TEMPLATE = "chat_template.jinja"  # which transformers prefers to the one in tokenizer_config.json
 SMALL_FILES = (  # what a rank needs if it does not have the directory
     "config.json",
     "generation_config.json",
@@ -22,7 +24,7 @@ SMALL_FILES = (  # what a rank needs if it does not have the directory
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNUSED_ANYWHERE = "rotary_emb.inv_freq"  # old checkpoints hold it; transformers computes it, and so does the trainer
@@ -242,6 +244,18 @@ def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
         pieces = range(0, one.held_bytes, COMPARED_BYTES)
         sizes = [min(COMPARED_BYTES, one.held_bytes - begin) for begin in pieces]
         return all(first.read(size) == second.read(size) for size in sizes)
+
+
+def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:
+    """Return what a rank needs beside the weights, by name; ``chat_template``: a file to use instead of the tokenizer's own.
+
+    Raises:
+        UserError: The template cannot be read.
+    """
+    found = {name: directory / name for name in SMALL_FILES if (directory / name).is_file()}
+    if chat_template:
+        found[CHAT_TEMPLATE] = check_template(Path(chat_template))
+    return found
 
 
 def check_seq_len(llama: Llama, seq_len: int) -> None:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from llama405b.batch import IGNORE_INDEX, Batch
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
-from llama405b.data.tokens import FIRST, MARKS, NOT_LEARNT, Progress, Say, bring_tokens
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.tokens import Progress, Say, bring_tokens
 from llama405b.ranks import Ranks
 
 
@@ -48,10 +49,10 @@ class Batches:
         """Return this rank's part of a step (counted from 1), on its device."""
         each = global_batch // me.dp.size
         first = (step - 1) * global_batch + me.dp.rank * each
-        windows = np.stack([self._window(self.sequence(first + i)) for i in range(each)])
-        return self._batch(windows).to(me.device).split(micro)
+        windows = np.stack([self.window(self.sequence(first + i)) for i in range(each)])
+        return self.batch(windows).to(me.device).split(micro)
 
-    def _batch(self, windows: NDArray[np.uint32]) -> Batch:
+    def batch(self, windows: NDArray[np.uint32]) -> Batch:
         """Split windows of ``seq_len + 1`` tokens into what is read and what follows."""
         ids = (windows & ~MARKS).astype(np.int64)
         ignored = windows[:, 1:] & (MARKS if self.isolated else NOT_LEARNT) != 0  # no document foretells the next
@@ -70,7 +71,8 @@ class Batches:
         places = np.arange(self.seq_len)
         return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
-    def _window(self, sequence: int) -> NDArray[np.uint32]:
+    def window(self, sequence: int) -> NDArray[np.uint32]:
+        """Return the tokens of a packed sequence, and the one that follows."""
         begin = sequence * self.seq_len
         return self.tokens_N[begin : begin + self.seq_len + 1]
 
@@ -88,10 +90,18 @@ def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks, prog
         UserError: The data cannot be used (see ``bring_tokens``), or is shorter than one sequence.
     """
     tokens = bring_tokens(config, tokenizer_dir, cache, me, progress, say)
-    if tokens.n_tokens <= config.seq_len:
+    return batches_of(config, cache / tokens.name, tokens.n_tokens)
+
+
+def batches_of(config: Data, file: Path, n_tokens: int) -> Batches:
+    """Open a token file as batches.
+
+    Raises:
+        UserError: It is shorter than one sequence.
+    """
+    if n_tokens <= config.seq_len:
         raise UserError(
-            f"--data.paths: {tokens.n_tokens} tokens are fewer than one sequence of {config.seq_len}; "
-            "add text, or lower --data.seq_len"
+            f"--data.paths: {n_tokens} tokens are fewer than one sequence of {config.seq_len}; add text, or lower --data.seq_len"
         )
-    tokens_N = np.memmap(cache / tokens.name, dtype=np.uint32, mode="r")
+    tokens_N = np.memmap(file, dtype=np.uint32, mode="r")
     return Batches(tokens_N, config.seq_len, config.seed, isolated=config.packing == "isolated")

@@ -2,58 +2,83 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from llama405b.contract.corpus import Form, document_of, parsed, reading, text_of
+from llama405b.contract.corpus import WANTED, Document, Form, Text, document_of, parsed, reading, text_of
 from llama405b.contract.errors import UserError
+from llama405b.contract.reader import Json
 
-Document = tuple[str, str]  # (prompt, which is read but not learned; text to learn)
+
+class Found(NamedTuple):
+    """A document, and where it is: ``file``, or ``file:line``."""
+
+    document: Document
+    where: str
 
 
 class Documents:
     """The documents of files, up to ``max_bytes`` of text (0: all); knows how many bytes have been read.
 
-    A line of JSON Lines is ``{"text": …}`` or ``{"prompt": …, "completion": …}``; any other file is one document.
+    A line of JSON Lines is a record (``corpus.document_of``); any other file is one document.
 
     Raises:
-        UserError: A file cannot be read, or a line has neither form.
+        UserError: A file cannot be read, or a line has no form that is known, and ``skip`` is not set.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, Form]], max_bytes: int = 0) -> None:
-        self.files = files
+    def __init__(self, files: Sequence[tuple[Path, Form]], max_bytes: int = 0, *, skip: bool = False) -> None:
+        self.files, self.skip = files, skip
         self.max_bytes = max_bytes or float("inf")
         self.total_bytes = int(min(self.max_bytes, sum(file.stat().st_size for file, _ in files)))
         self.done_bytes = 0
+        self.n_bad, self.first_bad = 0, ""
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[Found]:
         """Yield the documents in the order of the files."""
         room, before = self.max_bytes, 0
         for file, form in self.files:
-            for (prompt, text), at in _documents_of(file, form):
+            for found, at in self._documents_of(file, form):
                 if room <= 0:
                     return
                 self.done_bytes = min(self.total_bytes, before + at)
-                yield prompt, text
-                room -= len(prompt) + len(text)
+                yield found
+                room -= found.document.n_chars
             before = self.done_bytes
 
+    def refuse(self, where: str, why: str) -> None:
+        """Count a record that cannot be used.
 
-def _documents_of(file: Path, form: Form) -> Iterator[tuple[Document, int]]:
-    """Each document, and the bytes of the file that have been read."""
-    with reading(file) as raw:
-        lines = text_of(raw)
-        if form is Form.TEXT:
-            yield ("", lines.read()), raw.tell()
-            return
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            document = document_of(parsed(line))
-            if document is None:
-                wanted = '{"text": …} or {"prompt": …, "completion": …}'
-                raise UserError(f"{file}:{number}: not {wanted}; correct the line")
-            yield (_sound(document[0]), _sound(document[1])), raw.tell()
+        Raises:
+            UserError: Such records are not to be skipped.
+        """
+        if not self.skip:
+            raise UserError(f"{where}: {why}; correct the line, or leave such lines out with --data.bad_records skip")
+        self.n_bad += 1
+        self.first_bad = self.first_bad or f"{where}: {why}"
+
+    def _documents_of(self, file: Path, form: Form) -> Iterator[tuple[Found, int]]:
+        """Each document, and the bytes of the file that have been read."""
+        with reading(file) as raw:
+            lines = text_of(raw)
+            if form is Form.TEXT:
+                yield Found(Text("", lines.read()), str(file)), raw.tell()
+                return
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                document = document_of(_sound(parsed(line)))
+                if document is None:
+                    self.refuse(f"{file}:{number}", f"not {WANTED}")
+                    continue
+                yield Found(document, f"{file}:{number}"), raw.tell()
 
 
-def _sound(text: str) -> str:
+def _sound(record: Json) -> Any:
     """Replace lone surrogates, which JSON can spell but text cannot hold, with question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    match record:
+        case str():
+            return record.encode("utf-8", "replace").decode("utf-8")
+        case list():
+            return [_sound(each) for each in record]
+        case dict():
+            return {key: _sound(value) for key, value in record.items()}
+    return record

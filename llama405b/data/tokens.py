@@ -1,8 +1,7 @@
 """The token file: rank 0 tokenizes the text once, and sends the tokens to the hosts that lack them.
 
-Knows files, the tokenizer and ranks; not steps or batches. A token is a uint32 whose highest bit marks one that is read but
-not learned, and the next one the first of a document. The file's name tells its texts, its tokenizer and its length, so that one
-of another size is known and made anew.
+Knows files, the tokenizer and ranks; not steps or batches. What a token is, is ``encode``'s. The file's name tells its texts, its
+tokenizer and its length, so that one of another size is known and made anew; what is in it is counted in a file beside it.
 
 Shape suffixes: N tokens.
 """
@@ -12,30 +11,27 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from llama405b import ranks
 from llama405b.contract.corpus import expand, form_of
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Data
 from llama405b.data.documents import Documents
+from llama405b.data.encode import Counts, Encoder
 from llama405b.ranks import Ranks
 
-NOT_LEARNT = np.uint32(1 << 31)
-FIRST = np.uint32(1 << 30)  # of a document
-MARKS = NOT_LEARNT | FIRST
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
-ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
-ENCODE_PIECES = 512
 SAY_EVERY_S = 30.0
 RULES = 3  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
@@ -65,7 +61,7 @@ def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks, prog
     tokens = TokenFile("", 0)
     with ranks.refusing_together(), ranks.waiting_for_rank0(lambda: progress(0, 0)) as still_working:
         if me.leads:
-            tokens = _tokenised(config, tokenizer_dir, cache, _Report(progress, still_working, say))
+            tokens = tokenised(config, tokenizer_dir, cache, Report(progress, still_working, say))
     tokens = ranks.from_rank0(tokens)
     lacks = not tokens.is_whole(cache)
     if any(ranks.agreed(lacks)):
@@ -74,7 +70,7 @@ def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks, prog
 
 
 @dataclasses.dataclass(slots=True)
-class _Report:
+class Report:
     """Tells how far tokenizing is: in rank 0's heartbeat, to the ranks that wait, and now and then in the log."""
 
     progress: Progress
@@ -83,6 +79,7 @@ class _Report:
     said: float = dataclasses.field(default_factory=time.monotonic)
 
     def __call__(self, done: int = 0, total: int = 0) -> None:
+        """Tell that so many bytes of so many have been tokenized."""
         self.progress(done, total)
         self.still_working()
         if total and time.monotonic() - self.said >= SAY_EVERY_S:
@@ -90,8 +87,13 @@ class _Report:
             self.say(f"tokenizing: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB ({100 * done // total}%)")
 
 
-def _tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: _Report) -> TokenFile:
-    """The token file of these texts and this tokenizer, created if it does not exist or is not whole."""
+def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) -> TokenFile:
+    """Return the token file of these texts and this tokenizer, created if it does not exist or is not whole.
+
+    Raises:
+        UserError: A path matches nothing, or a file or the tokenizer cannot be used.
+        RunError: The token file cannot be written.
+    """
     files = expand(config.paths)
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
@@ -99,19 +101,27 @@ def _tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: _Report) 
         why = " ".join(str(error).split())
         raise UserError(f"{tokenizer_dir}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    known = hashlib.sha256(repr((RULES, stats, config.max_bytes, tokenizer.backend_tokenizer.to_str())).encode())
-    stem = f"tokens-{known.hexdigest()[:16]}-"
+    what = (RULES, stats, config.max_bytes, tokenizer.backend_tokenizer.to_str())
+    how = (tokenizer.chat_template, config.learn, config.bad_records)
+    stem = f"tokens-{hashlib.sha256(repr((what, how)).encode()).hexdigest()[:16]}-"
     for found in cache.glob(f"{stem}*.bin"):
         tokens = TokenFile(found.name, int(found.stem.removeprefix(stem)))
         if tokens.is_whole(cache):
+            if counts := read_record(Counts, found.with_suffix(".json")):
+                report.say(str(counts))
             return tokens
     forms = []
     for file in files:
         forms.append((file, form_of(file)))
         report()
-    texts = Documents(forms, config.max_bytes)
+    texts = Documents(forms, config.max_bytes, skip=config.bad_records == "skip")
     report.say(f"tokenizing {counted(len(files), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
-    return _written(_encode(tokenizer, texts, report), cache, stem)
+    encoder = Encoder(tokenizer, config.learn, texts, report)
+    tokens = _written(encoder, cache, stem)
+    with contextlib.suppress(OSError):  # they are only told
+        write_json((cache / tokens.name).with_suffix(".json"), encoder.counts)
+    report.say(str(encoder.counts))
+    return tokens
 
 
 def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> TokenFile:
@@ -131,70 +141,6 @@ def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> T
         with contextlib.suppress(OSError):  # renamed, or never created
             partial.unlink()
     return tokens
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Documents, report: _Report) -> Iterator[NDArray[np.uint32]]:
-    """Encode each document as prompt (not learned), text, end of text."""
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    begins = False  # the next token is the first of a document
-    for batch in _batches(_pieces(texts, begin, end)):
-        encoded = tokenizer([piece.text for piece in batch], add_special_tokens=False)["input_ids"]
-        for piece, ids in zip(batch, encoded, strict=True):
-            tokens_N = np.array(piece.before + ids + piece.after, dtype=np.uint32) | piece.mark
-            begins |= piece.begins
-            if begins and len(tokens_N):
-                tokens_N[0] |= FIRST
-                begins = False
-            yield tokens_N
-        report(batch[-1].done_bytes, texts.total_bytes)
-
-
-@dataclasses.dataclass(slots=True)
-class _Piece:
-    """Text to encode, with the tokens around it and its mark."""
-
-    text: str
-    mark: np.uint32  # NOT_LEARNT or 0
-    done_bytes: int = 0  # of all texts, with this piece
-    begins: bool = False  # a document
-    before: list[int] = dataclasses.field(default_factory=list)
-    after: list[int] = dataclasses.field(default_factory=list)
-
-
-def _pieces(texts: Documents, begin: list[int], end: list[int]) -> Iterator[_Piece]:
-    """The documents in pieces that are encoded in seconds: only a longer document is split, at the end of a line."""
-    before = 0
-    for prompt, text in texts:
-        pieces = [_Piece(part, NOT_LEARNT) for part in _split(prompt)]
-        pieces += [_Piece(part, np.uint32(0)) for part in _split(text)]
-        pieces[0].before, pieces[0].begins, pieces[-1].after = begin, True, end
-        for i, piece in enumerate(pieces, 1):
-            piece.done_bytes = before + (texts.done_bytes - before) * i // len(pieces)
-            yield piece
-        before = texts.done_bytes
-
-
-def _split(text: str) -> list[str]:
-    parts, begin = [], 0
-    while len(text) - begin > ENCODE_CHARS:
-        end = text.rfind("\n", begin, begin + ENCODE_CHARS) + 1 or begin + ENCODE_CHARS
-        parts.append(text[begin:end])
-        begin = end
-    return [*parts, text[begin:]]
-
-
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
-    n_chars = 0
-    for piece in pieces:
-        batch.append(piece)
-        n_chars += len(piece.text)
-        if len(batch) >= ENCODE_PIECES or n_chars >= ENCODE_CHARS:
-            yield batch
-            batch, n_chars = [], 0
-    if batch:
-        yield batch
 
 
 def _send(tokens: TokenFile, cache: Path, me: Ranks, progress: Progress, *, writes: bool) -> None:

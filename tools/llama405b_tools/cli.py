@@ -27,6 +27,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
     "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
     "download": ("llama405b.commands.download", "download and verify a model from the Hugging Face Hub"),
+    "data": ("llama405b.commands.data", "show what a training run would learn of its data"),
     "export": ("llama405b_tools.verbs.export", "write a checkpoint as a model that transformers and vLLM load"),
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b.commands.bench", "measure against a named baseline"),
@@ -34,7 +35,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
 MOST = 20_000  # characters of an error, which may name every host
 OPERATOR, HOSTS = (
     ("setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),
-    ("download", "train", "export", "demo", "bench"),
+    ("download", "data", "train", "export", "demo", "bench"),
 )
 
 

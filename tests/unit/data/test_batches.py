@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from llama405b.data.batches import Batches
-from llama405b.data.tokens import FIRST, NOT_LEARNT
+from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.ranks import Ranks
 
 
@@ -64,6 +64,6 @@ def test_documents_that_share_a_sequence_begin_anew_and_do_not_foretell_each_oth
 def test_the_rest_of_a_document_counts_from_0():
     tokens = np.array([1 | FIRST, 2, 3, 4, 5 | FIRST, 6, 7, 8 | FIRST, 9], dtype=np.uint32)
     windows = np.stack([tokens[i : i + 7] for i in (2, 1)])
-    batch = Batches(tokens, 6, 0)._batch(windows)
+    batch = Batches(tokens, 6, 0).batch(windows)
     assert batch.positions_BS.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2]]
     assert [part.positions_BS.tolist() for part in batch.split(1)] == [[[0, 1, 0, 1, 2, 0]], [[0, 1, 2, 0, 1, 2]]]

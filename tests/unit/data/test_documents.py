@@ -12,15 +12,24 @@ def read(*files, max_bytes=0):
     return Documents([(file, form_of(file)) for file in files], max_bytes)
 
 
+def documents_of(*files):
+    return [(found.document.prompt, found.document.text) for found in read(*files)]
+
+
 def test_documents(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")  # not UTF-8
     lines = [{"text": "x"}, {"prompt": "p", "completion": "c"}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
     records = [("", "x"), ("p", "c")]
-    assert list(read(*expand([str(tmp_path)]))) == [("", "caf�"), *records, *records]
+    assert documents_of(*expand([str(tmp_path)])) == [("", "caf�"), *records, *records]
     (tmp_path / "half.jsonl").write_text('{"text": "a\\ud800b"}')  # JSON can spell half of a character
-    assert list(read(tmp_path / "half.jsonl")) == [("", "a?b")]
+    assert documents_of(tmp_path / "half.jsonl") == [("", "a?b")]
+    assert [found.where for found in read(tmp_path / "a.txt", tmp_path / "b.jsonl")] == [
+        f"{tmp_path}/a.txt",
+        f"{tmp_path}/b.jsonl:1",
+        f"{tmp_path}/b.jsonl:2",
+    ]
     assert expand([f"{tmp_path}/*.txt"]) == [tmp_path / "a.txt"]
 
 

@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.schema import Data
-from llama405b.data import tokens
-from llama405b.data.tokens import FIRST, MARKS, NOT_LEARNT
+from llama405b.data import encode, tokens
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 
 
 class Told:
@@ -18,14 +18,14 @@ class Told:
         self.progress, self.beats, self.lines = [], 0, []
 
     def report(self):
-        return tokens._Report(lambda *bytes_: self.progress.append(bytes_), self._beat, self.lines.append)
+        return tokens.Report(lambda *bytes_: self.progress.append(bytes_), self._beat, self.lines.append)
 
     def _beat(self):
         self.beats += 1
 
 
 def tokenised(path, demo, cache, told=None):
-    return tokens._tokenised(Data(paths=(str(path),)), demo, cache, (told or Told()).report())
+    return tokens.tokenised(Data(paths=(str(path),)), demo, cache, (told or Told()).report())
 
 
 def test_a_token_file_is_reused_unless_its_size_is_wrong(demo, corpus, tmp_path):
@@ -34,18 +34,18 @@ def test_a_token_file_is_reused_unless_its_size_is_wrong(demo, corpus, tmp_path)
     content = path.read_bytes()
     assert len(content) == 4 * made.n_tokens
     assert tokenised(corpus, demo, tmp_path, told) == made
-    assert told.lines == []
+    assert [line.partition(" ")[0] for line in told.lines] == ["data:"]  # what was counted then
     for size in (len(content) - 4, 0, len(content) + 4):
         os.truncate(path, size)
         told = Told()
         assert tokenised(corpus, demo, tmp_path, told) == made
         assert path.read_bytes() == content
         assert told.lines[0].startswith("tokenizing 2 files, ")
-    assert [entry.name for entry in tmp_path.iterdir()] == [made.name]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [made.name, made.name.replace(".bin", ".json")]
 
 
 def test_tokenizing_tells_how_far_it_is_after_every_piece(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "ENCODE_CHARS", 100)
+    monkeypatch.setattr(encode, "ENCODE_CHARS", 100)
     monkeypatch.setattr(tokens, "SAY_EVERY_S", 0.0)
     (tmp_path / "a.txt").write_text("a line of text\n" * 100)
     told = Told()
@@ -53,7 +53,8 @@ def test_tokenizing_tells_how_far_it_is_after_every_piece(demo, tmp_path, monkey
     assert told.beats == len(told.progress) >= 10
     assert told.progress == sorted(set(told.progress))
     assert told.progress[-1] == (1500, 1500)
-    assert told.lines[-1] == "tokenizing: 0.0 of 0.0 MB (100%)"
+    assert told.lines[-2] == "tokenizing: 0.0 of 0.0 MB (100%)"
+    assert told.lines[-1].startswith("data: 1 document, ")
 
 
 def test_a_document_that_is_split_keeps_its_tokens(demo, tmp_path, monkeypatch):
@@ -61,7 +62,7 @@ def test_a_document_that_is_split_keeps_its_tokens(demo, tmp_path, monkeypatch):
     whole = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
     before = np.fromfile(tmp_path / whole.name, np.uint32)
     (tmp_path / whole.name).unlink()
-    monkeypatch.setattr(tokens, "ENCODE_CHARS", 50)
+    monkeypatch.setattr(encode, "ENCODE_CHARS", 50)
     split = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
     after = np.fromfile(tmp_path / split.name, np.uint32)
     assert np.array_equal(before, after)

@@ -150,6 +150,8 @@ def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, 
     seen = [launch_facts._look_at(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
     assert seen[0][0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
     assert seen[1:] == [("", 7), ("", 7)]
+    without, _ = launch_facts._look_at(InputCheck("m", 64, 0, False, (), template="none.jinja"))
+    assert without.startswith("--data.chat_template: none.jinja: cannot be read (No such file")
 
 
 def saving(*more):

@@ -198,6 +198,8 @@ def _look_at(check: InputCheck | None) -> tuple[str, int]:
                 Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
             ).parameters
         corpus.check_paths(check.data)
+        if check.template:
+            corpus.check_template(Path(check.template))
         if directory := check.new_checkpoints:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
                 refuse_held(Path(directory), committed(Path(directory)))

@@ -110,6 +110,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         data.paths,
         request.new_checkpoints,
         whole=request.config.parallel.fsdp == "fsdp1",
+        template=data.chat_template,
     )
 
 

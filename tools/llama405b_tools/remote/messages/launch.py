@@ -19,6 +19,7 @@ class InputCheck:
     data: tuple[str, ...]
     new_checkpoints: str = ""  # the directory that must hold no checkpoint
     whole: bool = False  # a part of the weights is not enough
+    template: str = ""  # the file of a chat template; "": the tokenizer's own
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

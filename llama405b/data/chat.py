@@ -1,0 +1,55 @@
+"""Conversations as text: through the tokenizer's chat template, in pieces of which some are learnt. Knows no files."""
+
+from collections.abc import Collection, Sequence
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from llama405b.contract.corpus import Chat
+
+Segment = tuple[str, bool]  # text, and whether it is learnt
+
+
+class UnusableError(ValueError):
+    """A conversation that the template cannot be used for."""
+
+
+class Template:
+    """The tokenizer's chat template, and the roles whose messages are learnt."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, learn: Collection[str]) -> None:
+        self.tokenizer, self.learn = tokenizer, learn
+
+    def segments(self, chat: Chat) -> list[Segment]:
+        """Split a conversation where learning begins and ends: after the header of a message, and after the message's end.
+
+        That is where its text is split at inference, too: a prompt ends with the header. A message of weight 0 is not learnt.
+
+        Raises:
+            UnusableError: The template refuses it, or writes earlier messages in another way when later ones follow.
+        """
+        whole = self._rendered(chat, len(chat.messages))
+        found, done = list[Segment](), 0
+        for number, message in enumerate(chat.messages):
+            if message["role"] not in self.learn or message.get("weight") == 0:
+                continue
+            answers = message["role"] == "assistant"
+            before = self._rendered(chat, number, prompt=answers) if number else ""
+            after = self._rendered(chat, number + 1)
+            if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
+                raise UnusableError("the chat template changes earlier messages when later ones follow")
+            found += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+            done = len(after)
+        return [(text, learnt) for text, learnt in (*found, (whole[done:], False)) if text]
+
+    def _rendered(self, chat: Chat, n_messages: int, *, prompt: bool = False) -> str:
+        """The first messages as text; ``prompt``: and the header of an answer."""
+        messages: Sequence[object] = [dict(message) for message in chat.messages[:n_messages]]
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=chat.tools, tokenize=False, add_generation_prompt=prompt
+                )
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise UnusableError(f"the chat template refuses it ({' '.join(str(error).split())})") from None

@@ -1,0 +1,152 @@
+"""Documents as tokens: a uint32 each, whose highest bit marks one that is read but not learnt, and the next one the first of a document.
+
+Knows documents and the tokenizer; not files or ranks.
+
+Shape suffixes: N tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from llama405b.contract.corpus import Text
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import counted, given
+from llama405b.data.chat import Segment, Template, UnusableError
+from llama405b.data.documents import Documents, Found
+
+NOT_LEARNT = np.uint32(1 << 31)
+FIRST = np.uint32(1 << 30)  # of a document
+MARKS = NOT_LEARNT | FIRST
+ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
+ENCODE_PIECES = 512
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """What a token file is made of."""
+
+    documents: int = 0
+    conversations: int = 0  # of them
+    tokens: int = 0
+    learnt: int = 0  # tokens
+    skipped: int = 0  # records that could not be used
+    first_skipped: str = ""  # where, and why
+
+    def __str__(self) -> str:
+        of_them = given(", {:,} of them conversations", self.conversations)
+        share = 100 * self.learnt / max(1, self.tokens)
+        line = f"data: {counted(self.documents, 'document')}{of_them}, {self.tokens:,} tokens, {self.learnt:,} learnt ({share:.0f}%)"
+        if self.skipped:
+            line += f"; {counted(self.skipped, 'record')} left out, the first: {self.first_skipped}"
+        return line
+
+
+@dataclasses.dataclass(slots=True)
+class _Piece:
+    """Text to encode, with the tokens around it and its mark."""
+
+    text: str
+    learnt: bool
+    done_bytes: int = 0  # of all texts, with this piece
+    before: list[int] = dataclasses.field(default_factory=list)
+    after: list[int] = dataclasses.field(default_factory=list)
+    begins: bool = False  # a document
+
+
+class Encoder:
+    """The tokens of documents, in their order; then knows what it has seen."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        learn: Collection[str],
+        texts: Documents,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """``learn``: roles of a conversation that are learnt; ``progress``: bytes of text done, and in all."""
+        self.tokenizer, self.texts, self.progress = tokenizer, texts, progress
+        self.template, self.counts = Template(tokenizer, learn), Counts()
+
+    def __iter__(self) -> Iterator[NDArray[np.uint32]]:
+        """Yield the tokens of some text at a time.
+
+        Raises:
+            UserError: A document cannot be read or used.
+        """
+        begins = False  # the next token is the first of a document
+        for batch in _batches(self._pieces()):
+            encoded = self.tokenizer([piece.text for piece in batch], add_special_tokens=False)["input_ids"]
+            for piece, ids in zip(batch, encoded, strict=True):
+                tokens_N = np.array(piece.before + ids + piece.after, dtype=np.uint32)
+                self.counts.tokens += len(tokens_N)
+                if piece.learnt:
+                    self.counts.learnt += len(tokens_N)
+                else:
+                    tokens_N |= NOT_LEARNT
+                begins |= piece.begins
+                if begins and len(tokens_N):
+                    tokens_N[0] |= FIRST
+                    begins = False
+                yield tokens_N
+            self.progress(batch[-1].done_bytes, self.texts.total_bytes)
+        self.counts.skipped, self.counts.first_skipped = self.texts.n_bad, self.texts.first_bad
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """The documents in pieces that are encoded in seconds: only a longer one is split, at the end of a line."""
+        tokenizer, before = self.tokenizer, 0
+        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        for found in self.texts:
+            try:
+                segments = self._segments(found)
+            except UnusableError as error:
+                self.texts.refuse(found.where, str(error))
+                continue
+            pieces = [_Piece(part, learnt) for text, learnt in segments for part in _split(text)]
+            pieces[0].begins = True
+            if isinstance(found.document, Text):  # a template writes its own
+                pieces[0].before, pieces[-1].after = begin, end
+            self.counts.documents += 1
+            for i, piece in enumerate(pieces, 1):
+                piece.done_bytes = before + (self.texts.done_bytes - before) * i // len(pieces)
+                yield piece
+            before = self.texts.done_bytes
+
+    def _segments(self, found: Found) -> list[Segment]:
+        document = found.document
+        if isinstance(document, Text):
+            return [(document.prompt, False), (document.text, True)]
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"{found.where}: is a conversation, but the tokenizer has no chat template; name a file with one in "
+                "--data.chat_template, or start from an instruction-tuned model"
+            )
+        segments = self.template.segments(document)
+        self.counts.conversations += 1
+        return segments
+
+
+def _split(text: str) -> list[str]:
+    parts, begin = [], 0
+    while len(text) - begin > ENCODE_CHARS:
+        end = text.rfind("\n", begin, begin + ENCODE_CHARS) + 1 or begin + ENCODE_CHARS
+        parts.append(text[begin:end])
+        begin = end
+    return [*parts, text[begin:]]
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    n_chars = 0
+    for piece in pieces:
+        batch.append(piece)
+        n_chars += len(piece.text)
+        if len(batch) >= ENCODE_PIECES or n_chars >= ENCODE_CHARS:
+            yield batch
+            batch, n_chars = [], 0
+    if batch:
+        yield batch

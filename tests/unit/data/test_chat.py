@@ -1,0 +1,156 @@
+"""Conversations: what the template makes of them, what of that is learnt, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from llama405b.contract.corpus import Chat, Text, check_template, document_of
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Data
+from llama405b.data import tokens
+from llama405b.data.chat import Template, UnusableError
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+
+# In the form of Llama 3: a header with the role, two newlines, the text without blanks at its ends, an end of turn.
+HEADERS = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n\n{{ m['content'] | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n\n{% endif %}"
+)
+# In the form of Mistral: a system message joins the first question; only an answer has an end.
+INSTRUCTIONS = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% if (loop.index0 % 2) == 1 %}{{ raise_exception('roles must alternate') }}{% endif %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LAST_ONLY = "{% for m in messages %}{{ m['role'] }}:{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": " two "},
+    {"role": "user", "content": "three?"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+@pytest.fixture
+def tokenizer(demo):
+    found = AutoTokenizer.from_pretrained(demo)
+    found.chat_template = HEADERS
+    return found
+
+
+def learnt(tokenizer, messages, learn=("assistant",)):
+    segments = Template(tokenizer, learn).segments(Chat(tuple(messages)))
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert "".join(text for text, _ in segments) == whole
+    return [text for text, is_learnt in segments if is_learnt]
+
+
+def test_answers_are_learnt_with_their_end_and_without_their_header(tokenizer):
+    assert learnt(tokenizer, TALK) == ["two<|end|>", "four<|end|>"]
+    assert learnt(tokenizer, TALK[:4]) == ["two<|end|>"]
+    assert learnt(tokenizer, TALK[:2]) == []
+    tokenizer.chat_template = INSTRUCTIONS
+    assert learnt(tokenizer, TALK[1:]) == [f"  two {tokenizer.eos_token}", f" four{tokenizer.eos_token}"]
+
+
+def test_other_roles_and_weights(tokenizer):
+    assert learnt(tokenizer, TALK, learn=("user",)) == ["<|user|>\n\none?<|end|>", "<|user|>\n\nthree?<|end|>"]
+    assert learnt(tokenizer, TALK, learn=("assistant", "tool", "system"))[1:] == ["two<|end|>", "four<|end|>"]
+    unlearnt = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
+    assert learnt(tokenizer, unlearnt) == ["four<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words"),
+    [
+        (LAST_ONLY, TALK, "the chat template changes earlier messages when later ones follow"),
+        (INSTRUCTIONS, [TALK[1], TALK[1]], r"the chat template refuses it \(roles must alternate\)"),
+        ("{{ messages[0]['content'].nothing() }}", TALK, "the chat template refuses it"),
+    ],
+)
+def test_what_the_template_cannot_do_is_said(tokenizer, template, messages, words):
+    tokenizer.chat_template = template
+    with pytest.raises(UnusableError, match=words):
+        Template(tokenizer, ("assistant",)).segments(Chat(tuple(messages)))
+
+
+def test_forms_of_records():
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "tool", "value": "c"}]
+    chat = document_of({"conversations": turns})
+    assert [(m["role"], m["content"]) for m in chat.messages] == [("user", "a"), ("assistant", "b"), ("tool", "c")]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert document_of({"messages": [call], "tools": [{"name": "f"}]}) == Chat((call,), [{"name": "f"}])
+    assert document_of({"prompt": "a", "completion": "b"}) == Text("a", "b")
+    assert document_of({"text": "a", "more": 1}) == Text("", "a")
+    for bad in (
+        {"messages": []},
+        {"messages": "a"},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": [{"role": 1, "content": "a"}]},
+        {"conversations": [{"from": "human"}]},
+        {"prompt": "a"},
+        [],
+        None,
+    ):
+        assert document_of(bad) is None
+
+
+def with_template(demo, to, template):
+    shutil.copytree(demo, to)
+    (to / "chat_template.jinja").write_text(template)
+    return to
+
+
+def tokenised(path, demo, cache, **more):
+    lines = []
+    report = tokens.Report(lambda *_: None, lambda: None, lines.append)
+    made = tokens.tokenised(Data(paths=(str(path),), **more), demo, cache, report)
+    return np.fromfile(cache / made.name, np.uint32), lines
+
+
+def test_a_file_of_conversations_becomes_tokens(tokenizer, demo, tmp_path):
+    demo = with_template(demo, tmp_path / "model", HEADERS)
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"messages": TALK[:n]}) for n in (3, 5)) + '\n{"text": "plain"}\n'
+    )
+    found, lines = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache")
+    documents = np.split(found, np.flatnonzero(found & FIRST)[1:])
+    parts = [tokenizer.decode((each[(each & NOT_LEARNT) == 0]) & ~MARKS) for each in documents]
+    assert parts[:2] == ["two<|end|>", "two<|end|>four<|end|>"]
+    assert tokenizer.decode(documents[1] & ~MARKS) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    n_learnt = int(((found & NOT_LEARNT) == 0).sum())
+    said = f"data: 3 documents, 2 of them conversations, {len(found):,} tokens, {n_learnt:,} learnt ({100 * n_learnt / len(found):.0f}%)"
+    assert lines[-1] == said
+    again, lines = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache")
+    assert np.array_equal(again, found)
+    assert lines == [said]  # and nothing was tokenized
+    both, _ = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache", learn=("assistant", "user"))
+    assert int(((both & NOT_LEARNT) == 0).sum()) > n_learnt
+
+
+def test_bad_records_are_refused_or_counted(demo, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n\n{"txt": "b"}\nno json\n{"text": "c"}\n')
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:3: not \{\"text\": …\}.*; correct the line, or leave such lines out with --data"
+    ):
+        tokenised(file, demo, tmp_path / "cache")
+    _, lines = tokenised(file, demo, tmp_path / "cache", bad_records="skip")
+    assert lines[-1].startswith("data: 2 documents, ")
+    assert f"; 2 records left out, the first: {file}:3: not " in lines[-1]
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": TALK}))
+    with pytest.raises(
+        UserError, match=r"b\.jsonl:1: is a conversation, but the tokenizer has no chat template; name a file"
+    ):
+        tokenised(tmp_path / "b.jsonl", demo, tmp_path / "cache", bad_records="skip")
+    odd = with_template(demo, tmp_path / "model", LAST_ONLY)
+    with pytest.raises(UserError, match=r"b\.jsonl:1: the chat template changes earlier messages"):
+        tokenised(tmp_path / "b.jsonl", odd, tmp_path / "cache")
+    with pytest.raises(UserError, match=r"--data\.chat_template: none\.jinja: cannot be read \(No such file"):
+        check_template(Path("none.jinja"))

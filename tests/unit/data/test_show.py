@@ -1,0 +1,45 @@
+"""``llama405b data show``: what is learnt is what is marked."""
+
+import json
+import re
+
+import pytest
+
+from llama405b.commands import data
+from llama405b.contract.errors import UserError
+
+
+@pytest.fixture
+def show(demo, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def typed(*settings):
+        assert data.main(["show", "--model.path", str(demo), *settings]) == 0
+        return capsys.readouterr().out
+
+    return typed
+
+
+def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
+    records = [{"prompt": f"Say {n} \x1b[31m", "completion": f"number {n}"} for n in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    settings = ("--data.paths", "a.jsonl", "--data.seq_len", "64")
+    text = show(*settings, "--sequences", "3")
+    assert re.search(r"^data: 60 documents, [\d,]+ tokens, [\d,]+ learnt \(\d+%\)$", text, re.MULTILINE)
+    assert len(re.findall(r"^sequence \d of \d+: \d+ documents?, 64 tokens, \d+ targets$", text, re.MULTILINE)) == 3
+    whole = re.findall(r"^<\|begin_of_text\|>Say (\d+) ·\[31m⟦number (\d+)<\|end_of_text\|>⟧$", text, re.MULTILINE)
+    assert len(whole) > 3
+    assert all(asked == answered for asked, answered in whole)
+    assert "\x1b" not in text
+    assert show(*settings, "--sequences", "0").startswith("data: 60 documents, ")  # not tokenized again
+    assert "which began in another sequence" in text
+
+
+def test_bad_input(show, tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(UserError, match=r"--data\.paths: .* tokens are fewer than one sequence of 4096"):
+        show("--data.paths", "a.txt")
+    with pytest.raises(UserError, match="--sequences: -1 is negative"):
+        show("--data.paths", "a.txt", "--sequences", "-1")
+    with pytest.raises(UserError, match=r"--data\.pats"):
+        show("--data.pats", "a.txt")

@@ -1,0 +1,25 @@
+"""What makes a run learn other things, as its checkpoints record it."""
+
+import numpy as np
+
+from llama405b.contract.config import Config
+from llama405b.data.batches import Batches
+from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.identity import identity_of
+
+
+def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    plain = np.arange(5000, dtype=np.uint32)  # as version 0.1 wrote tokens
+    marked = plain.copy()
+    marked[::50] |= FIRST
+    masked = marked.copy()
+    masked[7] |= NOT_LEARNT
+
+    def data(tokens_N, *, isolated):
+        return identity_of(Config(), tmp_path, Batches(tokens_N, 16, 0, isolated=isolated)).data
+
+    before = data(plain, isolated=False)
+    assert data(marked, isolated=False) == before
+    assert data(marked, isolated=True) == f"{before} isolated"
+    assert data(masked, isolated=False) != before
