@@ -34,13 +34,17 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
         sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
     return RunIdentity(
         model=f"config {hashlib.sha256(model).hexdigest()[:12]}",
-        data=f"{len(tokens_N)} tokens {sample.hexdigest()[:12]}{' isolated' * batches.isolated}",
+        data=f"{len(tokens_N)} tokens {sample.hexdigest()[:12]}{' isolated' * batches.isolated}{_held_out(batches)}",
         sequence_length=config.data.seq_len,
         global_batch_size=config.training.global_batch_size,
         numerics=config.parallel.numerics,
         data_seed=config.data.seed,
         training_seed=config.training.seed,
     )
+
+
+def _held_out(batches: Batches) -> str:
+    return "" if batches.chosen is None else f", {batches.n_sequences} sequences of them"
 
 
 def accept_changes(start: Found, now: RunIdentity, *, allowed: bool) -> str:

@@ -1,6 +1,7 @@
 """Prepare data, model and optimizer for the first step, in the order in which the data flows."""
 
 import base64
+import dataclasses
 import functools
 import os
 import time
@@ -29,7 +30,7 @@ from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
 from llama405b.contract.schema import Config, Parallel
 from llama405b.cores import bind
-from llama405b.data.batches import open_batches
+from llama405b.data.batches import Batches, open_batches
 from llama405b.heartbeat import Pulse
 from llama405b.identity import accept_changes, identity_of
 from llama405b.inbox import Inbox
@@ -59,7 +60,9 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         journal.log(bound)
     files = bring_model_files(config, run, me, journal)
     pulse.phase(Phase.DATA)
-    batches = open_batches(config.data, files, run.path.parent / ".cache", me, pulse.loaded, journal.log)
+    cache = run.path.parent / ".cache"
+    batches = open_batches(config.data, files, cache, me, pulse.loaded, journal.log)
+    batches, held_out = held_out_of(config, batches, files, cache, me, pulse, journal.log)
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
     identity = identity_of(config, files, batches)
     llama = weights.read_llama(files, config.model.layers)
@@ -89,8 +92,25 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     saver = Saver(saving, updater, identity, clock, journal, pulse)
     return Trainer(
         config, run, me, module, updater, batches, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
-        Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len),
+        Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len), held_out,
     )  # fmt: skip
+
+
+def held_out_of(
+    config: Config, batches: Batches, files: Path, cache: Path, me: Ranks, pulse: Pulse, say: Callable[[str], None]
+) -> tuple[Batches, Batches | None]:
+    """Return what is trained on, and what is evaluated on, if anything.
+
+    Raises:
+        UserError: The data to evaluate on cannot be used.
+    """
+    evaluation = config.evaluation
+    if evaluation.fraction:
+        return batches.hold_out(evaluation.fraction)
+    if not evaluation.paths:
+        return batches, None
+    data = dataclasses.replace(config.data, paths=evaluation.paths, max_bytes=0)
+    return batches, open_batches(data, files, cache, me, pulse.loaded, say, "--evaluation.paths")
 
 
 def say_changes(chosen: Resume, *, identity: RunIdentity, allowed: bool, journal: Journal) -> None:

@@ -123,8 +123,7 @@ def train_step(
         return None
     nll = torch.zeros((), device=n_local.device)
     for batch in microbatches:
-        inputs = model_inputs(batch, model.config._attn_implementation)
-        nll_micro = _nll(model(**inputs, use_cache=False).logits, batch.targets_BS)
+        nll_micro = nll_of(model, batch)
         lap("forward")
         # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
         (nll_micro * (dp_size / n_targets)).backward()
@@ -141,6 +140,9 @@ def train_step(
     return StepResult(loss, norm, n_targets)
 
 
-def _nll(logits_BSV: Tensor, y_BS: Tensor) -> Tensor:
-    """Summed negative log-likelihood, in nats."""
-    return F.cross_entropy(logits_BSV.flatten(0, 1).float(), y_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+def nll_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the negative log-likelihood of a micro-batch's targets, summed, in nats."""
+    logits_BSV = model(**model_inputs(batch, model.config._attn_implementation), use_cache=False).logits
+    return F.cross_entropy(
+        logits_BSV.flatten(0, 1).float(), batch.targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )

@@ -20,6 +20,7 @@ from llama405b.contract.requests import RequestKind, RunRequest
 from llama405b.contract.schema import Config
 from llama405b.data.batches import Batches
 from llama405b.diagnose import Profile, write_memory, write_stacks
+from llama405b.evaluate import evaluate
 from llama405b.heartbeat import Pulse
 from llama405b.inbox import MAX_STEPS, Inbox
 from llama405b.journal import Journal
@@ -65,6 +66,7 @@ class Trainer:
     inbox: Inbox
     tokens: int = 0  # target tokens so far, over all ranks
     flops_per_token: int = 0
+    held_out: Batches | None = None  # to evaluate on
     profile: Profile | None = None
     skipped: int = 0  # steps with nothing to learn, in this attempt
 
@@ -85,6 +87,7 @@ class Trainer:
             if metrics is None:
                 self.skip(step)
             else:
+                metrics = self.evaluated(metrics)
                 timeouts = self.config.timeouts  # a slow disk, on one rank, may hold up the update there
                 ranks.set_timeout(timeouts.load if self.saver.step else timeouts.step)
                 self.pulse.stepped(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
@@ -94,6 +97,19 @@ class Trainer:
                 self.journal.event(EventKind.STOPPED, step=step)
                 break
         self.updater.drain()
+
+    def evaluated(self, metrics: Metrics) -> Metrics:
+        """Evaluate the weights after a step, if that is due; returns its metrics with the loss."""
+        every, step = self.config.evaluation.every, metrics.step
+        if self.held_out is None or (step % every and step != self.steps.stop - 1):
+            return metrics
+        self.pulse.phase(Phase.EVAL)
+        began, evaluation = time.monotonic(), self.config.evaluation
+        micro = evaluation.micro_batch_size or self.config.training.micro_batch_size
+        found = evaluate(self.module, self.held_out, self.me, micro, evaluation.max_sequences)
+        self.journal.log(f"evaluation after step {step}: {found}, {time.monotonic() - began:.1f} s")
+        self.pulse.phase(Phase.TRAIN)
+        return dataclasses.replace(metrics, evaluation_loss=found.loss)
 
     def skip(self, step: int) -> None:
         """Record a step in which every target is masked, for example by very long prompts.

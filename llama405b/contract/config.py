@@ -342,6 +342,10 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     model, training, optimizer, parallel = config.model, config.training, config.optimizer, config.parallel
     saves, keep, betas = config.checkpoint.cadence.saves, config.checkpoint.keep, list(optimizer.betas)
     lr, min_lr = optimizer.lr, optimizer.min_lr
+    evaluation = config.evaluation
+    evaluates = evaluation.paths or evaluation.fraction
+    no_data = "no data to evaluate on; set evaluation.paths or evaluation.fraction"
+    never = "evaluation.every is 0, so the data of [evaluation] would not be used; set it to a number of steps"
     too_few = f"checkpoint.keep is {keep}; keep at least {LEAST_KEPT}, so that one always verifies"
     only_bf16 = "flash-attn computes in BF16 only; use sdpa, or numerics other than fp32"
     only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
@@ -356,6 +360,9 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
         ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
         ("checkpoint.replicas", config.checkpoint.replicas > 1, "checkpoint.replicas is above 1; use 0 or 1"),
+        ("evaluation.every", bool(evaluates) != bool(evaluation.every), no_data if evaluation.every else never),
+        ("evaluation.fraction", bool(evaluation.paths and evaluation.fraction), "paths are given as well; leave one of them out"),
+        ("evaluation.fraction", evaluation.fraction > 0.5, f"fraction is {evaluation.fraction:g}; use at most 0.5"),
         ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
         ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),

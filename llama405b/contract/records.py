@@ -111,6 +111,9 @@ class Metrics:
     update_bytes: int | None = None  # that rank 0's updates read from and wrote to CPU memory
     down_bytes: int | None = None  # of rank 0's gradients to CPU memory; on a GPU, over PCIe
     up_bytes: int | None = None  # of rank 0's weights from there
+    evaluation_loss: float | None = (
+        None  # nats per target token of the data held out, after this step; None: not evaluated
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.

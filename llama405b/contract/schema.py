@@ -191,6 +191,17 @@ class Timeouts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The loss on data that is not trained on."""
+
+    every: int = option(0, "steps between evaluations (the last step is always evaluated); 0: never")
+    paths: tuple[str, ...] = option((), "files, folders or globs to evaluate on, as data.paths")
+    fraction: float = option(0.0, "of the training data's sequences, held out for that instead; at most 0.5")
+    max_sequences: int = option(0, "evaluate on the first so many; 0: all")
+    micro_batch_size: int = option(0, "sequences per forward pass on each rank; 0: as in training")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Config:
     """All settings of a training run."""
 
@@ -201,6 +212,7 @@ class Config:
     parallel: Parallel = Parallel()
     checkpoint: Checkpoint = Checkpoint()
     timeouts: Timeouts = Timeouts()
+    evaluation: Evaluation = Evaluation()
 
 
 def fields() -> Iterator[tuple[str, Any, Any, str]]:

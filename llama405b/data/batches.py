@@ -30,11 +30,34 @@ class Batches:
     seq_len: int
     seed: int
     isolated: bool = True  # documents that share a sequence do not see each other
+    chosen: NDArray[np.int64] | None = None  # which sequences these are, if not all
+
+    @property
+    def sequences(self) -> NDArray[np.int64]:
+        """The sequences of one epoch; each token is a target in exactly one, but an isolated document's first in none."""
+        if self.chosen is not None:
+            return self.chosen
+        return np.arange((len(self.tokens_N) - 1) // self.seq_len)
 
     @property
     def n_sequences(self) -> int:
-        """Number of sequences in one epoch; each token is a target in exactly one, but an isolated document's first in none."""
-        return (len(self.tokens_N) - 1) // self.seq_len
+        """Number of sequences in one epoch."""
+        return (len(self.tokens_N) - 1) // self.seq_len if self.chosen is None else len(self.chosen)
+
+    def hold_out(self, fraction: float) -> tuple["Batches", "Batches"]:
+        """Split into what is trained on and what is held out: sequences at equal distances, at least one of each.
+
+        Raises:
+            UserError: There is only one sequence.
+        """
+        everything = self.sequences
+        if len(everything) < 2:
+            raise UserError("--evaluation.fraction: there is only one sequence; add text, or name --evaluation.paths")
+        n_held = min(max(1, round(fraction * len(everything))), len(everything) - 1)
+        places = np.linspace(0, len(everything) - 1, n_held + 2).round().astype(np.int64)[1:-1]
+        held = np.unique(np.clip(places, 0, len(everything) - 1))
+        kept = np.setdiff1d(np.arange(len(everything)), held)
+        return dataclasses.replace(self, chosen=everything[kept]), dataclasses.replace(self, chosen=everything[held])
 
     def steps(self, epochs: float, global_batch: int) -> int:
         """Return the number of whole steps in these epochs, at least one."""
@@ -43,7 +66,8 @@ class Batches:
     def sequence(self, index: int) -> int:
         """Return the packed sequence at ``index`` of the endless order."""
         epoch, place = divmod(index, self.n_sequences)
-        return int(_order(self.seed, epoch, self.n_sequences)[place])
+        place = int(_order(self.seed, epoch, self.n_sequences)[place])
+        return place if self.chosen is None else int(self.chosen[place])
 
     def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[Batch]:
         """Return this rank's part of a step (counted from 1), on its device."""
@@ -83,25 +107,33 @@ def _order(seed: int, epoch: int, n_sequences: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(n_sequences)
 
 
-def open_batches(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks, progress: Progress, say: Say) -> Batches:
-    """Bring the tokens to every host, and open them as batches.
+def open_batches(
+    config: Data,
+    tokenizer_dir: Path,
+    cache: Path,
+    me: Ranks,
+    progress: Progress,
+    say: Say,
+    named: str = "--data.paths",
+) -> Batches:
+    """Bring the tokens to every host, and open them as batches; ``named``: the option that names the texts.
 
     Raises:
         UserError: The data cannot be used (see ``bring_tokens``), or is shorter than one sequence.
     """
     tokens = bring_tokens(config, tokenizer_dir, cache, me, progress, say)
-    return batches_of(config, cache / tokens.name, tokens.n_tokens)
+    return batches_of(config, cache / tokens.name, tokens.n_tokens, named)
 
 
-def batches_of(config: Data, file: Path, n_tokens: int) -> Batches:
-    """Open a token file as batches.
+def batches_of(config: Data, file: Path, n_tokens: int, named: str = "--data.paths") -> Batches:
+    """Open a token file as batches; ``named``: the option that names its texts.
 
     Raises:
         UserError: It is shorter than one sequence.
     """
     if n_tokens <= config.seq_len:
         raise UserError(
-            f"--data.paths: {n_tokens} tokens are fewer than one sequence of {config.seq_len}; add text, or lower --data.seq_len"
+            f"{named}: {n_tokens} tokens are fewer than one sequence of {config.seq_len}; add text, or lower --data.seq_len"
         )
     tokens_N = np.memmap(file, dtype=np.uint32, mode="r")
     return Batches(tokens_N, config.seq_len, config.seed, isolated=config.packing == "isolated")

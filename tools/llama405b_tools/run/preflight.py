@@ -107,7 +107,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         data.seq_len,
         model.layers,
         model.weights == "random",
-        data.paths,
+        (*data.paths, *request.config.evaluation.paths),
         request.new_checkpoints,
         whole=request.config.parallel.fsdp == "fsdp1",
         template=data.chat_template,

@@ -1,0 +1,56 @@
+"""The loss on data that is not trained on. Knows batches and the model; not files, flags or clocks."""
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+from torch import nn
+
+from llama405b.batch import IGNORE_INDEX, Batch
+from llama405b.data.batches import Batches
+from llama405b.ranks import Ranks, sum_over_ranks
+from llama405b.step import nll_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Result of an evaluation."""
+
+    loss: float  # nats per target token, over all sequences
+    n_targets: int
+    n_sequences: int
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``; infinite if that is too large for a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}, perplexity {self.perplexity:,.2f} ({self.n_targets:,} targets in {self.n_sequences:,} sequences)"
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_out: Batches, me: Ranks, micro: int, most: int = 0) -> Evaluated:
+    """Evaluate the first ``most`` sequences (0: all), ``micro`` at a time on each rank, in their own order.
+
+    All ranks take as many forwards, as FSDP's collectives need: one without a sequence left takes any, and counts none of it.
+    """
+    n_sequences = min(most or held_out.n_sequences, held_out.n_sequences)
+    sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # nats, targets
+    for begin in range(me.dp.rank * micro, me.dp.rank * micro + n_sequences, me.dp.size * micro):
+        batch = _batch(held_out, range(begin, begin + micro), n_sequences).to(me.device)
+        sums[0] += nll_of(model, batch)
+        sums[1] += (batch.targets_BS != IGNORE_INDEX).sum()
+    nats, n_targets = sum_over_ranks(sums).tolist()
+    return Evaluated(nats / max(1.0, n_targets), int(n_targets), n_sequences)
+
+
+def _batch(held_out: Batches, places: range, n_sequences: int) -> Batch:
+    windows = np.stack([held_out.window(held_out.sequences[place % n_sequences]) for place in places])
+    batch = held_out.batch(windows)
+    batch.targets_BS[torch.tensor([place >= n_sequences for place in places])] = IGNORE_INDEX
+    return batch

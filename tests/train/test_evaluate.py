@@ -1,0 +1,121 @@
+"""The loss on held-out data: the same for any number of ranks and any batch, and where it is told."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from conftest import ROOT
+from llama405b.data.batches import Batches
+from llama405b.data.encode import FIRST, NOT_LEARNT
+from ranks_rig import run_ranks
+
+SEQ = 16
+CASES = [(1, 0), (3, 0), (4, 5), (20, 0)]  # sequences at a time, and at most
+
+
+def _batches():
+    draw = np.random.default_rng(4)
+    tokens_N = draw.integers(0, 131, 11 * SEQ + 1).astype(np.uint32)
+    tokens_N[draw.random(len(tokens_N)) < 0.3] |= NOT_LEARNT
+    tokens_N[::7] |= FIRST
+    return Batches(tokens_N, SEQ, 0)
+
+
+def _evaluate(me, directory):
+    from llama405b.evaluate import evaluate
+    from update_rig import build, take
+
+    module, updater = build(me, directory, overlap=True)
+    found = [evaluate(module, _batches(), me, micro, most) for micro, most in CASES]
+    for step in range(2):  # the next one waits for an update that is hidden under its forward
+        take(me, module, updater, step)
+        found.append(evaluate(module, _batches(), me, 2))
+    loss = take(me, module, updater, 2)[0]
+    updater.drain()
+    return [(each.loss, each.n_targets, each.n_sequences) for each in found], loss
+
+
+def _plainly(directory, n_sequences):
+    model, batches = LlamaForCausalLM.from_pretrained(directory), _batches()
+    nats, n_targets = 0.0, 0
+    for sequence in range(n_sequences):
+        batch = batches.batch(batches.window(sequence)[None])
+        with torch.no_grad():
+            logits = model(input_ids=batch.ids_BS, position_ids=batch.positions_BS, use_cache=False).logits
+        nats += float(F.cross_entropy(logits[0], batch.targets_BS[0], ignore_index=-100, reduction="sum"))
+        n_targets += int((batch.targets_BS != -100).sum())
+    return nats / n_targets, n_targets, n_sequences
+
+
+def test_it_does_not_depend_on_ranks_or_batches(tiny):
+    trained = []
+    for world in (1, 2, 3):
+        for found, loss in run_ranks(world, _evaluate, tiny):
+            for (_, most), (value, *counts) in zip(CASES, found, strict=False):
+                expected, *wanted = _plainly(tiny, most or 11)
+                assert value == pytest.approx(expected, rel=1e-6)
+                assert counts == wanted
+            trained.append([value for value, *_ in found[len(CASES) :]] + [loss])
+    assert all(each == pytest.approx(trained[0], rel=1e-5) for each in trained)
+    assert trained[0][0] != trained[0][1]
+
+
+def test_what_is_held_out_is_not_trained_on():
+    whole = _batches()
+    kept, held = whole.hold_out(0.3)
+    assert (kept.n_sequences, held.n_sequences) == (8, 3)
+    assert sorted([*kept.sequences, *held.sequences]) == list(range(11))
+    assert {kept.sequence(i) for i in range(16)} == {*kept.sequences}
+    assert [whole.hold_out(f)[1].n_sequences for f in (0.001, 0.5)] == [1, 6]
+
+
+def _train(work, demo, *settings):
+    flags = {
+        "model.path": demo, "data.paths": "corpus", "data.seq_len": 32, "training.global_batch_size": 4, "training.max_steps": 5,
+        "parallel.device": "cpu", "parallel.numerics": "fp32", "checkpoint.every": 0,
+    }  # fmt: skip
+    typed = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    command = [sys.executable, "-m", "llama405b_tools.cli", "train", "--run-dir", "runs/r", *typed, *settings]
+    return subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("how", [("--evaluation.fraction", "0.1"), ("--evaluation.paths", "held.txt")])
+def test_a_run_tells_it(demo, corpus, tmp_path, how):
+    (tmp_path / "corpus").symlink_to(corpus)
+    (tmp_path / "held.txt").write_text("".join(file.read_text() for file in sorted(corpus.rglob("*.py")))[:9000])
+    done = _train(tmp_path, demo, "--evaluation.every", "2", *how)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("evaluation after step ")]
+    assert [line.split()[3] for line in lines] == ["2:", "4:", "5:"]
+    metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
+    found = [each.get("evaluation_loss") for each in metrics]
+    assert [value is not None for value in found] == [False, True, False, True, True]
+    assert f"loss {found[1]:.4f}, perplexity" in lines[0]
+    assert found[4] < found[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--evaluation.every", "2"], "no data to evaluate on; set evaluation.paths or evaluation.fraction"),
+        (["--evaluation.fraction", "0.1"], "evaluation.every is 0, so the data of [evaluation] would not be used"),
+        (["--evaluation.every", "2", "--evaluation.fraction", "0.6"], "fraction is 0.6; use at most 0.5"),
+        (
+            ["--evaluation.every", "2", "--evaluation.fraction", "0.1", "--evaluation.paths", "a"],
+            "paths are given as well; leave one of them out",
+        ),
+    ],
+)
+def test_bad_input(demo, tmp_path, settings, words):
+    done = _train(tmp_path, demo, *settings)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
