@@ -1,0 +1,79 @@
+"""Directories of the Llama family: the loss of a step is transformers' own, whatever their configuration says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+
+from ranks_rig import run_ranks
+from tiny_models import write_llama
+from update_rig import VOCABULARY, batch
+
+ROPE = {"rope_theta": 10_000.0}
+FAMILY = {
+    "CodeLlama": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "linear rope": {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}},
+    "dynamic rope": {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}},
+    "yarn": {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    "longrope": {
+        "rope_parameters": ROPE
+        | {
+            "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.1], "long_factor": [1.5, 2.0],
+        }
+    },
+    "Llama 3.1": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "heads of their own size": {"head_dim": 8},
+    "as many key heads": {"num_key_value_heads": 6},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "another activation": {"hidden_act": "gelu", "rms_norm_eps": 1e-3},
+    "tied": {"tied": True},
+}  # fmt: skip
+
+
+def _losses(me, directories):
+    from update_rig import build, take
+
+    found = []
+    for directory in directories:
+        module, updater = build(me, directory, overlap=False)
+        biases = [p for name, p in updater.kept.named_parameters() if name.endswith("bias")]
+        found.append(([take(me, module, updater, step, max_norm=0.0)[0] for step in (1, 2)], len(biases)))
+        updater.drain()
+    return found
+
+
+def _of_transformers(directory):
+    model, losses = LlamaForCausalLM.from_pretrained(directory, attn_implementation="sdpa"), []
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in model.parameters()]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step in (1, 2):
+        [packed] = batch(step, type("Alone", (), {"world": 1, "rank": 0}), 1)
+        logits = model(input_ids=packed.ids_BS, use_cache=False).logits
+        loss = F.cross_entropy(logits.view(-1, VOCABULARY), packed.targets_BS.flatten())
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 / (1 + step / 50)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_losses_of_two_steps_are_those_of_transformers(tmp_path):
+    directories = [write_llama(tmp_path / str(i), layers=2, **more) for i, more in enumerate(FAMILY.values())]
+    for directory in directories:  # biases are 0 where nothing trained them, which would hide one that is not loaded
+        model = LlamaForCausalLM.from_pretrained(directory)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(directory, max_shard_size="20KB")
+    for found in run_ranks(2, _losses, directories):
+        for (name, directory), (losses, n_biases) in zip(zip(FAMILY, directories, strict=True), found, strict=True):
+            assert losses == pytest.approx(_of_transformers(directory), rel=1e-5), name
+            assert bool(n_biases) == (name == "biases")
