@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -50,7 +49,6 @@ def evaluate(model: nn.Module, held_out: Batches, me: Ranks, micro: int, most: i
 
 
 def _batch(held_out: Batches, places: range, n_sequences: int) -> Batch:
-    windows = np.stack([held_out.window(held_out.sequences[place % n_sequences]) for place in places])
-    batch = held_out.batch(windows)
+    batch = held_out.in_order(place % n_sequences for place in places)
     batch.targets_BS[torch.tensor([place >= n_sequences for place in places])] = IGNORE_INDEX
     return batch

@@ -16,6 +16,7 @@ from llama405b.data.encode import FIRST
 
 SAMPLES = 1024  # of the tokens, evenly spaced
 SAMPLE_TOKENS = 1024
+ISOLATED = " isolated"
 NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
@@ -27,14 +28,15 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
     hf_config = read_hf_json(files / "config.json")
     described = {key: value for key, value in hf_config.items() if key not in NOT_OF_THE_MODEL}
     model = json.dumps([described, config.model.layers], sort_keys=True).encode()
-    tokens_N = batches.tokens_N
-    starts = np.linspace(0, max(0, len(tokens_N) - SAMPLE_TOKENS), SAMPLES, dtype=np.int64)
     sample = hashlib.sha256()
-    for start in np.unique(starts):
-        sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
+    for source in batches.mixture.sources:
+        tokens_N = source.tokens_N
+        starts = np.linspace(0, max(0, len(tokens_N) - SAMPLE_TOKENS), SAMPLES, dtype=np.int64)
+        for start in np.unique(starts):
+            sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
     return RunIdentity(
         model=f"config {hashlib.sha256(model).hexdigest()[:12]}",
-        data=f"{len(tokens_N)} tokens {sample.hexdigest()[:12]}{' isolated' * batches.isolated}{_held_out(batches)}",
+        data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{ISOLATED * batches.isolated}{_parts(batches)}",
         sequence_length=config.data.seq_len,
         global_batch_size=config.training.global_batch_size,
         numerics=config.parallel.numerics,
@@ -43,8 +45,16 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
     )
 
 
-def _held_out(batches: Batches) -> str:
-    return "" if batches.chosen is None else f", {batches.n_sequences} sequences of them"
+def _tokens(batches: Batches) -> str:
+    return f"{sum(len(source.tokens_N) for source in batches.mixture.sources)} tokens"
+
+
+def _parts(batches: Batches) -> str:
+    """What is read of the tokens, if that is not all or they are mixed."""
+    sources, counts = batches.mixture.sources, batches.mixture.counts
+    if len(sources) == 1 and sources[0].chosen_N is None and sources[0].spans_N2 is None:
+        return ""
+    return f", {'+'.join(map(str, counts))} sequences an epoch"
 
 
 def accept_changes(start: Found, now: RunIdentity, *, allowed: bool) -> str:
@@ -59,18 +69,22 @@ def accept_changes(start: Found, now: RunIdentity, *, allowed: bool) -> str:
     changes = before.changes(now)
     if not changes:
         return ""
-    said = f"{start.path} was saved with other settings ({', '.join(changes)}){_data_skipped(start, now)}"
+    anew = "" if _same_data(before, now) else ", so the data is read from its beginning"
+    said = f"{start.path} was saved with other settings ({', '.join(changes)}){anew}"
     if not allowed:
         raise UserError(f"--resume: {said}; set them back, or accept this with --checkpoint.allow_changes true")
     return said
 
 
-def _data_skipped(start: Found, now: RunIdentity) -> str:
-    """What another batch size does to the position in the data."""
-    read, step = start.manifest.sequences or 0, start.manifest.step
-    ahead = step * now.global_batch_size - read
-    if ahead > 0:
-        return f", which skips {ahead} sequences"
-    if ahead < 0:
-        return f", which repeats {-ahead} sequences"
-    return ""
+def position_after(start: Found, now: RunIdentity) -> int:
+    """Return how many sequences were read before a checkpoint; 0 if the data is no longer the same, in the same order."""
+    manifest = start.manifest
+    if manifest.identity is None:  # version 0.1
+        return manifest.step * now.global_batch_size
+    return manifest.sequences or 0 if _same_data(manifest.identity, now) else 0
+
+
+def _same_data(before: RunIdentity, now: RunIdentity) -> bool:
+    """Whether both read the same sequences in the same order; how they are packed does not matter."""
+    data, data_now = (each.data.replace(ISOLATED, "") for each in (before, now))
+    return data == data_now and (before.sequence_length, before.data_seed) == (now.sequence_length, now.data_seed)

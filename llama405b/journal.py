@@ -24,6 +24,7 @@ class Journal:
         self.writer = f"rank-{me.rank}"
         self.tokens = 0  # target tokens so far
         self.steps = 0  # total steps of the run
+        self.losses: tuple[float, ...] = ()  # of the steps before a resume
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -53,6 +54,7 @@ class Journal:
         kept = [metrics for metrics in read_metrics(self.run.metrics) if metrics.step <= done]
         write_atomic(self.run.metrics, "".join(reader.dumps(metrics) + "\n" for metrics in kept))
         self.tokens = kept[-1].tokens if kept else 0
+        self.losses = tuple(metrics.loss for metrics in kept)
 
     def metrics(self, metrics: Metrics) -> None:
         """Append one step, and print it."""

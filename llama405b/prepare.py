@@ -30,9 +30,10 @@ from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
 from llama405b.contract.schema import Config, Parallel
 from llama405b.cores import bind
-from llama405b.data.batches import Batches, open_batches
+from llama405b.data.batches import Batches, described, open_batches
+from llama405b.data.reader import Reader
 from llama405b.heartbeat import Pulse
-from llama405b.identity import accept_changes, identity_of
+from llama405b.identity import accept_changes, identity_of, position_after
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
@@ -42,6 +43,7 @@ from llama405b.parallel import fsdp1, fsdp2
 from llama405b.parallel.masters import kept_weights
 from llama405b.ranks import Ranks
 from llama405b.saver import Saver, SavingClock
+from llama405b.spikes import Spikes
 from llama405b.step import Updater
 from llama405b.trainer import StopSignal, Trainer
 
@@ -63,7 +65,6 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     cache = run.path.parent / ".cache"
     batches = open_batches(config.data, files, cache, me, pulse.loaded, journal.log)
     batches, held_out = held_out_of(config, batches, files, cache, me, pulse, journal.log)
-    steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
     identity = identity_of(config, files, batches)
     llama = weights.read_llama(files, config.model.layers)
     each_bytes = Load.of(llama, config, me.world).checkpoint_bytes
@@ -84,15 +85,23 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     done = resume_at(chosen, check, module, updater, me, pulse, journal)
     if saving.copies:
         saving.copies.begin(done)
+    training = config.training
+    position = position_after(chosen.found, identity) if chosen.found else 0
+    steps = training.max_steps or done + batches.steps(training.epochs, training.global_batch_size, position)
+    reader = Reader(batches, me, training.global_batch_size, training.micro_batch_size, position, config.data.workers)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
+    for line in described(config.data, batches):
+        journal.log(line)
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
+    before = ranks.from_rank0(journal.losses, tuple[float, ...])
+    spikes = Spikes(training.spike, before)
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
     saver = Saver(saving, updater, identity, clock, journal, pulse)
     return Trainer(
-        config, run, me, module, updater, batches, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
-        Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len), held_out,
+        config, run, me, module, updater, reader, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
+        Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len), held_out, spikes,
     )  # fmt: skip
 
 
@@ -109,7 +118,7 @@ def held_out_of(
         return batches.hold_out(evaluation.fraction)
     if not evaluation.paths:
         return batches, None
-    data = dataclasses.replace(config.data, paths=evaluation.paths, max_bytes=0)
+    data = dataclasses.replace(config.data, paths=evaluation.paths, weights=(), max_bytes=0)
     return batches, open_batches(data, files, cache, me, pulse.loaded, say, "--evaluation.paths")
 
 

@@ -68,12 +68,13 @@ class Saver:
         busy: bool,
         ending: bool,
         requests: Sequence[RunRequest],
+        position: int,
         step_s: float | None = None,
     ) -> None:
         """Save if that is due or requested; at the end wait for it.
 
         ``due``: alike on all ranks, as is ``busy``, whether any of them is still writing: then the next save is put off until the
-        first step after that. ``step_s``: what a step takes.
+        first step after that. ``position``: sequences that were read by then; ``step_s``: what a step takes.
 
         Raises:
             UserError: The last checkpoint of the run could not be written, or another run has taken the directory over.
@@ -83,17 +84,17 @@ class Saver:
         if self.step and (ending or not busy):
             self.finish()
         if ending or (self.put_off and not busy):
-            self.begin(step, None if ending else step_s)
+            self.begin(step, position, None if ending else step_s)
         if ending and (failed := self.finish()):
             raise failed
 
-    def begin(self, step: int, next_update_s: float | None) -> None:
+    def begin(self, step: int, position: int, next_update_s: float | None) -> None:
         """Begin to save."""
         self.put_off = False
         self.asked, self.waiting = self.waiting, []
         self.step = step
         self.clock.began()
-        self.saving.begin(step, self.updater, self.identity, next_update_s)
+        self.saving.begin(step, self.updater, self.identity, position, next_update_s)
 
     def finish(self) -> UserError | None:
         """Wait for the save that is under way, and report it; returns why it failed.

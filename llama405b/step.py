@@ -23,6 +23,10 @@ class NonFiniteError(RunError):
     """The loss or gradient of a step is NaN or infinite; the weights are still those of the previous step."""
 
 
+class SpikeError(RunError):
+    """The loss of a step is far above the last ones', and the run is to stop then; the weights are still those of the previous step."""
+
+
 @dataclasses.dataclass(slots=True)
 class UpdateWork:
     """What updates on the CPU took, since the last time this was asked."""
@@ -96,6 +100,7 @@ class StepResult:
     loss: float  # nats per target token, over all ranks
     grad_norm: float  # L2, over all ranks, before clipping
     n_targets: int  # over all ranks
+    updated: bool = True  # False: the loss was refused
 
 
 def train_step(
@@ -105,6 +110,7 @@ def train_step(
     *,
     max_norm: float,
     dp_size: int,
+    refuses: Callable[[float], bool] = lambda _: False,
     lap: Callable[[str], None] = lambda _: None,
 ) -> StepResult | None:
     """Run the micro-batches, which are on the device, clip, and update the weights once.
@@ -112,6 +118,7 @@ def train_step(
     Returns None, on every rank, if no rank has a target: then nothing is computed, and the weights do not change.
 
     Every micro-batch's gradient is reduced and sharded immediately: accumulating whole gradients would not fit.
+    ``refuses``: told the loss, alike on all ranks; if it says so, the weights do not change.
     ``lap`` is called with the name of each part as it ends: forward, backward, optimizer.
 
     Raises:
@@ -135,6 +142,9 @@ def train_step(
     if not (math.isfinite(norm) and math.isfinite(loss)):
         updater.zero()
         raise NonFiniteError(f"loss {loss:.4g}, gradient norm {norm:.4g}")
+    if refuses(loss):
+        updater.zero()
+        return StepResult(loss, norm, n_targets, updated=False)
     updater.update()
     lap("optimizer")
     return StepResult(loss, norm, n_targets)

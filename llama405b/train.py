@@ -22,7 +22,7 @@ from llama405b.journal import Journal
 from llama405b.lost_peer import is_lost_peer
 from llama405b.prepare import prepare
 from llama405b.ranks import FollowedError
-from llama405b.step import NonFiniteError
+from llama405b.step import NonFiniteError, SpikeError
 from llama405b.trainer import StopSignal
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         pulse = Pulse(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
         trainer = prepare(asked.config, run, asked.resume, me, pulse, stop)
-        with contextlib.closing(trainer.checkpoints):
+        with contextlib.closing(trainer.checkpoints), contextlib.closing(trainer.reader):
             trainer.take_steps()
         pulse.phase(Phase.DONE)
         ranks.leave()
@@ -64,6 +64,8 @@ def ending_of(error: Exception, pulse: Pulse | None) -> Cause:
         kind, peer, detail = CauseKind.FOLLOWED, error.peer, error.words
     elif isinstance(error, NonFiniteError):
         kind = CauseKind.NOT_FINITE
+    elif isinstance(error, SpikeError):
+        kind = CauseKind.SPIKE
     elif isinstance(error, UserError) and error.exit_code == REFUSED:
         kind = CauseKind.REFUSED
     elif not isinstance(error, UserError):
@@ -80,7 +82,7 @@ def tell_end(cause: Cause, pulse: Pulse | None) -> None:
     if pulse is None:
         return
     pulse.failed(cause)
-    if cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.NOT_FINITE):
+    if cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.NOT_FINITE, CauseKind.SPIKE):
         Journal(pulse.run, pulse.me).event(EventKind.REFUSED, cause=cause)
 
 

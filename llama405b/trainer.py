@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.requests import RequestKind, RunRequest
 from llama405b.contract.schema import Config
 from llama405b.data.batches import Batches
+from llama405b.data.reader import Reader
+from llama405b.data.whence import documents_at
 from llama405b.diagnose import Profile, write_memory, write_stacks
 from llama405b.evaluate import evaluate
 from llama405b.heartbeat import Pulse
@@ -27,9 +30,11 @@ from llama405b.journal import Journal
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.saver import Saver
-from llama405b.step import NonFiniteError, Updater, train_step
+from llama405b.spikes import Spikes
+from llama405b.step import NonFiniteError, SpikeError, StepResult, Updater, train_step
 from llama405b.timer import Laps
 
+NAMED = 20  # documents of a step
 ENOUGH_SKIPPED = 10  # skipped steps, before skipping most steps counts as a mistake
 
 
@@ -56,7 +61,7 @@ class Trainer:
     me: Ranks
     module: torch.nn.Module
     updater: Updater
-    batches: Batches
+    reader: Reader
     checkpoints: Store
     saver: Saver
     steps: range  # still to do
@@ -67,6 +72,7 @@ class Trainer:
     tokens: int = 0  # target tokens so far, over all ranks
     flops_per_token: int = 0
     held_out: Batches | None = None  # to evaluate on
+    spikes: Spikes = dataclasses.field(default_factory=lambda: Spikes(math.inf))
     profile: Profile | None = None
     skipped: int = 0  # steps with nothing to learn, in this attempt
 
@@ -81,7 +87,7 @@ class Trainer:
         for step in self.steps:
             try:
                 metrics = self.one_step(step)
-            except NonFiniteError:  # on every rank
+            except (NonFiniteError, SpikeError):  # on every rank
                 self.saver.finish()
                 raise
             if metrics is None:
@@ -133,12 +139,12 @@ class Trainer:
 
         Raises:
             NonFiniteError: Loss or gradient is not finite.
+            SpikeError: The loss is far above the last ones', and the run is to stop then.
         """
         config, laps = self.config, Laps(self.me.device)
         lr = lr_at(step, self.steps.stop - 1, config.optimizer)
         set_lr(self.updater.optimizer, lr)
-        training = config.training
-        microbatches = self.batches.microbatches(step, self.me, training.global_batch_size, training.micro_batch_size)
+        microbatches = next(self.reader)
         laps.end("data")
         try:
             result = train_step(
@@ -147,6 +153,7 @@ class Trainer:
                 microbatches,
                 max_norm=config.optimizer.max_norm,
                 dp_size=self.me.dp.size,
+                refuses=lambda loss: config.training.on_spike != "warn" and self.spikes.is_one(loss),
                 lap=laps.end,
             )
         except NonFiniteError as error:
@@ -156,6 +163,7 @@ class Trainer:
             ) from None
         if result is None:
             return None
+        self.judge(step, result)
         seconds, work = laps.seconds(), self.updater.work()
         step_s = sum(seconds.values())
         self.tokens += result.n_targets
@@ -178,6 +186,28 @@ class Trainer:
             **(dataclasses.asdict(work) if work else {}),
         )
 
+    def judge(self, step: int, result: StepResult) -> None:
+        """Report a loss that is far above the last ones', with the documents of its step; any other is usual from now on.
+
+        Raises:
+            SpikeError: The run is to stop then.
+        """
+        usual, choice, ends = self.spikes.usual, self.config.training.on_spike, self.reader.position
+        if usual is None or not self.spikes.is_one(result.loss):
+            self.spikes.add(result.loss)
+            return
+        loss = f"loss {result.loss:.4f} is {result.loss / usual:.1f} times the median of the last steps"
+        what = "" if result.updated else f"; the weights are still those of step {step - 1}"
+        begins = ends - self.config.training.global_batch_size
+        names = documents_at(self.reader.batches.mixture, range(begins, ends)) if self.me.leads else []
+        detail = f"{loss}{what}; its documents: {_first(names)}"
+        self.journal.log(f"step {step}/{self.journal.steps}  {detail}")
+        self.journal.event(EventKind.SPIKE, step=step, detail=f"{choice}: {detail}")
+        if choice == "stop":
+            raise SpikeError(
+                f"step {step}: {loss}{what}; see `events` for its documents; resume with --training.on_spike skip"
+            )
+
     def obey(self, step: int, step_s: float | None) -> bool:
         """Do what is due or was requested after a step, which took so long; returns whether to stop the run."""
         requests = list(self.inbox.new())
@@ -198,6 +228,7 @@ class Trainer:
                 busy=bool(busy),
                 ending=ending,
                 requests=[request for request in requests if request.kind is RequestKind.SAVE],
+                position=self.reader.position,
                 step_s=step_s,
             )
         elif wanted[RequestKind.SAVE]:
@@ -232,6 +263,14 @@ class Trainer:
         for request in requests:
             if request.kind is kind:
                 self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)
+
+
+def _first(names: Sequence[str]) -> str:
+    """List the first few names."""
+    if not names:
+        return "unknown"
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def everywhere(write: Callable[[], Path]) -> tuple[Path | None, str]:

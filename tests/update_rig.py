@@ -40,13 +40,13 @@ def build(me, directory, *, overlap, offload="full", numerics="", wrap=("LlamaDe
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, kept=kept)
 
 
-def take(me, module, updater, step, accumulation=1, max_norm=0.5):
+def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
     from llama405b.optim.adamw import set_lr
     from llama405b.step import train_step
 
     set_lr(updater.optimizer, 3e-3 / (1 + step / 50))  # each step another, as a schedule has it
     micro = batch(step, me, accumulation)
-    result = train_step(module, updater, micro, max_norm=max_norm, dp_size=me.dp.size)
+    result = train_step(module, updater, micro, max_norm=max_norm, dp_size=me.dp.size, **more)
     return result.loss, result.grad_norm
 
 
@@ -97,7 +97,7 @@ def save(store, step, updater):
     from llama405b.contract.checkpoints import RunIdentity
 
     saving = Saving(store)
-    saving.begin(step, updater, RunIdentity(*IDENTITY))
+    saving.begin(step, updater, RunIdentity(*IDENTITY), step * 12)
     outcome = saving.finish()
     if isinstance(outcome, Exception):
         raise outcome

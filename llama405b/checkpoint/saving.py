@@ -59,10 +59,12 @@ class Saving:
         """Whether this rank is still writing."""
         return self.under_way is not None and not self.under_way.done()
 
-    def begin(self, step: int, updater: Updater, identity: RunIdentity, next_update_s: float | None = None) -> None:
+    def begin(
+        self, step: int, updater: Updater, identity: RunIdentity, position: int, next_update_s: float | None = None
+    ) -> None:
         """Begin to write ``step-N``: what is written is the state now, with all updates that are pending.
 
-        ``next_update_s``: how long until the next ones, if that is known.
+        ``position``: sequences that were read until then; ``next_update_s``: how long until the next ones, if that is known.
 
         Call it on all ranks after the same step, and ``finish`` before the next time.
         """
@@ -73,7 +75,7 @@ class Saving:
         state = state_to_save(updater, self.me)
         frozen = Frozen(updater.units(), self.staging, next_update_s)
         updater.before_update = frozen.before_update
-        self.under_way = self.thread.submit(self._save, step, state, frozen, identity)
+        self.under_way = self.thread.submit(self._save, step, state, frozen, identity, position)
         if isinstance(updater.kept, FullyShardedDataParallel):  # what its state dict refers to is its own affair
             self.under_way.exception()
         self.blocked_s = time.monotonic() - began
@@ -95,7 +97,7 @@ class Saving:
         blocked_s = self.blocked_s + saved.ways.waited_s + time.monotonic() - began
         return dataclasses.replace(saved, blocked_s=blocked_s)
 
-    def _save(self, step: int, state: dict[str, Any], frozen: Frozen, identity: RunIdentity) -> Saved:
+    def _save(self, step: int, state: dict[str, Any], frozen: Frozen, identity: RunIdentity, position: int) -> Saved:
         began, store = time.monotonic(), self.store
         if self.me.on_gpu:
             torch.cuda.set_device(self.me.device)
@@ -108,7 +110,7 @@ class Saving:
             store.on_keepers(lambda: directory.add(final, others), partial, store.group)
             if self.me.leads:
                 mine |= directory.seal_others(final)
-            manifest = self._manifest(step, mine, identity)
+            manifest = self._manifest(step, mine, identity, position)
             store.on_keepers(
                 lambda: store.saved.update({str(final): directory.prepare(final, manifest)}), partial, store.group
             )
@@ -138,7 +140,7 @@ class Saving:
         brought = {name: ranks.bytes_from(0, others.get(name, b""), self.store.group) for name in names}
         return {} if self.me.leads else brought
 
-    def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity) -> Manifest:
+    def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity, position: int) -> Manifest:
         """Gather what all ranks wrote."""
         parts = ranks.agreed(mine, dict[str, Seal], self.store.group)
         return Manifest(
@@ -149,7 +151,7 @@ class Saving:
             run=self.store.run.name,
             hosts=self.store.hosts,
             identity=identity,
-            sequences=step * identity.global_batch_size,
+            sequences=position,
             versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         )
 

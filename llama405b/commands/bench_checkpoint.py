@@ -87,7 +87,7 @@ class _Saves:
     def begin(self, *, beside: bool = False) -> None:
         """Begin the next one."""
         self.number += 1
-        self.saving.begin(self.number, self.training.updater, IDENTITY, self.training.step_s if beside else None)
+        self.saving.begin(self.number, self.training.updater, IDENTITY, 0, self.training.step_s if beside else None)
 
     def finish(self) -> Saved:
         """Wait for it.

@@ -21,7 +21,7 @@ from llama405b.contract import command, weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
-from llama405b.data.batches import Batches, batches_of
+from llama405b.data.batches import Batches, batches_of, described
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.tokens import Report, tokenised
 
@@ -45,11 +45,13 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
         for name, path in weights.small_files(Path(config.model.path), config.data.chat_template).items():
             shutil.copy(path, Path(place) / name)
-        tokens = tokenised(config.data, Path(place), CACHE, Report(lambda *_: None, lambda: None, print))
-        batches = batches_of(config.data, CACHE / tokens.name, tokens.n_tokens)
+        report = Report(lambda *_: None, lambda: None, print)
+        batches = batches_of(
+            config.data, CACHE, [tokenised(part, Path(place), CACHE, report) for part in config.data.by_source]
+        )
         tokenizer = AutoTokenizer.from_pretrained(place)
     marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
-    for line in _shown(batches, args.sequences, tokenizer.decode, marks):
+    for line in (*described(config.data, batches), *_shown(batches, args.sequences, tokenizer.decode, marks)):
         print(line)
     return 0
 
@@ -58,8 +60,8 @@ def _shown(
     batches: Batches, n_sequences: int, decode: Callable[[NDArray[np.uint32]], str], marks: tuple[str, str, str, str]
 ) -> Iterator[str]:
     for number in range(min(n_sequences, batches.n_sequences)):
-        window_N = batches.window(batches.sequence(number))[:-1]
-        targets = int((batches.batch(batches.window(batches.sequence(number))[None]).targets_BS >= 0).sum())
+        window_N = batches.mixture.window(number)[: batches.mixture.filled(number)]
+        targets = int((batches.read([number]).targets_BS >= 0).sum())
         documents = np.split(window_N, np.flatnonzero(window_N & FIRST))
         documents = [each for each in documents if len(each)]
         what = f"{counted(len(documents), 'document')}, {len(window_N):,} tokens, {targets:,} targets"

@@ -87,7 +87,7 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
         if not isinstance(table, dict):
             sections = ", ".join(f"[{field.name}]" for field in dataclasses.fields(Config))
             raise UserError(f"{where}: {section!r} is outside a section; move it under one of {sections}")
-        for key, value in table.items():
+        for key, value in _spelt_out(section, table, f"{path}:{_line_of(text, 'data', 'sources')}"):
             where = f"{path}:{_line_of(text, section, key)}"
             dotted = known_key(f"{section}.{key}", where)
             name, setting = _read(dotted, value, where)
@@ -95,6 +95,30 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
                 raise UserError(f"{where}: {name} is set twice, once under an older name; keep one of them")
             settings[name] = setting
     return settings
+
+
+def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[tuple[str, Json]]:
+    """Yield a section's settings; ``[[data.sources]]`` is another way to write data.paths and data.weights.
+
+    Raises:
+        UserError: One of the sources is not a path and a weight.
+    """
+    for key, value in table.items():
+        if (section, key) != ("data", "sources"):
+            yield key, value
+            continue
+        paths, weights = list[Json](), list[Json]()
+        for each in value if isinstance(value, list) else [value]:
+            match each:
+                case {"path": str(path), "weight": int() | float() as weight, **others} if not others:
+                    paths.append(path)
+                    weights.append(weight)
+                case _:
+                    raise UserError(
+                        f'{where}: a source is {each!r}; write path = "…" and weight = 0.5, and nothing else'
+                    )
+        yield "paths", paths
+        yield "weights", weights
 
 
 def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -342,7 +366,10 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     model, training, optimizer, parallel = config.model, config.training, config.optimizer, config.parallel
     saves, keep, betas = config.checkpoint.cadence.saves, config.checkpoint.keep, list(optimizer.betas)
     lr, min_lr = optimizer.lr, optimizer.min_lr
-    evaluation = config.evaluation
+    evaluation, weights = config.evaluation, config.data.weights
+    uneven = f"{counted(len(weights), 'weight')} for {counted(len(config.data.paths), 'path')}; give one for each"
+    is_one_text = config.data.packing == "concatenated"
+    one_text = "with packing concatenated documents are one text, which is split; leave it out, or use isolated"
     evaluates = evaluation.paths or evaluation.fraction
     no_data = "no data to evaluate on; set evaluation.paths or evaluation.fraction"
     never = "evaluation.every is 0, so the data of [evaluation] would not be used; set it to a number of steps"
@@ -358,11 +385,16 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
+        ("data.weights", bool(weights) and len(weights) != len(config.data.paths), uneven),
+        ("data.weights", not all(weight > 0 for weight in weights), "each weight must be above 0; leave that path out"),
+        ("data.documents", config.data.documents == "whole" and is_one_text, one_text),
+        ("data.long_documents", config.data.long_documents == "truncate" and is_one_text, one_text),
         ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
         ("checkpoint.replicas", config.checkpoint.replicas > 1, "checkpoint.replicas is above 1; use 0 or 1"),
         ("evaluation.every", bool(evaluates) != bool(evaluation.every), no_data if evaluation.every else never),
         ("evaluation.fraction", bool(evaluation.paths and evaluation.fraction), "paths are given as well; leave one of them out"),
         ("evaluation.fraction", evaluation.fraction > 0.5, f"fraction is {evaluation.fraction:g}; use at most 0.5"),
+        ("training.spike", training.spike <= 1, f"spike is {training.spike:g}; use more than 1"),
         ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
         ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),
@@ -381,11 +413,11 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:
     """Find the line that holds a key; tomllib does not report it."""
-    wanted = {(section, key), ("", section), ("", f"{section}.{key}")}
+    wanted = {(section, key), ("", section), ("", f"{section}.{key}"), (f"{section}.{key}", None)}
     current = ""
     for number, line in enumerate(text.splitlines(), 1):
         name = None  # of the section itself
-        if heading := re.match(r"\s*\[\s*([\w.\"'-]+)\s*\]", line):
+        if heading := re.match(r"\s*\[{1,2}\s*([\w.\"'-]+)\s*\]", line):
             current = heading[1].strip("\"'")
         elif named := re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line):
             name = named[1]

@@ -24,6 +24,8 @@ from llama405b.contract.reader import Json
 
 STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
 GZIP = b"\x1f\x8b"
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its files
 HEAD_BYTES = 8192  # enough to tell text from binary
 FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take minutes
 TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
@@ -37,6 +39,7 @@ class Form(enum.Enum):
 
     TEXT = "one document"
     RECORDS = "JSON Lines: a document per line"
+    TABLE = "Parquet or Arrow: a document per row"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def check_paths(paths: Sequence[str]) -> None:
     """Check without reading them that the paths name files that can be trained on.
 
     Raises:
-        UserError: A path matches no file, or one of its first files is neither text nor JSON Lines.
+        UserError: A path matches no file, or one of its first files has no form that is known.
     """
     for path in paths:
         for file in itertools.islice(_matches(path), FIRST_FILES):
@@ -107,13 +110,18 @@ def form_of(file: Path) -> Form:
     """Tell by content (JSON Lines also by name) how a file holds documents.
 
     Raises:
-        UserError: It cannot be read, or is neither text nor JSON Lines.
+        UserError: It cannot be read, or is none of these.
     """
     with reading(file) as raw:
+        packed = raw.read(len(ARROW_FILE))
+        raw.seek(0)
         head = _unpacked(raw).read(HEAD_BYTES)
+    if packed.startswith((PARQUET, ARROW_FILE)) or (packed.startswith(ARROW_STREAM) and file.suffix == ".arrow"):
+        return Form.TABLE
     if _is_binary(head):
         raise UserError(
-            f"{file}: neither text nor JSON Lines, plain or in gzip; convert it, or choose files with a glob like 'corpus/**/*.md'"
+            f"{file}: neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob "
+            "like 'corpus/**/*.md'"
         )
     if file.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson")):
         return Form.RECORDS
@@ -155,13 +163,13 @@ def document_of(record: Any) -> Document | None:
     return None
 
 
-def _is_message(found: Any) -> bool:
+def _is_message(message: Any) -> bool:
     """Whether it has a role, and text or calls of tools; templates know no images."""
-    match found:
+    match message:
         case {"role": str(), "content": str()}:
             return True
-        case {"role": str(), "content": None, "tool_calls": [_, *_]}:
-            return True
+        case {"role": str(), "tool_calls": [_, *_]}:
+            return message.get("content") is None
     return False
 
 
@@ -197,6 +205,13 @@ def _named(path: str) -> Iterator[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         return (p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts))
     root = Path(path)
+    if (root / SAVED_SPLITS).is_file():
+        splits = ", ".join(sorted(each.name for each in root.iterdir() if each.is_dir()))
+        raise UserError(
+            f"--data.paths: {path!r} is a dataset of several splits ({splits}); name one, like {root / 'train'}"
+        )
+    if (root / SAVED_DATASET).is_file() and (found := list(root.glob("data-*.arrow"))):
+        return iter(found)
     if root.is_dir():
         return (p for p in root.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(root)))
     return (Path(p) for p in glob.iglob(path, recursive=True) if Path(p).is_file())  # noqa: PTH207

@@ -18,6 +18,9 @@ class EventKind(enum.StrEnum):
     SAVED = "saved"  # the checkpoint ``path`` after ``step``, in ``took_s``; ``digest``: of its manifest
     NOT_SAVED = "not saved"  # the state after ``step``: ``detail`` says why; training went on
     COPIED = "copied"  # a host's part of the checkpoint ``path`` after ``step``, to the next host
+    SPIKE = (
+        "spike"  # ``step``, whose loss was far above the last ones'; ``detail``: how far, what was done, its documents
+    )
     SKIPPED = "skipped"  # ``step``, in which every target is masked; the ``count``-th of this attempt
     STOPPED = "stopped"  # after ``step``, on request
     REFUSED = "refused"  # the trainer refused its input: ``cause``

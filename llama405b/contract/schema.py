@@ -44,10 +44,21 @@ class Data:
     paths: tuple[str, ...] = option(
         (), "files, folders or globs (text, code, JSON Lines; plain or in gzip), or 'stdlib'"
     )
+    weights: tuple[float, ...] = option(
+        (), "with several paths: how often each is read, beside the others; default: every sequence once in an epoch"
+    )
     seq_len: int = option(4096, "tokens per sequence")
     packing: Literal["isolated", "concatenated"] = option(
         "isolated",
         "documents that share a sequence do not see each other, and their positions restart; concatenated: they do",
+    )
+    documents: Literal["auto", "whole", "split"] = option(
+        "auto",
+        "whole: one that fits into a sequence is never split, and sequences end with padding; split: every sequence is filled; "
+        "auto: whole if parts are only read (prompts, conversations)",
+    )
+    long_documents: Literal["split", "truncate"] = option(
+        "split", "what is done with documents that are longer than a sequence"
     )
     learn: tuple[str, ...] = option(
         ("assistant",), "roles of a conversation whose messages are learnt; others are only read"
@@ -59,7 +70,15 @@ class Data:
         "refuse", "skip: leave out lines of JSON Lines that cannot be used, and say how many"
     )
     seed: int = option(0, "seed of the shuffle")
-    max_bytes: int = option(0, "read at most this many bytes of text; 0: all")
+    max_bytes: int = option(0, "read at most this many bytes of text (with weights: of each path); 0: all")
+    workers: int = option(0, "processes of each rank that read sequences ahead of the step; 0: a thread does")
+
+    @property
+    def by_source(self) -> tuple["Data", ...]:
+        """What is mixed: each path, with weights."""
+        if not self.weights:
+            return (self,)
+        return tuple(dataclasses.replace(self, paths=(path,), weights=()) for path in self.paths)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +91,11 @@ class Training:
     micro_batch_size: int = option(1, "sequences per forward pass on each rank")
     max_steps: int = option(0, "number of steps; 0: as set by epochs")
     epochs: float = option(1.0, "passes over the data, if max_steps is 0")
+    on_spike: Literal["warn", "skip", "stop"] = option(
+        "warn",
+        "what a step does whose loss is far above the last ones'; skip: leave the weights as they are; stop: end the run",
+    )
+    spike: float = option(3.0, "times the median loss of the last 64 steps, above which that is so")
     seed: int = option(0, "seed of every random generator")
 
 

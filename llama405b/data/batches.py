@@ -1,13 +1,10 @@
-"""Packed batches of tokens, the same on any number of ranks.
+"""Packed sequences as batches: what is read, what is learnt, and where each document is. Knows tokens; not ranks or steps.
 
-Knows tokens, steps and ranks; not the model. Sequence ``i`` of a step depends only on the seed, the step and ``i``, so
-that a resumed run and any world size see the same batches.
-
-Shape suffixes: B sequences of a micro-batch, S positions, N tokens.
+Shape suffixes: B sequences of a batch, S positions, N tokens.
 """
 
 import dataclasses
-import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,63 +15,52 @@ from llama405b.batch import IGNORE_INDEX, Batch
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.tokens import Progress, Say, bring_tokens
+from llama405b.data.sources import Mixture, open_source
+from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens
 from llama405b.ranks import Ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batches:
-    """A shuffled, endless order of packed sequences."""
+    """A shuffled, endless order of packed sequences, the same on any number of ranks."""
 
-    tokens_N: NDArray[np.uint32]  # uint32, memory-mapped
-    seq_len: int
-    seed: int
+    mixture: Mixture
     isolated: bool = True  # documents that share a sequence do not see each other
-    chosen: NDArray[np.int64] | None = None  # which sequences these are, if not all
-
-    @property
-    def sequences(self) -> NDArray[np.int64]:
-        """The sequences of one epoch; each token is a target in exactly one, but an isolated document's first in none."""
-        if self.chosen is not None:
-            return self.chosen
-        return np.arange((len(self.tokens_N) - 1) // self.seq_len)
 
     @property
     def n_sequences(self) -> int:
         """Number of sequences in one epoch."""
-        return (len(self.tokens_N) - 1) // self.seq_len if self.chosen is None else len(self.chosen)
+        return self.mixture.n_sequences
 
     def hold_out(self, fraction: float) -> tuple["Batches", "Batches"]:
-        """Split into what is trained on and what is held out: sequences at equal distances, at least one of each.
+        """Split into what is trained on and what is held out, of each source.
 
         Raises:
-            UserError: There is only one sequence.
+            UserError: A source has only one sequence.
         """
-        everything = self.sequences
-        if len(everything) < 2:
-            raise UserError("--evaluation.fraction: there is only one sequence; add text, or name --evaluation.paths")
-        n_held = min(max(1, round(fraction * len(everything))), len(everything) - 1)
-        places = np.linspace(0, len(everything) - 1, n_held + 2).round().astype(np.int64)[1:-1]
-        held = np.unique(np.clip(places, 0, len(everything) - 1))
-        kept = np.setdiff1d(np.arange(len(everything)), held)
-        return dataclasses.replace(self, chosen=everything[kept]), dataclasses.replace(self, chosen=everything[held])
+        pairs = [source.hold_out(fraction) for source in self.mixture.sources]
+        kept, held = ([pair[i] for pair in pairs] for i in (0, 1))
+        weights, seed = self.mixture.counts if len(pairs) > 1 else (), self.mixture.seed
+        return (
+            Batches(Mixture.of(kept, seed, weights), self.isolated),
+            Batches(Mixture.of(held, seed), self.isolated),
+        )
 
-    def steps(self, epochs: float, global_batch: int) -> int:
-        """Return the number of whole steps in these epochs, at least one."""
-        return max(1, int(epochs * self.n_sequences // global_batch))
+    def steps(self, epochs: float, global_batch: int, position: int = 0) -> int:
+        """Return the number of whole steps from a position to the end of these epochs, at least one in all."""
+        return max(0 if position else 1, int((epochs * self.n_sequences - position) // global_batch))
 
-    def sequence(self, index: int) -> int:
-        """Return the packed sequence at ``index`` of the endless order."""
-        epoch, place = divmod(index, self.n_sequences)
-        place = int(_order(self.seed, epoch, self.n_sequences)[place])
-        return place if self.chosen is None else int(self.chosen[place])
+    def read(self, indices: Iterable[int]) -> Batch:
+        """Return the sequences at these places of the order."""
+        return self.batch(self.windows(indices))
 
-    def microbatches(self, step: int, me: Ranks, global_batch: int, micro: int) -> list[Batch]:
-        """Return this rank's part of a step (counted from 1), on its device."""
-        each = global_batch // me.dp.size
-        first = (step - 1) * global_batch + me.dp.rank * each
-        windows = np.stack([self.window(self.sequence(first + i)) for i in range(each)])
-        return self.batch(windows).to(me.device).split(micro)
+    def windows(self, indices: Iterable[int]) -> NDArray[np.uint32]:
+        """Return their tokens, each with the one that follows: (B, S + 1)."""
+        return np.stack([self.mixture.window(index) for index in indices])
+
+    def in_order(self, places: Iterable[int]) -> Batch:
+        """Return sequences by their place in the sources, one source after another."""
+        return self.batch(np.stack([self.mixture.in_order(place) for place in places]))
 
     def batch(self, windows: NDArray[np.uint32]) -> Batch:
         """Split windows of ``seq_len + 1`` tokens into what is read and what follows."""
@@ -92,19 +78,8 @@ class Batches:
         """Positions within documents; the rest of one that began in an earlier sequence counts from 0, too."""
         if not (self.isolated and begins[:, 1:].any()):
             return None
-        places = np.arange(self.seq_len)
+        places = np.arange(begins.shape[1])
         return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-
-    def window(self, sequence: int) -> NDArray[np.uint32]:
-        """Return the tokens of a packed sequence, and the one that follows."""
-        begin = sequence * self.seq_len
-        return self.tokens_N[begin : begin + self.seq_len + 1]
-
-
-@functools.lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, n_sequences: int) -> NDArray[np.int64]:
-    """The shuffle of one epoch."""
-    return np.random.default_rng([seed, epoch]).permutation(n_sequences)
 
 
 def open_batches(
@@ -121,19 +96,40 @@ def open_batches(
     Raises:
         UserError: The data cannot be used (see ``bring_tokens``), or is shorter than one sequence.
     """
-    tokens = bring_tokens(config, tokenizer_dir, cache, me, progress, say)
-    return batches_of(config, cache / tokens.name, tokens.n_tokens, named)
+    files = [bring_tokens(part, tokenizer_dir, cache, me, progress, say) for part in config.by_source]
+    return batches_of(config, cache, files, named)
 
 
-def batches_of(config: Data, file: Path, n_tokens: int, named: str = "--data.paths") -> Batches:
-    """Open a token file as batches; ``named``: the option that names its texts.
+def batches_of(config: Data, cache: Path, files: list[TokenFile], named: str = "--data.paths") -> Batches:
+    """Open token files as batches; ``named``: the option that names their texts.
 
     Raises:
-        UserError: It is shorter than one sequence.
+        UserError: One is shorter than one sequence, or an epoch would have nothing of it.
     """
-    if n_tokens <= config.seq_len:
-        raise UserError(
-            f"{named}: {n_tokens} tokens are fewer than one sequence of {config.seq_len}; add text, or lower --data.seq_len"
-        )
-    tokens_N = np.memmap(file, dtype=np.uint32, mode="r")
-    return Batches(tokens_N, config.seq_len, config.seed, isolated=config.packing == "isolated")
+    for part, file in zip(config.by_source, files, strict=True):
+        if file.n_tokens <= config.seq_len:
+            which = f" ({', '.join(part.paths)})" if len(files) > 1 else ""
+            raise UserError(
+                f"{named}: {file.n_tokens} tokens{which} are fewer than one sequence of {config.seq_len}; add text, or lower "
+                "--data.seq_len"
+            )
+    documents = "split" if config.packing == "concatenated" else config.documents
+    truncate = config.long_documents == "truncate"
+    sources = [open_source(cache / file.name, config.seq_len, documents, truncate=truncate) for file in files]
+    return Batches(Mixture.of(sources, config.seed, config.weights), isolated=config.packing == "isolated")
+
+
+def described(config: Data, batches: Batches) -> list[str]:
+    """Say what an epoch has of each source, and how full its sequences are."""
+    mixture, lines = batches.mixture, []
+    for part, source, count in zip(config.by_source, mixture.sources, mixture.counts, strict=True):
+        line = f"data: {source.n_sequences:,} sequences of {source.seq_len} tokens"
+        if len(mixture.sources) > 1:
+            share = f"{100 * count / batches.n_sequences:.0f}% of an epoch"
+            line += f" from {', '.join(part.paths)}: {share}, {count / source.n_sequences:.2f} passes"
+        if source.spans_N2 is not None:
+            line += f"; whole documents, {100 * source.padding:.1f}% padding"
+        if source.unread:
+            line += f"; {source.unread:,} tokens are in none"
+        lines.append(line)
+    return lines

@@ -54,7 +54,7 @@ class _Piece:
     done_bytes: int = 0  # of all texts, with this piece
     before: list[int] = dataclasses.field(default_factory=list)
     after: list[int] = dataclasses.field(default_factory=list)
-    begins: bool = False  # a document
+    begins: str = ""  # a document, of this file
 
 
 class Encoder:
@@ -70,6 +70,7 @@ class Encoder:
         """``learn``: roles of a conversation that are learnt; ``progress``: bytes of text done, and in all."""
         self.tokenizer, self.texts, self.progress = tokenizer, texts, progress
         self.template, self.counts = Template(tokenizer, learn), Counts()
+        self.files = list[tuple[int, str]]()  # the first token of each file that has any
 
     def __iter__(self) -> Iterator[NDArray[np.uint32]]:
         """Yield the tokens of some text at a time.
@@ -77,20 +78,22 @@ class Encoder:
         Raises:
             UserError: A document cannot be read or used.
         """
-        begins = False  # the next token is the first of a document
+        begins = ""  # the next token is the first of a document of this file
         for batch in _batches(self._pieces()):
             encoded = self.tokenizer([piece.text for piece in batch], add_special_tokens=False)["input_ids"]
             for piece, ids in zip(batch, encoded, strict=True):
                 tokens_N = np.array(piece.before + ids + piece.after, dtype=np.uint32)
+                begins = piece.begins or begins
+                if begins and len(tokens_N) and (not self.files or self.files[-1][1] != begins):
+                    self.files.append((self.counts.tokens, begins))
                 self.counts.tokens += len(tokens_N)
                 if piece.learnt:
                     self.counts.learnt += len(tokens_N)
                 else:
                     tokens_N |= NOT_LEARNT
-                begins |= piece.begins
                 if begins and len(tokens_N):
                     tokens_N[0] |= FIRST
-                    begins = False
+                    begins = ""
                 yield tokens_N
             self.progress(batch[-1].done_bytes, self.texts.total_bytes)
         self.counts.skipped, self.counts.first_skipped = self.texts.n_bad, self.texts.first_bad
@@ -107,7 +110,7 @@ class Encoder:
                 self.texts.refuse(found.where, str(error))
                 continue
             pieces = [_Piece(part, learnt) for text, learnt in segments for part in _split(text)]
-            pieces[0].begins = True
+            pieces[0].begins = str(found.file)
             if isinstance(found.document, Text):  # a template writes its own
                 pieces[0].before, pieces[-1].after = begin, end
             self.counts.documents += 1

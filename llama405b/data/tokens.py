@@ -28,6 +28,7 @@ from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Data
 from llama405b.data.documents import Documents
 from llama405b.data.encode import Counts, Encoder
+from llama405b.data.whence import write_files
 from llama405b.ranks import Ranks
 
 TOKEN_BYTES = 4
@@ -120,6 +121,7 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
     tokens = _written(encoder, cache, stem)
     with contextlib.suppress(OSError):  # they are only told
         write_json((cache / tokens.name).with_suffix(".json"), encoder.counts)
+        write_files(cache / tokens.name, encoder.files)
     report.say(str(encoder.counts))
     return tokens
 

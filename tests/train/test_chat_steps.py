@@ -1,5 +1,6 @@
 """Steps on packed conversations are those of a plain loop over the conversations, one at a time."""
 
+import itertools
 import json
 import random
 import shutil
@@ -16,7 +17,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-STEPS, SEQ, GLOBAL = 20, 64, 6
+STEPS, SEQ, GLOBAL, LR = 20, 64, 6, 1e-3
 
 
 @pytest.fixture
@@ -38,20 +39,23 @@ def chats(demo, tmp_path):
 def _data(file):
     from llama405b.contract.schema import Data
 
-    return Data(paths=(str(file),), seq_len=SEQ, seed=5)
+    return Data(paths=(str(file),), seq_len=SEQ, seed=5, documents="split")
 
 
 def _train(me, model, file, cache):
     from llama405b.data.batches import open_batches
+    from llama405b.data.reader import Reader
+    from llama405b.optim.adamw import set_lr
     from llama405b.step import train_step
     from update_rig import build
 
     batches = open_batches(_data(file), model, cache, me, lambda *_: None, lambda _: None)
     module, updater = build(me, model, overlap=True)
-    losses = []
-    for step in range(1, STEPS + 1):
-        micro = batches.microbatches(step, me, GLOBAL, 2)
-        losses.append(train_step(module, updater, micro, max_norm=0.0, dp_size=me.dp.size).loss)
+    set_lr(updater.optimizer, LR)
+    losses = [
+        train_step(module, updater, micro, max_norm=0.0, dp_size=me.dp.size).loss
+        for micro in itertools.islice(Reader(batches, me, GLOBAL, 2), STEPS)
+    ]
     updater.drain()
     return losses
 
@@ -94,7 +98,7 @@ def _plainly(model, file):
         {"params": [p for p in llama.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in llama.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer, losses = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8), []
+    optimizer, losses = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8), []
     for step in range(STEPS):
         parts = [part for i in order[step * GLOBAL : (step + 1) * GLOBAL] for part in sequences[i] if len(part) > 1]
         total, n_targets = torch.zeros(()), 0

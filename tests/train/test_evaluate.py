@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from conftest import ROOT
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.data.sources import Mixture, Source
 from ranks_rig import run_ranks
 
 SEQ = 16
@@ -25,7 +26,7 @@ def _batches():
     tokens_N = draw.integers(0, 131, 11 * SEQ + 1).astype(np.uint32)
     tokens_N[draw.random(len(tokens_N)) < 0.3] |= NOT_LEARNT
     tokens_N[::7] |= FIRST
-    return Batches(tokens_N, SEQ, 0)
+    return Batches(Mixture.of([Source(tokens_N, SEQ)], 0))
 
 
 def _evaluate(me, directory):
@@ -46,7 +47,7 @@ def _plainly(directory, n_sequences):
     model, batches = LlamaForCausalLM.from_pretrained(directory), _batches()
     nats, n_targets = 0.0, 0
     for sequence in range(n_sequences):
-        batch = batches.batch(batches.window(sequence)[None])
+        batch = batches.in_order([sequence])
         with torch.no_grad():
             logits = model(input_ids=batch.ids_BS, position_ids=batch.positions_BS, use_cache=False).logits
         nats += float(F.cross_entropy(logits[0], batch.targets_BS[0], ignore_index=-100, reduction="sum"))
@@ -71,8 +72,10 @@ def test_what_is_held_out_is_not_trained_on():
     whole = _batches()
     kept, held = whole.hold_out(0.3)
     assert (kept.n_sequences, held.n_sequences) == (8, 3)
-    assert sorted([*kept.sequences, *held.sequences]) == list(range(11))
-    assert {kept.sequence(i) for i in range(16)} == {*kept.sequences}
+    parts = [sorted(int(each.mixture.window(i)[0]) for i in range(each.n_sequences)) for each in (kept, held)]
+    everything = sorted(int(whole.mixture.window(i)[0]) for i in range(11))
+    assert sorted(parts[0] + parts[1]) == everything
+    assert len({*map(tuple, (kept.mixture.window(i) for i in range(16)))}) == 8
     assert [whole.hold_out(f)[1].n_sequences for f in (0.001, 0.5)] == [1, 6]
 
 

@@ -210,6 +210,24 @@ def test_a_norm_that_is_not_finite_changes_nothing(tiny, form):
     assert hidden[0]
 
 
+def _refused(me, directory, form):
+    """Take three steps, the second of which is refused; and the same without it."""
+    found = []
+    for each in FORMS[form]:
+        for steps in ((1, 2, 3), (1, 3)):
+            module, updater = build(me, directory, **each)
+            for step in steps:
+                take(me, module, updater, step, 3, refuses=lambda _, step=step: step == 2)
+            found.append(bits(module, updater))
+    return [same(found[0], other) for other in found[1:]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_whose_loss_is_refused_leaves_no_trace(tiny, form):
+    for alike in run_ranks(2, _refused, tiny, form):
+        assert all(alike)
+
+
 def _long_wait(me, directory):
     module, updater = build(me, directory, overlap=True)
     heard, gate, update = [], threading.Event(), updater._update

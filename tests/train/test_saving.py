@@ -68,7 +68,9 @@ def _train(me, directory, root, form, share=None):
     store, saving = _saving(me, root, int(whole * (share or 0)))
     if share is not None:
         _slow_disk(STEPS_A_SAVE * STEP_S / len(tensors))
-    saving.begin(SAVED, updater, _identity(), STEP_S if share == 1 else None)  # with room, what is late is copied ahead
+    saving.begin(
+        SAVED, updater, _identity(), 0, STEP_S if share == 1 else None
+    )  # with room, what is late is copied ahead
     saved = saving.finish() if share is None else None
     seen, beside = [], 0
     for step in range(SAVED + 1, LAST + 1):
@@ -163,7 +165,7 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
         due, busy = ranks.greatest_of([int(bool(asked) or (me.leads and saver.clock.due(step))), int(saver.busy)])
         try:
-            saver.after_step(step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked)
+            saver.after_step(step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked, position=0)
         except UserError as refused:
             error = str(refused)
     store.close()

@@ -16,7 +16,9 @@ def _bring(me, corpus, demo, caches, progress=lambda *_: None):
 
     me, cache = dataclasses.replace(me, local_rank=0), Path(caches) / me.host  # a host each
     batches = open_batches(Data(paths=(str(corpus),), seq_len=32), Path(demo), cache, me, progress, lambda _: None)
-    return batches.tokens_N.tobytes(), [str(file.relative_to(caches)) for file in cache.iterdir()]
+    return batches.mixture.sources[0].tokens_N.tobytes(), [
+        str(file.relative_to(caches)) for file in cache.glob("*.bin")
+    ]
 
 
 def test_a_token_file_of_the_wrong_size_on_any_host_is_made_anew(corpus, demo, tmp_path):
@@ -30,7 +32,9 @@ def test_a_token_file_of_the_wrong_size_on_any_host_is_made_anew(corpus, demo, t
 def _tokenise_for_long(me, corpus, demo, caches):
     """Rank 0 reads text for longer than a collective may block; returns how often each rank told that it is alive."""
     from llama405b import ranks
-    from llama405b.data import tokens
+    from llama405b.contract.corpus import Text
+    from llama405b.data import encode, tokens
+    from llama405b.data.documents import Found
 
     ranks.set_timeout(TIMEOUT_S)
     told = []
@@ -40,10 +44,10 @@ def _tokenise_for_long(me, corpus, demo, caches):
             began = time.monotonic()
             while time.monotonic() < began + TIMEOUT_S + 4:
                 time.sleep(0.05)
-                yield "", "text " * 50
+                yield Found(Text("", "text " * 50), Path("slow.txt"))
             yield from super().__iter__()
 
-    tokens.Documents, tokens.ENCODE_PIECES = Slow, 2
+    tokens.Documents, encode.ENCODE_PIECES = Slow, 2
     _bring(me, corpus, demo, caches, lambda *bytes_: told.append(bytes_))
     return told
 

@@ -5,6 +5,7 @@ import numpy as np
 from llama405b.contract.config import Config
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.data.sources import Mixture, Source
 from llama405b.identity import identity_of
 
 
@@ -17,7 +18,7 @@ def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_pat
     masked[7] |= NOT_LEARNT
 
     def data(tokens_N, *, isolated):
-        return identity_of(Config(), tmp_path, Batches(tokens_N, 16, 0, isolated=isolated)).data
+        return identity_of(Config(), tmp_path, Batches(Mixture.of([Source(tokens_N, 16)], 0), isolated=isolated)).data
 
     before = data(plain, isolated=False)
     assert data(marked, isolated=False) == before

@@ -17,11 +17,21 @@ from llama405b.trainer import Trainer
 TAKEN = Metrics(0, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1)
 
 
+class Script:
+    """Steps in place of a reader's."""
+
+    def __init__(self, steps):
+        self.steps = iter(steps)
+
+    def __next__(self):
+        return next(self.steps)
+
+
 class Scripted(Trainer):
     """Takes the steps of a script, where None is one that is skipped."""
 
     def one_step(self, step):
-        return self.batches[step - self.steps.start]
+        return next(self.reader)
 
     def obey(self, step, step_s):
         return False
@@ -42,7 +52,7 @@ def take(tmp_path, monkeypatch):
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
         parts["saver"] = types.SimpleNamespace(step=0)
         parts["updater"] = types.SimpleNamespace(drain=lambda: None)
-        parts |= {"config": Config(), "me": me, "batches": script, "steps": range(1, 1 + len(script))}
+        parts |= {"config": Config(), "me": me, "reader": Script(script), "steps": range(1, 1 + len(script))}
         trainer = Scripted(**parts | {"journal": journal, "pulse": pulse})
         trainer.take_steps()
         return timeouts, pulse.record

@@ -47,6 +47,11 @@ def test_flags_win_over_the_file_over_the_preset(tmp_path):
         ),
         ("[optimizer]\nbetas = [0.9]\n", ":2: optimizer.betas is [0.9]; use 2 values of type float"),
         ("lr = 1\n", ":1: 'lr' is outside a section"),
+        (
+            '[data]\nseq_len = 8\n[[data.sources]]\npath = "a"\n',
+            ":3: a source is {'path': 'a'}; write path = \"…\" and weight = 0.5, and nothing else",
+        ),
+        ("[data]\nsources = 3\n", ":2: a source is 3; write path"),
         ("[optimizer\n", ":1: not valid TOML"),
         ("[optimizer]\nlr = 1" + "0" * 400 + "\n", ":2: optimizer.lr is 1"),
         ("[training]\nmax_steps = 1" + "0" * 5000 + "\n", ": cannot be read as TOML"),
@@ -160,3 +165,27 @@ def test_help_names_every_setting(capsys):
     text = capsys.readouterr().out
     for key, _, _, _ in schema.fields():
         assert f"--{key} " in text
+
+
+def test_sources_are_paths_with_weights(tmp_path):
+    tables = "".join(
+        f'[[data.sources]]\npath = "{path}"\nweight = {weight}\n' for path, weight in (("a", 2), ("b/*", 0.5))
+    )
+    (tmp_path / "c.toml").write_text("[model]\npath = 'm'\n" + tables)
+    data = config.resolve(config.read_toml(tmp_path / "c.toml")).data
+    assert (data.paths, data.weights) == (("a", "b/*"), (2.0, 0.5))
+    assert [part.paths for part in data.by_source] == [("a",), ("b/*",)]
+    typed = ["--model.path", "m", "--data.paths", "a,b/*", "--data.weights", "2,0.5"]
+    assert config.resolve(config.read_flags(typed)).data == data
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--data.weights", "1,2"], "--data.weights: 2 weights for 1 path; give one for each"),
+        (["--data.weights", "0"], "--data.weights: each weight must be above 0; leave that path out"),
+        (["--training.spike", "1"], "--training.spike: spike is 1; use more than 1"),
+    ],
+)
+def test_what_cannot_be_mixed_or_judged_is_refused(flags, words):
+    assert words in refusal(config.resolve, config.read_flags([*GIVEN, *flags]))

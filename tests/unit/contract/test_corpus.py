@@ -1,5 +1,6 @@
 import gzip
 import lzma
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from llama405b.contract.corpus import Form, check_paths, expand, form_of
 from llama405b.contract.errors import UserError
 
 RECORDS = '{"text": "x"}\n{"prompt": "p", "completion": "c"}\n'
-NEITHER = "neither text nor JSON Lines, plain or in gzip; convert it, or choose files with a glob like 'corpus/**/*.md'"
+NEITHER = "neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob like 'corpus/**/*.md'"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,9 @@ NEITHER = "neither text nor JSON Lines, plain or in gzip; convert it, or choose 
         ("odd.py", b"a = '\x01\x1f'\n", Form.TEXT),
         ("cut.txt", "é".encode() * 5000, Form.TEXT),  # the head ends within a character
         ("empty", b"", Form.TEXT),
+        ("a.txt", b"PAR1\x15\x00\x15\x10hello\x00\x00PAR1", Form.TABLE),
+        ("a.arrow", b"ARROW1\x00\x00", Form.TABLE),
+        ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00\x00", Form.TABLE),
     ],
 )
 def test_a_file_is_what_its_content_says(tmp_path, name, content, form):
@@ -37,8 +41,8 @@ def test_a_file_is_what_its_content_says(tmp_path, name, content, form):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.parquet", b"PAR1\x15\x00\x15\x10hello\x00\x00PAR1"),
-        ("a.txt", b"PAR1\x15\x00\x15\x10hello\x00\x00PAR1"),
+        ("a.feather", b"FEA1\x15\x00\x15\x10hello\x00\x00FEA1"),
+        ("a.bin", b"\xff\xff\xff\xff\x10\x00\x00\x00"),
         ("a.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"),
         ("a.jsonl.xz", lzma.compress(RECORDS.encode() * 50)),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x58\x81\x01" + RECORDS.encode()),
@@ -69,7 +73,7 @@ def test_paths_that_match_nothing_or_hold_a_binary_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"--data\.paths: '.*none\*' matches no file; check the path"):
         check_paths([str(tmp_path), f"{tmp_path}/none*"])
     (tmp_path / "b").write_bytes(b"\0")
-    with pytest.raises(UserError, match=NEITHER.split(",")[0]):
+    with pytest.raises(UserError, match=re.escape(NEITHER.split(",")[0])):
         check_paths([str(tmp_path)])
 
 

@@ -138,7 +138,7 @@ def test_bad_records_are_refused_or_counted(demo, tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n\n{"txt": "b"}\nno json\n{"text": "c"}\n')
     with pytest.raises(
-        UserError, match=r"a\.jsonl:3: not \{\"text\": …\}.*; correct the line, or leave such lines out with --data"
+        UserError, match=r"a\.jsonl:3: not \{\"text\": …\}.*; correct it, or leave such records out with --data"
     ):
         tokenised(file, demo, tmp_path / "cache")
     _, lines = tokenised(file, demo, tmp_path / "cache", bad_records="skip")

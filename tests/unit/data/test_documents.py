@@ -1,6 +1,9 @@
 import gzip
 import json
 
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from llama405b.contract.corpus import expand, form_of
@@ -49,3 +52,44 @@ def test_how_far_reading_has_come_is_known_in_bytes_of_the_files(tmp_path):
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (300, texts.total_bytes)
     assert len(list(read(*files, max_bytes=300))) == 1
+
+
+TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"name": "f"}]}]}
+
+
+def test_rows_of_parquet_are_records(tmp_path):
+    rows = [{"text": f"text {i}", "source": None} for i in range(2500)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([TALK]), tmp_path / "b.parquet")
+    found = list(texts := read(*expand([f"{tmp_path}/*.parquet"])))
+    assert [each.document.text for each in found[:-1]] == [row["text"] for row in rows]
+    assert (found[1700].where, texts.done_bytes) == (f"{tmp_path}/a.parquet:1701", texts.total_bytes)
+    assert [dict(message) for message in found[-1].document.messages] == TALK["messages"]  # without the null fields
+
+
+def test_a_dataset_that_was_saved_is_read_and_one_of_several_splits_is_not(tmp_path):
+    saved = tmp_path / "saved" / "train"
+    saved.mkdir(parents=True)
+    table = pyarrow.Table.from_pylist([{"prompt": "p", "completion": f"c{i}"} for i in range(3)])
+    with pyarrow.ipc.new_stream(saved / "data-00000-of-00001.arrow", table.schema) as stream:
+        stream.write_table(table)
+    with pyarrow.ipc.new_stream(saved / "cache-1234.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (saved / "state.json").write_text("{}")
+    (saved / "dataset_info.json").write_text('{"description": "text"}')
+    assert documents_of(*expand([str(saved)])) == [("p", "c0"), ("p", "c1"), ("p", "c2")]
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(
+        UserError, match=r"saved' is a dataset of several splits \(train\); name one, like .*saved/train"
+    ):
+        expand([str(tmp_path / "saved")])
+
+
+def test_bad_tables_are_named(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a.parquet:2: not "):
+        list(read(tmp_path / "a.parquet"))
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"b.parquet: cannot be read \(.*\); correct it, or leave it out"):
+        list(read(tmp_path / "b.parquet"))

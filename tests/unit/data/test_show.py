@@ -26,13 +26,15 @@ def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
     settings = ("--data.paths", "a.jsonl", "--data.seq_len", "64")
     text = show(*settings, "--sequences", "3")
     assert re.search(r"^data: 60 documents, [\d,]+ tokens, [\d,]+ learnt \(\d+%\)$", text, re.MULTILINE)
-    assert len(re.findall(r"^sequence \d of \d+: \d+ documents?, 64 tokens, \d+ targets$", text, re.MULTILINE)) == 3
+    assert re.search(r"^data: \d+ sequences of 64 tokens; whole documents, [\d.]+% padding$", text, re.MULTILINE)
+    assert len(re.findall(r"^sequence \d of \d+: \d+ documents?, \d\d tokens, \d+ targets$", text, re.MULTILINE)) == 3
     whole = re.findall(r"^<\|begin_of_text\|>Say (\d+) ·\[31m⟦number (\d+)<\|end_of_text\|>⟧$", text, re.MULTILINE)
     assert len(whole) > 3
     assert all(asked == answered for asked, answered in whole)
     assert "\x1b" not in text
     assert show(*settings, "--sequences", "0").startswith("data: 60 documents, ")  # not tokenized again
-    assert "which began in another sequence" in text
+    assert "which began in another sequence" not in text
+    assert "which began in another sequence" in show(*settings, "--data.documents", "split")
 
 
 def test_bad_input(show, tmp_path):

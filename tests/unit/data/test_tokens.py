@@ -41,7 +41,9 @@ def test_a_token_file_is_reused_unless_its_size_is_wrong(demo, corpus, tmp_path)
         assert tokenised(corpus, demo, tmp_path, told) == made
         assert path.read_bytes() == content
         assert told.lines[0].startswith("tokenizing 2 files, ")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [made.name, made.name.replace(".bin", ".json")]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        made.name.replace(".bin", suffix) for suffix in (".bin", ".files", ".json")
+    ]
 
 
 def test_tokenizing_tells_how_far_it_is_after_every_piece(demo, tmp_path, monkeypatch):

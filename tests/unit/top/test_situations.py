@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, HostState, Level, RunPhase, Verdict
@@ -125,6 +126,20 @@ def test_a_save_that_failed_stands_out_until_one_succeeds():
     assert (pic.verdict, pic.why) == (Verdict.DEGRADED, "not saved: step 1184: No space left on device ")
     assert "checkpoint_step" in pic.training.odd_in
     assert play(50, lambda _, frame: run_of(frame, unsaved=""))[0].picture().verdict is Verdict.HEALTHY
+
+
+def test_the_last_evaluation_is_shown():
+    def evaluated(_, frame):
+        for each in frame["run"].get("metrics", ()):
+            each |= {"evaluation_loss": each["step"] / 1000} if each["step"] % 5 == 0 else {}
+
+    def shown(pic):
+        return "\n".join(line.plain for line in headline(pic, 160))
+
+    pic = play(50, evaluated)[0].picture()
+    assert (pic.training.evaluation_loss, pic.training.evaluated_step) == (1.18, 1180)
+    assert "eval 1.1800 @1180" in shown(pic)
+    assert "eval" not in shown(play(50)[0].picture())
 
 
 LAST = 1184  # step after 50 s

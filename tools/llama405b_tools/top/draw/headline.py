@@ -109,6 +109,8 @@ def _progress(run: Training, width: int) -> Text:
     first = _marked(f"step {done}", run, "step")
     first.append("  ").append_text(_marked(f"loss {number(run.loss, '.4f')}", run, "loss"))
     first.append(f" {sparkline(run.losses, 16 if width >= WIDE else 8)}")
+    if run.evaluated_step is not None:
+        first.append(f"  eval {number(run.evaluation_loss, '.4f')} @{run.evaluated_step}")
     times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
     split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
     if run.update_s is not None:

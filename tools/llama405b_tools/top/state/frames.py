@@ -87,6 +87,7 @@ class StepMetrics:
     up_bytes: int | None = None  # of rank 0's weights from there
     tokens_per_s: float | None = None
     flops_per_token: float | None = None
+    evaluation_loss: Annotated[float | None, SoundOnly] = None  # on data that is not trained on, after this step
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.

@@ -212,6 +212,8 @@ class Training:
     steps: int | None = None  # in total
     loss: float | None = None
     losses: tuple[float, ...] = ()
+    evaluation_loss: float | None = None  # the last on data that is not trained on
+    evaluated_step: int | None = None  # after which it was that
     step_s: float | None = None  # median of the last steps
     data_s: float | None = None
     forward_s: float | None = None

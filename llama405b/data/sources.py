@@ -1,0 +1,186 @@
+"""Token files as packed sequences, and the order in which those of several are read. Knows tokens; not ranks or steps.
+
+Shape suffixes: S positions, N tokens or sequences.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llama405b.contract.errors import UserError
+from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.data.spans import has_prompts, whole_spans
+
+TURNS = 2**32 - 1  # a stream of random numbers of its own, beside those of the sources
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """The packed sequences of a token file; each token is a target in exactly one, but an isolated document's first in none."""
+
+    tokens_N: NDArray[np.uint32]  # memory-mapped
+    seq_len: int
+    spans_N2: NDArray[np.int64] | None = None  # first token and end of each sequence; None: every S tokens
+    chosen_N: NDArray[np.int64] | None = None  # which sequences these are, if not all
+
+    @property
+    def n_sequences(self) -> int:
+        """Number of sequences; without spans, what is left of the tokens after the last is read by none."""
+        if self.chosen_N is not None:
+            return len(self.chosen_N)
+        return (len(self.tokens_N) - 1) // self.seq_len if self.spans_N2 is None else len(self.spans_N2)
+
+    @property
+    def padding(self) -> float:
+        """Share of padding in all sequences."""
+        if self.spans_N2 is None:
+            return 0.0
+        return 1 - float(np.diff(self.spans_N2).mean()) / self.seq_len
+
+    @property
+    def unread(self) -> int:
+        """Number of tokens that are in no sequence."""
+        if self.spans_N2 is None:
+            return len(self.tokens_N) - 1 - self.seq_len * ((len(self.tokens_N) - 1) // self.seq_len)
+        return len(self.tokens_N) - int(np.diff(self.spans_N2).sum())
+
+    def window(self, place: int) -> NDArray[np.uint32]:
+        """Return the tokens of a sequence, and the one that follows: S + 1; what is not filled is a document that is not learnt."""
+        begin, end = self.span(place)
+        found = self.tokens_N[begin : end + (end - begin == self.seq_len)]
+        if len(found) > self.seq_len:
+            return found
+        padding = np.full(self.seq_len + 1 - len(found), NOT_LEARNT)
+        padding[0] |= FIRST
+        return np.concatenate([found, padding])
+
+    def span(self, place: int) -> tuple[int, int]:
+        """Return where a sequence is in the tokens: its first, and the one after its last."""
+        place = place if self.chosen_N is None else int(self.chosen_N[place])
+        if self.spans_N2 is None:
+            return self.seq_len * place, self.seq_len * (place + 1)
+        begin, end = self.spans_N2[place].tolist()
+        return begin, end
+
+    def hold_out(self, fraction: float) -> tuple["Source", "Source"]:
+        """Split into what is trained on and what is held out: sequences at equal distances, at least one of each.
+
+        Raises:
+            UserError: There is only one sequence.
+        """
+        n = self.n_sequences
+        if n < 2:
+            raise UserError("--evaluation.fraction: there is only one sequence; add text, or name --evaluation.paths")
+        n_held = min(max(1, round(fraction * n)), n - 1)
+        held = np.unique(np.linspace(0, n - 1, n_held + 2).round().astype(np.int64)[1:-1].clip(0, n - 1))
+        kept = np.setdiff1d(np.arange(n), held)
+        return dataclasses.replace(self, chosen_N=kept), dataclasses.replace(self, chosen_N=held)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the file itself; a pickled memory map would be a copy of all of it."""
+        file = getattr(self.tokens_N, "filename", None)
+        return _opened, (self.tokens_N if file is None else Path(file), self.seq_len, self.spans_N2, self.chosen_N)
+
+
+def _opened(tokens: Path | NDArray[np.uint32], *rest: Any) -> Source:
+    return Source(np.memmap(tokens, dtype=np.uint32, mode="r") if isinstance(tokens, Path) else tokens, *rest)
+
+
+def open_source(file: Path, seq_len: int, documents: str = "split", *, truncate: bool = False) -> Source:
+    """Open a token file; ``documents``, ``truncate``: as the settings say it."""
+    source = _opened(file, seq_len)
+    whole = documents == "whole" or (documents == "auto" and has_prompts(source.tokens_N))
+    if not (whole or truncate):
+        return source
+    return dataclasses.replace(source, spans_N2=whole_spans(source.tokens_N, seq_len, truncate=truncate))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mixture:
+    """An endless, shuffled order of the sequences of several sources.
+
+    An epoch has as many sequences as there are, and of each source its count. A source is read in passes of its own: none of its
+    sequences comes again before all have come.
+    """
+
+    sources: tuple[Source, ...]
+    seed: int
+    counts: tuple[int, ...]  # sequences of each source in an epoch
+
+    @classmethod
+    def of(cls, sources: Sequence[Source], seed: int, weights: Sequence[float] = ()) -> "Mixture":
+        """Mix by weight; without weights every sequence comes once in an epoch.
+
+        Raises:
+            UserError: An epoch would have no sequence of a source.
+        """
+        sizes = [source.n_sequences for source in sources]
+        shares = np.array(weights or sizes, dtype=np.float64)
+        exact = shares / shares.sum() * sum(sizes)
+        counts = np.floor(exact).astype(np.int64)
+        most_left = np.argsort(counts - exact, kind="stable")
+        counts[most_left[: sum(sizes) - int(counts.sum())]] += 1
+        for number, count in enumerate(counts, 1):
+            if not count:
+                raise UserError(
+                    f"--data.weights: an epoch of {sum(sizes)} sequences would have none of source {number}; raise its weight, "
+                    "or leave it out"
+                )
+        return cls(tuple(sources), seed, tuple(counts.tolist()))
+
+    @property
+    def n_sequences(self) -> int:
+        """Number of sequences in one epoch."""
+        return sum(self.counts)
+
+    def at(self, index: int) -> tuple[int, int]:
+        """Return which source, and which of its sequences, comes at ``index`` of the order."""
+        epoch, place = divmod(index, self.n_sequences)
+        number, nth = 0, place
+        if len(self.sources) > 1:
+            which_N, nth_N = _turns(self.seed, epoch, self.counts)
+            number, nth = int(which_N[place]), int(nth_N[place])
+        size = self.sources[number].n_sequences
+        passed, place = divmod(epoch * self.counts[number] + nth, size)
+        return number, int(_order(self.seed, passed, number, size)[place])
+
+    def window(self, index: int) -> NDArray[np.uint32]:
+        """Return the tokens at ``index`` of the order, and the one that follows: S + 1."""
+        number, place = self.at(index)
+        return self.sources[number].window(place)
+
+    def filled(self, index: int) -> int:
+        """Return how many of the tokens at ``index`` are not padding; at most S."""
+        number, place = self.at(index)
+        begin, end = self.sources[number].span(place)
+        return end - begin
+
+    def in_order(self, place: int) -> NDArray[np.uint32]:
+        """Return the tokens at a place in the sources, one after another, and the one that follows: S + 1."""
+        for source in self.sources:
+            if place < source.n_sequences:
+                return source.window(place)
+            place -= source.n_sequences
+        raise IndexError(place)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(seed: int, passed: int, number: int, size: int) -> NDArray[np.int64]:
+    """The shuffle of a source's pass."""
+    return np.random.default_rng([seed, passed, number]).permutation(size)
+
+
+@functools.lru_cache(maxsize=2)
+def _turns(seed: int, epoch: int, counts: tuple[int, ...]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+    """Whose turn it is at each place of an epoch, and how often it was its turn before."""
+    turns = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
+    which_N = np.random.default_rng([seed, epoch, TURNS]).permutation(turns)
+    nth_N = np.empty(len(which_N), dtype=np.int64)
+    for number, count in enumerate(counts):
+        nth_N[which_N == number] = np.arange(count)
+    return which_N, nth_N

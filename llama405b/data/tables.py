@@ -1,0 +1,65 @@
+"""The rows of Parquet files, and of datasets that Hugging Face's ``datasets`` saved (Arrow), as records.
+
+Knows files; not what a record means.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from llama405b.contract.corpus import ARROW_FILE
+from llama405b.contract.phrases import reason_of
+
+ROWS = 1000  # at a time: a row of text may have megabytes
+
+
+def rows_of(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield each row without its null fields, and the share of the file that has been read.
+
+    Raises:
+        OSError: The file is damaged.
+    """
+    try:
+        with file.open("rb") as raw:
+            is_parquet = raw.read(4) == b"PAR1"
+        yield from _of_parquet(file) if is_parquet else _of_arrow(file)
+    except pyarrow.ArrowException as error:
+        raise OSError(reason_of(error)) from None
+
+
+def _of_parquet(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
+    with pyarrow.parquet.ParquetFile(file) as table:
+        total, done = max(1, table.metadata.num_rows), 0
+        for batch in table.iter_batches(ROWS):
+            for row in batch.to_pylist():
+                done += 1
+                yield _given(row), done / total
+
+
+def _of_arrow(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
+    with pyarrow.memory_map(str(file)) as raw:
+        is_file = raw.read(len(ARROW_FILE)) == ARROW_FILE
+        raw.seek(0)
+        if is_file:
+            table = pyarrow.ipc.open_file(raw)
+            batches = (table.get_batch(i) for i in range(table.num_record_batches))
+        else:
+            batches = iter(pyarrow.ipc.open_stream(raw))
+        for batch in batches:
+            for begin in range(0, batch.num_rows, ROWS):
+                for row in batch.slice(begin, ROWS).to_pylist():
+                    yield _given(row), raw.tell() / max(1, raw.size())
+
+
+def _given(value: Any) -> Any:
+    """A value without the fields that are null: where records differ, a table fills in what one of them lacks."""
+    match value:
+        case dict():
+            return {key: _given(each) for key, each in value.items() if each is not None}
+        case list():
+            return [_given(each) for each in value]
+    return value
