@@ -1,0 +1,36 @@
+"""The example configurations run as they are, but for the model, the lengths and the device."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+EXAMPLES = sorted(path.name for path in (ROOT / "docs/examples").glob("*.toml"))
+TALKS = ["chat.toml", "demo-chat.toml"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_runs(name, demo, tmp_path):
+    small = {
+        "model.path": demo, "data.seq_len": 32, "training.global_batch_size": 2, "training.max_steps": 2, "parallel.device": "cpu",
+        "parallel.numerics": "fp32", "evaluation.every": 1, "evaluation.fraction": 0.1, "evaluation.max_sequences": 4,
+        "checkpoint.dir": tmp_path / "checkpoints", "checkpoint.every": 0,
+    }  # fmt: skip
+    if name in TALKS:  # the demo's tokenizer has no template
+        small["data.chat_template"] = "docs/examples/chat.jinja"
+    typed = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "llama405b_tools.cli", "train", "--run-dir", tmp_path / "runs/r"]
+    done = subprocess.run(
+        [*command, "--config", f"docs/examples/{name}", *typed],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in metrics] == [1, 2]
+    assert all(each["evaluation_loss"] > 0 for each in metrics)
+    if name in TALKS:
+        assert "12 documents, 12 of them conversations" in done.stdout
