@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -34,21 +35,22 @@ class Evaluated:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Batches, me: Ranks, micro: int, most: int = 0) -> Evaluated:
-    """Evaluate the first ``most`` sequences (0: all), ``micro`` at a time on each rank, in their own order.
+    """Evaluate at most ``most`` sequences (0: all), at equal distances, ``micro`` at a time on each rank.
 
     All ranks take as many forwards, as FSDP's collectives need: one without a sequence left takes any, and counts none of it.
     """
     n_sequences = min(most or held_out.n_sequences, held_out.n_sequences)
+    every = [i * held_out.n_sequences // n_sequences for i in range(n_sequences)]
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # nats, targets
     for begin in range(me.dp.rank * micro, me.dp.rank * micro + n_sequences, me.dp.size * micro):
-        batch = _batch(held_out, range(begin, begin + micro), n_sequences).to(me.device)
+        batch = _batch(held_out, every, range(begin, begin + micro)).to(me.device)
         sums[0] += nll_of(model, batch)
         sums[1] += (batch.targets_BS != IGNORE_INDEX).sum()
     nats, n_targets = sum_over_ranks(sums).tolist()
     return Evaluated(nats / max(1.0, n_targets), int(n_targets), n_sequences)
 
 
-def _batch(held_out: Batches, places: range, n_sequences: int) -> Batch:
-    batch = held_out.in_order(place % n_sequences for place in places)
-    batch.targets_BS[torch.tensor([place >= n_sequences for place in places])] = IGNORE_INDEX
+def _batch(held_out: Batches, every: Sequence[int], places: range) -> Batch:
+    batch = held_out.in_order(every[place % len(every)] for place in places)
+    batch.targets_BS[torch.tensor([place >= len(every) for place in places])] = IGNORE_INDEX
     return batch

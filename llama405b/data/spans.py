@@ -8,14 +8,14 @@ import bisect
 import numpy as np
 from numpy.typing import NDArray
 
-from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 
 CHUNK = 64 << 20  # tokens looked at at a time
 
 
 def has_prompts(tokens_N: NDArray[np.uint32]) -> bool:
-    """Whether any token is only read."""
-    return any(bool((tokens_N[i : i + CHUNK] & NOT_LEARNT).any()) for i in range(0, len(tokens_N), CHUNK))
+    """Whether any token but the first of a document, which nothing foretells, is only read."""
+    return any(bool((tokens_N[i : i + CHUNK] & MARKS == NOT_LEARNT).any()) for i in range(0, len(tokens_N), CHUNK))
 
 
 def whole_spans(tokens_N: NDArray[np.uint32], seq_len: int, *, truncate: bool) -> NDArray[np.int64]:

@@ -58,6 +58,7 @@ def test_every_target_of_whole_documents_comes_once_and_padding_is_no_target(doc
 
 def test_documents_are_whole_where_parts_are_only_read(documents, tmp_path):
     tokens_N, _ = documents
+    tokens_N[0] |= NOT_LEARNT  # nothing foretells it
     tokens_N.tofile(tmp_path / "text.bin")
     tokens_N[-1] |= NOT_LEARNT
     tokens_N.tofile(tmp_path / "talk.bin")
