@@ -1,7 +1,8 @@
-"""``llama405b data show SETTINGS``: what a training run would learn, without a GPU and without weights.
+"""``llama405b data show | tokenize SETTINGS``: what a training run would learn, without a GPU and without weights.
 
-SETTINGS are those of `llama405b train`: --config my.toml, --data.paths …. The first sequences of training are printed as the model
-will read them; what is learnt is green (without color: between ⟦ and ⟧), the rest is only read, and ━ begins a document.
+SETTINGS are those of `llama405b train`: --config my.toml, --data.paths …. `show` prints the first sequences of training as the model
+will read them; what is learnt is green (without color: between ⟦ and ⟧), the rest is only read, and ━ begins a document. `tokenize`
+turns the texts into tokens once, for any number of runs: name its directory in data.paths. It can be interrupted, and continues.
 """
 
 import argparse
@@ -10,21 +11,24 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from llama405b.contract import command, weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
+from llama405b.contract.schema import Data
 from llama405b.data.batches import Batches, batches_of, described
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.tokens import Report, tokenised
+from llama405b.data.tokenize import tokenize
+from llama405b.data.tokens import Report, read_tokenizer, tokenised
 
+CORES = os.cpu_count() or 1
 CACHE = Path("runs/.cache")  # of runs that are started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 COLORED, BARE = (GREEN, PLAIN, DIM, PLAIN), ("⟦", "⟧", "", "")  # before and after what is learnt, and the rest
@@ -36,24 +40,52 @@ def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="llama405b data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("show",), help="show: print sequences, and what is learnt of them")
-    parser.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
+    parser.add_argument("what", choices=("show", "tokenize"), help="print sequences, or turn texts into tokens")
+    parser.add_argument("--sequences", type=int, default=2, metavar="N", help="show: how many to print [2]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="tokenize: the directory for the tokens")
+    parser.add_argument("--workers", type=int, default=CORES, metavar="N", help=f"tokenize: processes [{CORES}]")
     args, settings = parser.parse_known_args(argv)
     config = command.parse(settings).config
-    if args.sequences < 0:
-        raise UserError(f"--sequences: {args.sequences} is negative; use 0 or more")
+    if args.sequences < 0 or args.workers < 1:
+        raise UserError("--sequences must be 0 or more, and --workers 1 or more")
+    if (args.what == "tokenize") != (args.out is not None):
+        raise UserError("--out: tokenize needs a directory for the tokens, and show has none; write tokenize --out DIR")
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
         for name, path in weights.small_files(Path(config.model.path), config.data.chat_template).items():
             shutil.copy(path, Path(place) / name)
-        report = Report(lambda *_: None, lambda: None, print)
-        batches = batches_of(
-            config.data, CACHE, [tokenised(part, Path(place), CACHE, report) for part in config.data.by_source]
-        )
-        tokenizer = AutoTokenizer.from_pretrained(place)
-    marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
-    for line in (*described(config.data, batches), *_shown(batches, args.sequences, tokenizer.decode, marks)):
-        print(line)
+        if args.what == "tokenize":
+            _tokenize(config.data, Path(place), args.out, args.workers)
+        else:
+            _show(config.data, Path(place), args.sequences)
     return 0
+
+
+def _tokenize(config: Data, tokenizer: Path, out: Path, workers: int) -> None:
+    began = time.monotonic()
+
+    def told(done: int, total: int, n_tokens: int) -> None:
+        rate = done / (time.monotonic() - began)
+        left_s = (total - done) / rate if rate else 0.0
+        print(
+            f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB: {n_tokens:,} tokens, {rate / 1e6:.1f} MB/s, {left_s:,.0f} s left",
+            flush=True,
+        )
+
+    made = tokenize(config, tokenizer, out, workers, told)
+    print(made.counts)
+    print(
+        f"{out}: {made.n_tokens:,} tokens; train on them with --data.paths {out}, and the same model and data settings"
+    )
+
+
+def _show(config: Data, tokenizer_dir: Path, n_sequences: int) -> None:
+    report = Report(lambda *_: None, lambda: None, print)
+    files = [tokenised(part, tokenizer_dir, CACHE, report) for part in config.by_source]
+    batches = batches_of(config, CACHE, files)
+    marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
+    decode = read_tokenizer(tokenizer_dir).decode
+    for line in (*described(config, batches), *_shown(batches, n_sequences, decode, marks)):
+        print(line)
 
 
 def _shown(

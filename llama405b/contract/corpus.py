@@ -31,6 +31,7 @@ FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take 
 TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles; others are the same
 WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
+TOKENIZED, TOKENS = "tokens.json", "tokens.bin"  # what `data tokenize` writes
 UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
 
 
@@ -80,6 +81,20 @@ def expand(paths: Sequence[str]) -> list[Path]:
     return [file for path in paths for file in sorted(_matches(path))]
 
 
+def is_tokenized(paths: Sequence[str]) -> bool:
+    """Whether the paths name what `data tokenize` has written.
+
+    Raises:
+        UserError: Beside other paths, which are one source with it.
+    """
+    made = [path for path in paths if (Path(path) / TOKENIZED).is_file()]
+    if made and len(paths) > 1:
+        raise UserError(
+            f"--data.paths: {made[0]} is tokenized already, so it is a source of its own: give each path a weight"
+        )
+    return bool(made)
+
+
 def check_paths(paths: Sequence[str]) -> None:
     """Check without reading them that the paths name files that can be trained on.
 
@@ -87,6 +102,8 @@ def check_paths(paths: Sequence[str]) -> None:
         UserError: A path matches no file, or one of its first files has no form that is known.
     """
     for path in paths:
+        if is_tokenized([path]):
+            continue
         for file in itertools.islice(_matches(path), FIRST_FILES):
             form_of(file)
 
@@ -212,6 +229,8 @@ def _named(path: str) -> Iterator[Path]:
         )
     if (root / SAVED_DATASET).is_file() and (found := list(root.glob("data-*.arrow"))):
         return iter(found)
+    if root.is_file():
+        return iter([root])
     if root.is_dir():
         return (p for p in root.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(root)))
     return (Path(p) for p in glob.iglob(path, recursive=True) if Path(p).is_file())  # noqa: PTH207

@@ -115,7 +115,7 @@ def batches_of(config: Data, cache: Path, files: list[TokenFile], named: str = "
             )
     documents = "split" if config.packing == "concatenated" else config.documents
     truncate = config.long_documents == "truncate"
-    sources = [open_source(cache / file.name, config.seq_len, documents, truncate=truncate) for file in files]
+    sources = [open_source(file.path(cache), config.seq_len, documents, truncate=truncate) for file in files]
     return Batches(Mixture.of(sources, config.seed, config.weights), isolated=config.packing == "isolated")
 
 

@@ -36,6 +36,16 @@ class Counts:
     skipped: int = 0  # records that could not be used
     first_skipped: str = ""  # where, and why
 
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.documents + other.documents,
+            self.conversations + other.conversations,
+            self.tokens + other.tokens,
+            self.learnt + other.learnt,
+            self.skipped + other.skipped,
+            self.first_skipped or other.first_skipped,
+        )
+
     def __str__(self) -> str:
         of_them = given(", {:,} of them conversations", self.conversations)
         share = 100 * self.learnt / max(1, self.tokens)

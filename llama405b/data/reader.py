@@ -8,9 +8,7 @@ import functools
 import itertools
 import multiprocessing
 import os
-import select
 import sys
-import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from llama405b.batch import Batch
 from llama405b.contract.errors import RunError
 from llama405b.data.batches import Batches
+from llama405b.data.orphans import end_with
 from llama405b.ranks import Ranks
 
 Windows = NDArray[np.uint32]  # (B, S + 1)
@@ -87,22 +86,13 @@ def _by_workers(rows: _Rows, begins: Iterator[int], workers: int) -> Generator[W
         num_workers=workers,
         collate_fn=_as_it_is,
         multiprocessing_context=server,
-        worker_init_fn=functools.partial(_end_with, os.getpid()),
+        worker_init_fn=functools.partial(end_with, os.getpid()),
     )
     try:
         yield from loader
     except RuntimeError as error:
         why = " ".join(str(error).split())
         raise RunError(f"--data.workers: a process that reads ahead died ({why}); see the host's memory") from None
-
-
-def _end_with(rank_pid: int, _worker: int) -> None:
-    """End this process when the rank ends, however it does; torch's own watchdog sees only the server, which the workers keep alive."""
-    try:
-        rank = os.pidfd_open(rank_pid)
-    except ProcessLookupError:
-        os._exit(1)
-    threading.Thread(target=lambda: (select.select([rank], [], []), os._exit(1)), daemon=True).start()
 
 
 def _as_it_is(windows: Windows) -> Windows:

@@ -11,17 +11,17 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama405b import ranks
-from llama405b.contract.corpus import expand, form_of
+from llama405b.contract.corpus import TOKENIZED, TOKENS, expand, form_of, is_tokenized
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import counted, reason_of
@@ -40,15 +40,32 @@ Say = Callable[[str], None]  # a line for the log
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Tokenized:
+    """What `data tokenize` has written beside the tokens."""
+
+    rules: str  # by which texts became tokens
+    texts: str  # which
+    n_tokens: int
+    counts: Counts
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenFile:
     """A token file, whole or not yet there."""
 
-    name: str
+    name: str  # in the cache
     n_tokens: int
+    made: str = ""  # where `data tokenize` has written it, on hosts that see that
+
+    def path(self, cache: Path) -> Path:
+        """Where it is, or is to be, on this host."""
+        return Path(self.made) if self.made and self._is_whole(Path(self.made)) else cache / self.name
 
     def is_whole(self, cache: Path) -> bool:
-        """Whether a directory has it at its full size."""
-        path = cache / self.name
+        """Whether this host has it at its full size."""
+        return self._is_whole(self.path(cache))
+
+    def _is_whole(self, path: Path) -> bool:
         return path.is_file() and path.stat().st_size == self.n_tokens * TOKEN_BYTES
 
 
@@ -95,16 +112,11 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
         UserError: A path matches nothing, or a file or the tokenizer cannot be used.
         RunError: The token file cannot be written.
     """
+    tokenizer = read_tokenizer(tokenizer_dir)
+    if is_tokenized(config.paths):
+        return _made(Path(config.paths[0]), rules_of(config, tokenizer), report)
     files = expand(config.paths)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001
-        why = " ".join(str(error).split())
-        raise UserError(f"{tokenizer_dir}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    what = (RULES, stats, config.max_bytes, tokenizer.backend_tokenizer.to_str())
-    how = (tokenizer.chat_template, config.learn, config.bad_records)
-    stem = f"tokens-{hashlib.sha256(repr((what, how)).encode()).hexdigest()[:16]}-"
+    stem = stem_of(config, files, tokenizer)
     for found in cache.glob(f"{stem}*.bin"):
         tokens = TokenFile(found.name, int(found.stem.removeprefix(stem)))
         if tokens.is_whole(cache):
@@ -124,6 +136,53 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
         write_files(cache / tokens.name, encoder.files)
     report.say(str(encoder.counts))
     return tokens
+
+
+def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Read a model's tokenizer.
+
+    Raises:
+        UserError: transformers cannot.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001
+        why = " ".join(str(error).split())
+        raise UserError(f"{directory}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
+
+
+def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of all that texts become tokens by: these rules, the tokenizer, its template, what is learnt."""
+    how = (RULES, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, config.learn, config.bad_records)
+    return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
+
+
+def stem_of(config: Data, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the name of these files' tokens begins with."""
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    what = (rules_of(config, tokenizer), stats, config.max_bytes)
+    return f"tokens-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}-"
+
+
+def _made(directory: Path, rules: str, report: Report) -> TokenFile:
+    """Return what `data tokenize` has written, for this tokenizer and these settings.
+
+    Raises:
+        UserError: It was made for others, or is not whole.
+    """
+    found = read_record(Tokenized, directory / TOKENIZED)
+    tokens = TokenFile("", found.n_tokens, str((directory / TOKENS).resolve())) if found else None
+    if not (found and tokens and tokens.is_whole(directory)):
+        raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
+    if found.rules != rules:
+        raise UserError(
+            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.learn or data.bad_records; "
+            "set them back, or run `llama405b data tokenize` again"
+        )
+    report.say(str(found.counts))
+    info = Path(tokens.made).stat()
+    key = hashlib.sha256(repr((tokens.made, info.st_size, info.st_mtime_ns)).encode()).hexdigest()[:16]
+    return dataclasses.replace(tokens, name=f"tokens-{key}-{found.n_tokens}.bin")
 
 
 def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> TokenFile:
@@ -147,14 +206,14 @@ def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> T
 
 def _send(tokens: TokenFile, cache: Path, me: Ranks, progress: Progress, *, writes: bool) -> None:
     """Broadcast rank 0's token file; one rank of each host that lacks it writes it."""
-    path = cache / tokens.name
+    path, source = cache / tokens.name, tokens.path(cache)
     cache.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{me.host}.{os.getpid()}")
     for begin in range(0, tokens.n_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, tokens.n_tokens - begin)
         chunk = torch.empty(size, dtype=torch.int32)
         if me.leads:
-            chunk = torch.from_numpy(np.fromfile(path, np.int32, size, offset=TOKEN_BYTES * begin))
+            chunk = torch.from_numpy(np.fromfile(source, np.int32, size, offset=TOKEN_BYTES * begin))
         dist.broadcast(chunk, 0)
         if writes:
             with partial.open("ab") as out:

@@ -22,6 +22,11 @@ def write_files(tokens: Path, files: Iterable[tuple[int, str]]) -> None:
     tokens.with_suffix(SUFFIX).write_text(text, encoding="utf-8")
 
 
+def read_files(tokens: Path) -> tuple[tuple[int, str], ...]:
+    """Return the list beside a token file; nothing if it is not there."""
+    return _files(tokens.with_suffix(SUFFIX))
+
+
 def documents_at(mixture: Mixture, indices: Iterable[int]) -> list[str]:
     """Name the documents at these places of the order, as ``talk.jsonl 7-9``: the 7th to 9th document of that file."""
     found = list[str]()
@@ -35,7 +40,7 @@ def documents_in(source: Source, place: int) -> list[str]:
     """Name the documents of a sequence; none if the list of files is not there."""
     tokens_N = source.tokens_N
     name = getattr(tokens_N, "filename", None)
-    files = _files(Path(name).with_suffix(SUFFIX)) if name else ()
+    files = read_files(Path(name)) if name else ()
     begin, end = source.span(place)
     found = list[str]()
     bounds = [first for first, _ in files[1:]] + [len(tokens_N)] * bool(files)

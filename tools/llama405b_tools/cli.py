@@ -27,7 +27,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
     "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
     "download": ("llama405b.commands.download", "download and verify a model from the Hugging Face Hub"),
-    "data": ("llama405b.commands.data", "show what a training run would learn of its data"),
+    "data": ("llama405b.commands.data", "show what a training run would learn of its data, or tokenize it once"),
     "export": ("llama405b_tools.verbs.export", "write a checkpoint as a model that transformers and vLLM load"),
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b.commands.bench", "measure against a named baseline"),

@@ -1,0 +1,131 @@
+"""Texts that were tokenized once, for any number of runs: by real processes, with real files."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+from llama405b.commands import data
+from llama405b.contract.corpus import TOKENIZED, TOKENS
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Data
+from llama405b.data import tokenize as of_tokenize
+from llama405b.data.tokens import Report, tokenised
+from llama405b.data.whence import read_files
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """Files that make several parts."""
+    monkeypatch.setattr(of_tokenize, "PART_BYTES", 5000)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for i in range(7):
+        records = [{"prompt": f"Count from {i}", "completion": f"{number} " * 9} for number in range(40)]
+        (tmp_path / "texts" / f"{i}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "texts" / "[odd].md").write_text("a text " * 100)
+    (tmp_path / "texts" / "bad.jsonl").write_text('{"no": 1}\n{"text": "good"}\n')
+    return tmp_path / "texts"
+
+
+def typed(demo, *more):
+    flags = {"--model.path": demo, "--data.paths": "texts", "--data.bad_records": "skip", "--out": "made"}
+    return ["tokenize", *(str(word) for pair in flags.items() for word in pair), "--workers", "2", *more]
+
+
+def report():
+    return Report(lambda *_: None, lambda: None, lambda _: None)
+
+
+def test_they_are_the_tokens_that_a_run_would_make(demo, texts, capsys):
+    config = Data(paths=("texts",), bad_records="skip")
+    expected = tokenised(config, demo, texts.parent / "cache", report())
+    data.main(typed(demo))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("s left") for line in lines) > 3
+    assert lines[-2].startswith("data: 282 documents, ")
+    assert "; 1 record left out, the first: " in lines[-2]
+    whole = (texts.parent / "cache" / expected.name).read_bytes()
+    assert (texts.parent / "made" / TOKENS).read_bytes() == whole
+    assert read_files(texts.parent / "made" / TOKENS) == read_files(texts.parent / "cache" / expected.name)
+    assert sorted(path.name for path in (texts.parent / "made").iterdir()) == ["tokens.bin", "tokens.files", TOKENIZED]
+
+    made = tokenised(Data(paths=("made",), bad_records="skip"), demo, texts.parent / "none", report())
+    assert np.array_equal(np.fromfile(made.path(texts.parent / "none"), np.uint32), np.frombuffer(whole, np.uint32))
+    before = (texts.parent / "made" / TOKENS).stat().st_mtime_ns
+    data.main(typed(demo))
+    assert (texts.parent / "made" / TOKENS).stat().st_mtime_ns == before  # nothing changed
+
+
+def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_path):
+    data.main(typed(demo))
+    ours = Data(paths=("made",), bad_records="skip")
+    with pytest.raises(UserError, match=r"--data\.paths: made was tokenized with another tokenizer, chat template, "):
+        tokenised(Data(paths=("made",)), demo, tmp_path / "cache", report())
+    other = shutil.copytree(demo, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("another")
+    with pytest.raises(UserError, match="was tokenized with another tokenizer"):
+        tokenised(ours, other, tmp_path / "cache", report())
+    with pytest.raises(
+        UserError, match="made is tokenized already, so it is a source of its own: give each path a weight"
+    ):
+        tokenised(Data(paths=("made", "texts"), bad_records="skip"), demo, tmp_path / "cache", report())
+    os.truncate("made/tokens.bin", 400)
+    with pytest.raises(UserError, match=r"--data\.paths: made is not whole; run `llama405b data tokenize` again"):
+        tokenised(ours, demo, tmp_path / "cache", report())
+
+
+@pytest.mark.slow
+def test_it_continues_after_a_kill_and_leaves_no_process(demo, texts):
+    code = (
+        "import sys\nfrom llama405b.data import tokenize\nfrom llama405b.commands import data\n"
+        "tokenize.PART_BYTES = 5000\n"
+        "if __name__ == '__main__':\n    data.main(sys.argv[1:])\n"
+    )
+    (texts.parent / "run.py").write_text(code)
+    command = [sys.executable, "run.py", *typed(demo)]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "TOKENIZE_TEST": str(texts)}
+    first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    parts = texts.parent / "made" / "parts"
+    deadline = time.monotonic() + 60
+    while len(list(parts.glob("*.bin"))) < 2:
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.005)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.bin")}
+    mark = f"TOKENIZE_TEST={texts}".encode()
+    while any(mark in environment for environment in _environments()):
+        assert time.monotonic() < deadline, "workers outlive it"
+        time.sleep(0.1)
+    assert kept == {path.name: path.stat().st_mtime_ns for path in parts.glob("*.bin") if path.name in kept}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = tokenised(Data(paths=("texts",), bad_records="skip"), demo, texts.parent / "cache", report())
+    assert (texts.parent / "made" / TOKENS).stat().st_size == 4 * expected.n_tokens
+
+
+def _environments():
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                yield (process / "environ").read_bytes()
+
+
+def test_bad_input(demo, texts):
+    with pytest.raises(UserError, match=r"bad\.jsonl:1: not .*; correct it, or leave such records out"):
+        data.main(typed(demo, "--data.bad_records", "refuse"))
+    with pytest.raises(UserError, match="--out: tokenize needs a directory"):
+        data.main(["tokenize", "--model.path", str(demo), "--data.paths", "texts"])
+    with pytest.raises(UserError, match="--workers 1 or more"):
+        data.main(typed(demo, "--workers", "0"))
