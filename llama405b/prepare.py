@@ -28,7 +28,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import Config, Parallel
+from llama405b.contract.schema import COMPUTE_BYTES, Config, Parallel
 from llama405b.cores import bind
 from llama405b.data.batches import Batches, described, open_batches
 from llama405b.data.reader import Reader
@@ -37,6 +37,8 @@ from llama405b.identity import accept_changes, identity_of, position_after
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
+from llama405b.model.checked import check_attention
+from llama405b.model.packed import mask_bytes
 from llama405b.optim.offloaded import fill_for_fsdp
 from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
@@ -46,6 +48,8 @@ from llama405b.saver import Saver, SavingClock
 from llama405b.spikes import Spikes
 from llama405b.step import Updater
 from llama405b.trainer import StopSignal, Trainer
+
+LARGE_MASK = 1 << 30  # bytes
 
 
 def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopSignal) -> Trainer:
@@ -238,6 +242,10 @@ def build_module(
     parallel, weights_in = config.parallel, Path(config.model.path)
     attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
     hf_config = model.read_hf_config(files, config.model.layers)
+    computes = {4: torch.float32, 2: torch.bfloat16}[COMPUTE_BYTES[parallel.numerics]]
+    isolated = config.data.packing == "isolated"
+    with ranks.refusing_together():
+        difference = check_attention(hf_config, attention, me.device, computes, isolated=isolated)
     llama = weights.read_llama(files, config.model.layers)
     random = config.model.weights == "random"
     began = time.monotonic()
@@ -267,6 +275,13 @@ def build_module(
     journal.log(
         f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{_update_words(parallel)}"
     )
+    apart = "packed documents are kept apart, and " if isolated else ""
+    journal.log(f"attention was checked on this device: {apart}logits are within {difference:.1g} of sdpa's alone")
+    mask = mask_bytes(attention, config.training.micro_batch_size, config.data.seq_len)
+    if isolated and mask >= LARGE_MASK:
+        journal.log(
+            f"attention: where documents share a sequence, {attention} needs a mask of {mask / 2**30:.1f} GiB; flash-attn needs none"
+        )
     return module, kept
 
 

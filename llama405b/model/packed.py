@@ -26,6 +26,11 @@ def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
     return inputs
 
 
+def mask_bytes(attention: str, n_sequences: int, length: int) -> int:
+    """Return the size of the mask that keeps documents apart, (B, 1, S, S) of a byte each; 0 if there is none."""
+    return 0 if attention == FLASH else n_sequences * length * length
+
+
 def _ends(batch: Batch) -> tuple[Tensor, int]:
     """Where documents end in the flattened batch, after a 0 (int32), and the length of the longest."""
     n_sequences, length = batch.ids_BS.shape
