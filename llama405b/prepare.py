@@ -103,6 +103,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     spikes = Spikes(training.spike, before)
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
     saver = Saver(saving, updater, identity, clock, journal, pulse)
+    if config.checkpoint.keep_best:
+        saver.best_loss = saving.store.best_loss()
     return Trainer(
         config, run, me, module, updater, reader, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len), held_out, spikes,
@@ -184,7 +186,16 @@ def open_checkpoints(
     """
     root = Path(config.checkpoint.dir or run.checkpoints)
     settings, shared = config.checkpoint, config.checkpoint.place == "shared"
-    checkpoints = Store(root, settings.keep, me, config.timeouts.load, run=run, say=journal.log, shared=shared)
+    checkpoints = Store(
+        root,
+        settings.keep,
+        me,
+        config.timeouts.load,
+        run=run,
+        say=journal.log,
+        shared=shared,
+        keep_best=settings.keep_best,
+    )
     if not shared:
         what = counted(len(checkpoints.keepers), "directory", "directories")
         then = "and the next host a copy" if settings.copies else "if a host is lost, so are they"

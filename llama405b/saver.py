@@ -1,12 +1,13 @@
 """When this run saves, and what is told of it. Knows the clock, the journal and the requests; not how a checkpoint is made."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.checkpoint.saving import Saved, Saving
 from llama405b.contract.cadence import best_interval
-from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.checkpoints import Reached, RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.records import Phase
@@ -54,6 +55,7 @@ class Saver:
         self.put_off = False  # a save that was due while another was under way
         self.asked: list[RunRequest] = []  # answered with the save that is under way
         self.waiting: list[RunRequest] = []  # answered with the next one
+        self.best_loss = math.inf  # the least evaluation loss that was saved
 
     @property
     def busy(self) -> bool:
@@ -68,13 +70,13 @@ class Saver:
         busy: bool,
         ending: bool,
         requests: Sequence[RunRequest],
-        position: int,
+        reached: Reached,
         step_s: float | None = None,
     ) -> None:
         """Save if that is due or requested; at the end wait for it.
 
         ``due``: alike on all ranks, as is ``busy``, whether any of them is still writing: then the next save is put off until the
-        first step after that. ``position``: sequences that were read by then; ``step_s``: what a step takes.
+        first step after that. ``reached``: where training is; ``step_s``: what a step takes.
 
         Raises:
             UserError: The last checkpoint of the run could not be written, or another run has taken the directory over.
@@ -84,17 +86,18 @@ class Saver:
         if self.step and (ending or not busy):
             self.finish()
         if ending or (self.put_off and not busy):
-            self.begin(step, position, None if ending else step_s)
+            self.begin(step, reached, None if ending else step_s)
         if ending and (failed := self.finish()):
             raise failed
 
-    def begin(self, step: int, position: int, next_update_s: float | None) -> None:
+    def begin(self, step: int, reached: Reached, next_update_s: float | None) -> None:
         """Begin to save."""
         self.put_off = False
         self.asked, self.waiting = self.waiting, []
         self.step = step
         self.clock.began()
-        self.saving.begin(step, self.updater, self.identity, position, next_update_s)
+        self.best_loss = min(self.best_loss, reached.evaluation_loss or math.inf)
+        self.saving.begin(step, self.updater, self.identity, reached, next_update_s)
 
     def finish(self) -> UserError | None:
         """Wait for the save that is under way, and report it; returns why it failed.

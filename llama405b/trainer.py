@@ -12,6 +12,7 @@ import torch
 
 from llama405b import ranks
 from llama405b.checkpoint.store import Store
+from llama405b.contract.checkpoints import Reached
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
@@ -98,7 +99,7 @@ class Trainer:
                 ranks.set_timeout(timeouts.load if self.saver.step else timeouts.step)
                 self.pulse.stepped(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
                 self.journal.metrics(metrics)
-            if self.obey(step, metrics.step_s if metrics else None):
+            if self.obey(step, metrics):
                 self.journal.log(f"stopped after step {step}, as requested")
                 self.journal.event(EventKind.STOPPED, step=step)
                 break
@@ -208,13 +209,15 @@ class Trainer:
                 f"step {step}: {loss}{what}; see `events` for its documents; resume with --training.on_spike skip"
             )
 
-    def obey(self, step: int, step_s: float | None) -> bool:
-        """Do what is due or was requested after a step, which took so long; returns whether to stop the run."""
+    def obey(self, step: int, metrics: Metrics | None) -> bool:
+        """Do what is due or was requested after a step; returns whether to stop the run."""
+        step_s, loss = (metrics.step_s, metrics.evaluation_loss) if metrics else (None, None)
         requests = list(self.inbox.new())
         counts = dict.fromkeys(RequestKind, 0)
         for request in requests:
             counts[request.kind] = max(counts[request.kind], 1, min(request.steps, MAX_STEPS))
-        due = self.me.leads and self.saver.clock.due(step)  # one clock decides for all
+        is_best = self.config.checkpoint.keep_best and loss is not None and loss < self.saver.best_loss
+        due = self.me.leads and (is_best or self.saver.clock.due(step))  # one clock decides for all
         own = [self.stop.came, due, self.saver.busy, *counts.values()]
         stops, is_due, busy, *found = ranks.greatest_of([int(each) for each in own])
         wanted = dict(zip(counts, found, strict=True))
@@ -228,7 +231,7 @@ class Trainer:
                 busy=bool(busy),
                 ending=ending,
                 requests=[request for request in requests if request.kind is RequestKind.SAVE],
-                position=self.reader.position,
+                reached=Reached(self.reader.position, loss),
                 step_s=step_s,
             )
         elif wanted[RequestKind.SAVE]:

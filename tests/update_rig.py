@@ -94,10 +94,10 @@ def dcp_save(updater, me, path):
 def save(store, step, updater):
     """Save as a run does, wait for it, and raise why it failed."""
     from llama405b.checkpoint.saving import Saving
-    from llama405b.contract.checkpoints import RunIdentity
+    from llama405b.contract.checkpoints import Reached, RunIdentity
 
     saving = Saving(store)
-    saving.begin(step, updater, RunIdentity(*IDENTITY), step * 12)
+    saving.begin(step, updater, RunIdentity(*IDENTITY), Reached(step * 12))
     outcome = saving.finish()
     if isinstance(outcome, Exception):
         raise outcome

@@ -4,20 +4,24 @@ from llama405b.contract.checkpoints import LEAST_KEPT
 from llama405b.contract.plan import REHEARSAL
 
 
-def kept(run: str, keep: int) -> int:
-    """Return for how many checkpoints of a run there must be room: a rehearsal is killed soon after its first."""
-    return 1 if run.endswith(REHEARSAL) else keep
+def kept(run: str, keep: int, *, best: bool = False) -> int:
+    """Return for how many checkpoints of a run there must be room: a rehearsal is killed soon after its first.
+
+    ``best``: the best is kept as well.
+    """
+    return 1 if run.endswith(REHEARSAL) else keep + best
 
 
-def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0) -> str:
+def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> str:
     """Say why a disk cannot hold ``keep`` checkpoints and one that is being written; '' if it can.
 
-    ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already.
+    ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already; ``best``: whether
+    one of those that are kept is the best.
     """
     there = min(there, keep)
     if (keep + 1 - there) * each_bytes <= free_bytes:
         return ""
-    fits = free_bytes // each_bytes + there - 1
+    fits = free_bytes // each_bytes + there - 1 - best
     remedy = "use another directory"
     if fits >= LEAST_KEPT:
         remedy = f"use --checkpoint.keep {fits}, or another directory"

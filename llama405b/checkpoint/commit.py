@@ -112,8 +112,18 @@ class Directory:
         self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
         sync(self.root)
 
-    def retire(self, step: int, keep: int, spared: Set[int]) -> None:
-        """Delete all but the newest ``keep`` checkpoints of this run up to a step, and the steps to spare."""
+    def best(self, step: int | None = None) -> tuple[float, int] | None:
+        """Return the least evaluation loss of this run's checkpoints, up to a step, and its step."""
+        opened = [open_manifest(path, {}) for path in committed(self.root) if step is None or step_of(path) <= step]
+        own = [each for each in opened if isinstance(each, Manifest) and each.run == self.run.name]
+        return min(
+            ((each.evaluation_loss, each.step) for each in own if each.evaluation_loss is not None), default=None
+        )
+
+    def retire(self, step: int, keep: int, spared: Set[int], *, keep_best: bool = False) -> None:
+        """Delete all but the newest ``keep`` checkpoints of this run up to a step, the best if asked, and the steps to spare."""
+        best = self.best(step) if keep_best else None
+        spared = spared | ({best[1]} if best else set())
         for old in [path for path in committed(self.root) if step_of(path) <= step and self.wrote(path)][:-keep]:
             if step_of(old) in spared:
                 continue

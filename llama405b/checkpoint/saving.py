@@ -23,7 +23,7 @@ from llama405b.checkpoint.ring import Copies
 from llama405b.checkpoint.snapshot import state_to_save
 from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.write import SealingWriter
-from llama405b.contract.checkpoints import Manifest, RunIdentity, Seal
+from llama405b.contract.checkpoints import Manifest, Reached, RunIdentity, Seal
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b.memory import free_bytes
@@ -60,11 +60,11 @@ class Saving:
         return self.under_way is not None and not self.under_way.done()
 
     def begin(
-        self, step: int, updater: Updater, identity: RunIdentity, position: int, next_update_s: float | None = None
+        self, step: int, updater: Updater, identity: RunIdentity, reached: Reached, next_update_s: float | None = None
     ) -> None:
         """Begin to write ``step-N``: what is written is the state now, with all updates that are pending.
 
-        ``position``: sequences that were read until then; ``next_update_s``: how long until the next ones, if that is known.
+        ``reached``: where training is then; ``next_update_s``: how long until the next ones, if that is known.
 
         Call it on all ranks after the same step, and ``finish`` before the next time.
         """
@@ -75,7 +75,7 @@ class Saving:
         state = state_to_save(updater, self.me)
         frozen = Frozen(updater.units(), self.staging, next_update_s)
         updater.before_update = frozen.before_update
-        self.under_way = self.thread.submit(self._save, step, state, frozen, identity, position)
+        self.under_way = self.thread.submit(self._save, step, state, frozen, identity, reached)
         if isinstance(updater.kept, FullyShardedDataParallel):  # what its state dict refers to is its own affair
             self.under_way.exception()
         self.blocked_s = time.monotonic() - began
@@ -97,7 +97,7 @@ class Saving:
         blocked_s = self.blocked_s + saved.ways.waited_s + time.monotonic() - began
         return dataclasses.replace(saved, blocked_s=blocked_s)
 
-    def _save(self, step: int, state: dict[str, Any], frozen: Frozen, identity: RunIdentity, position: int) -> Saved:
+    def _save(self, step: int, state: dict[str, Any], frozen: Frozen, identity: RunIdentity, reached: Reached) -> Saved:
         began, store = time.monotonic(), self.store
         if self.me.on_gpu:
             torch.cuda.set_device(self.me.device)
@@ -110,7 +110,7 @@ class Saving:
             store.on_keepers(lambda: directory.add(final, others), partial, store.group)
             if self.me.leads:
                 mine |= directory.seal_others(final)
-            manifest = self._manifest(step, mine, identity, position)
+            manifest = self._manifest(step, mine, identity, reached)
             store.on_keepers(
                 lambda: store.saved.update({str(final): directory.prepare(final, manifest)}), partial, store.group
             )
@@ -118,7 +118,9 @@ class Saving:
         finally:
             frozen.abandon()
         spared = self.copies.after_save(step, store.group) if self.copies else set[int]()
-        store.on_keepers(lambda: directory.retire(step, store.keep, spared), store.root, store.group)
+        store.on_keepers(
+            lambda: directory.retire(step, store.keep, spared, keep_best=store.keep_best), store.root, store.group
+        )
         return Saved(final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
 
     def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:
@@ -140,7 +142,7 @@ class Saving:
         brought = {name: ranks.bytes_from(0, others.get(name, b""), self.store.group) for name in names}
         return {} if self.me.leads else brought
 
-    def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity, position: int) -> Manifest:
+    def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity, reached: Reached) -> Manifest:
         """Gather what all ranks wrote."""
         parts = ranks.agreed(mine, dict[str, Seal], self.store.group)
         return Manifest(
@@ -151,7 +153,8 @@ class Saving:
             run=self.store.run.name,
             hosts=self.store.hosts,
             identity=identity,
-            sequences=position,
+            sequences=reached.sequences,
+            evaluation_loss=reached.evaluation_loss,
             versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         )
 

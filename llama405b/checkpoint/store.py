@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import math
 import os
 import shutil
 import time
@@ -68,11 +69,14 @@ class Store:
         run: RunDir,
         say: Callable[[str], None] = print,
         shared: bool = True,
+        keep_best: bool = False,
     ) -> None:
         """``run``: its name marks checkpoints as its own, which describe it; its events have the digests of those it saved.
 
+        ``keep_best``: beside the newest ``keep`` the one with the least evaluation loss.
         ``shared``: all hosts see one directory; or else each has its own, by the same name.
         """
+        self.keep_best = keep_best
         self.root, self.keep, self.me, self.run, self.say, self.shared = root, keep, me, run, say, shared
         events = read_records(RunEvent, run.events("rank-0"), last=MAX_EVENTS)
         own = {event.path: (event.time, event.digest) for event in events if event.digest}
@@ -131,9 +135,14 @@ class Store:
                 n_ranks += copies * self.keeper_of.count(before)
             here = each_bytes * n_ranks // self.me.world
             own = sum(self.directory.wrote(path) for path in committed(self.root))
-            keep = kept(self.run.name, self.keep)
-            if why := room_fault(shutil.disk_usage(self.root).free, here, keep, own):
+            keep, free = kept(self.run.name, self.keep, best=self.keep_best), shutil.disk_usage(self.root).free
+            if why := room_fault(free, here, keep, own, best=self.keep_best):
                 raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
+
+    def best_loss(self) -> float:
+        """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""
+        mine = self.directory.best() if self.keeps else None
+        return min(ranks.agreed(mine[0] if mine else math.inf))
 
     def close(self) -> None:
         """Let the next run write into the directory."""

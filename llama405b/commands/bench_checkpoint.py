@@ -24,7 +24,7 @@ from llama405b.checkpoint.saving import Saved, Saving
 from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.write import THREADS
 from llama405b.commands.bench_update import UNITS, WIDTH, Case, Trace, stand_in_model
-from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.checkpoints import Reached, RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.schema import Optimizer
@@ -87,7 +87,9 @@ class _Saves:
     def begin(self, *, beside: bool = False) -> None:
         """Begin the next one."""
         self.number += 1
-        self.saving.begin(self.number, self.training.updater, IDENTITY, 0, self.training.step_s if beside else None)
+        self.saving.begin(
+            self.number, self.training.updater, IDENTITY, Reached(0), self.training.step_s if beside else None
+        )
 
     def finish(self) -> Saved:
         """Wait for it.

@@ -59,6 +59,14 @@ class RunIdentity:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Reached:
+    """Where training is after a step."""
+
+    sequences: int  # read so far
+    evaluation_loss: float | None = None  # if this step was evaluated
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
     """What makes a directory a checkpoint: its files by name, and what wrote them."""
 
@@ -71,6 +79,7 @@ class Manifest:
     hosts: tuple[str, ...] = ()  # by rank
     identity: RunIdentity | None = None  # None: unknown
     sequences: int | None = None  # position in the data: packed sequences read so far
+    evaluation_loss: float | None = None  # after its step, if that was evaluated
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by package
 
     def __post_init__(self) -> None:

@@ -390,6 +390,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("data.documents", config.data.documents == "whole" and is_one_text, one_text),
         ("data.long_documents", config.data.long_documents == "truncate" and is_one_text, one_text),
         ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
+        ("checkpoint.keep_best", config.checkpoint.keep_best and not evaluation.every, "no evaluation to judge by; set evaluation.every"),
         ("checkpoint.replicas", config.checkpoint.replicas > 1, "checkpoint.replicas is above 1; use 0 or 1"),
         ("evaluation.every", bool(evaluates) != bool(evaluation.every), no_data if evaluation.every else never),
         ("evaluation.fraction", bool(evaluation.paths and evaluation.fraction), "paths are given as well; leave one of them out"),

@@ -186,6 +186,9 @@ class Checkpoint:
         "with saves beside training: CPU memory per host for copies, like 200GB; auto: up to 80% of what is free; 0: none",
     )
     keep: int = option(2, "how many of this run's newest checkpoints to keep; at least 2")
+    keep_best: bool = option(
+        False, "keep the one with the least evaluation loss as well, and save whenever an evaluation is the best so far"
+    )
     allow_changes: bool = option(
         False, "resume although model, data, sequence length, global batch, numerics or a seed are not the checkpoint's"
     )

@@ -303,7 +303,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
         ),
         (
             ["--preset", "demo", "--data.paths", "{demo}"],
-            ".safetensors: neither text nor JSON Lines, plain or in gzip;",
+            ".safetensors: neither text nor JSON Lines (plain or in gzip) nor Parquet;",
         ),
         (
             ["--", "nosuch.py", "an argument"],

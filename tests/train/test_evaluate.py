@@ -105,9 +105,32 @@ def test_a_run_tells_it(demo, corpus, tmp_path, how):
     assert found[4] < found[1]
 
 
+def test_the_best_is_kept_beside_the_newest_and_known_after_a_resume(demo, corpus, tmp_path):
+    (tmp_path / "corpus").symlink_to(corpus)
+    settings = {
+        "evaluation.every": 1, "evaluation.fraction": 0.1, "checkpoint.every": 4, "checkpoint.keep_best": "true",
+        "optimizer.lr": 1.0, "optimizer.warmup": 40, "training.max_steps": 12,
+    }  # fmt: skip
+    typed = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+    def losses_of(steps):
+        done = _train(tmp_path, demo, *typed, "--training.max_steps", str(steps), "--resume", "auto")
+        assert done.returncode == 0, done.stderr
+        metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
+        kept = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
+        return {each["step"]: each["evaluation_loss"] for each in metrics}, kept
+
+    for steps in (12, 16):
+        losses, kept = losses_of(steps)
+        best = min(losses, key=losses.get)
+        assert best < 8  # the learning rate has grown beyond what is good
+        assert kept == [best, steps - 4, steps]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        (["--checkpoint.keep_best", "true"], "no evaluation to judge by; set evaluation.every"),
         (["--evaluation.every", "2"], "no data to evaluate on; set evaluation.paths or evaluation.fraction"),
         (["--evaluation.fraction", "0.1"], "evaluation.every is 0, so the data of [evaluation] would not be used"),
         (["--evaluation.every", "2", "--evaluation.fraction", "0.6"], "fraction is 0.6; use at most 0.5"),

@@ -57,6 +57,8 @@ def _slow_disk(seconds_a_tensor):
 
 def _train(me, directory, root, form, share=None):
     """Save after a step, and train on: beside the save, with staging for a share of the state; or after it (None)."""
+    from llama405b.contract.checkpoints import Reached
+
     module, updater = build(me, directory, **FORMS[form])
     if FORMS[form]["overlap"]:
         slow(updater, 0.01)  # so that updates are pending when the save begins
@@ -69,7 +71,7 @@ def _train(me, directory, root, form, share=None):
     if share is not None:
         _slow_disk(STEPS_A_SAVE * STEP_S / len(tensors))
     saving.begin(
-        SAVED, updater, _identity(), 0, STEP_S if share == 1 else None
+        SAVED, updater, _identity(), Reached(0), STEP_S if share == 1 else None
     )  # with room, what is late is copied ahead
     saved = saving.finish() if share is None else None
     seen, beside = [], 0
@@ -139,6 +141,7 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
     """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved."""
     from llama405b import ranks
     from llama405b.checkpoint import write as of_write
+    from llama405b.contract.checkpoints import Reached
     from llama405b.contract.errors import UserError
     from llama405b.contract.requests import RequestKind, RunRequest
     from llama405b.contract.schema import Checkpoint
@@ -165,7 +168,9 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
         due, busy = ranks.greatest_of([int(bool(asked) or (me.leads and saver.clock.due(step))), int(saver.busy)])
         try:
-            saver.after_step(step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked, position=0)
+            saver.after_step(
+                step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked, reached=Reached(0)
+            )
         except UserError as refused:
             error = str(refused)
     store.close()

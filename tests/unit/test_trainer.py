@@ -33,7 +33,7 @@ class Scripted(Trainer):
     def one_step(self, step):
         return next(self.reader)
 
-    def obey(self, step, step_s):
+    def obey(self, step, metrics):
         return False
 
 

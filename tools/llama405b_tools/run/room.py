@@ -28,6 +28,7 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
     faults = {}
     for name, n_bytes in takes.items():
         place = answers[name].places.get("--checkpoint.dir", answers[name].run_place)
-        if why := room_fault(place.free_bytes, n_bytes, kept(request.run, checkpoint.keep)):
+        best = checkpoint.keep_best
+        if why := room_fault(place.free_bytes, n_bytes, kept(request.run, checkpoint.keep, best=best), best=best):
             faults[name] = f"--checkpoint.dir: {place.path} {why}"
     return faults
