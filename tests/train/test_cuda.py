@@ -85,3 +85,17 @@ def test_no_step_pins_memory(tiny, offload):
 
 def _allocations():
     return torch.cuda.host_memory_stats()["num_host_alloc"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+def test_attention_keeps_packed_documents_apart(attention):
+    from transformers import LlamaConfig
+
+    from llama405b.model.checked import check_attention
+
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn", reason="NOT RUN: flash-attn is not installed")
+    for heads in ({"num_attention_heads": 128, "num_key_value_heads": 8}, {"num_attention_heads": 32}):
+        config = LlamaConfig(hidden_size=heads["num_attention_heads"] * 128, **heads)
+        for isolated in (True, False):
+            check_attention(config, attention, torch.device("cuda"), torch.bfloat16, isolated=isolated)
