@@ -1,12 +1,13 @@
-"""``llama405b download``: download a model from the Hugging Face Hub, only what training needs, and verify it.
+"""``llama405b download``: download a model or a dataset from the Hugging Face Hub, only what training needs, and verify it.
 
-Run it on the host that needs the weights; only that host needs HF_TOKEN. An interrupted download is resumed. Every
+Run it on the host that needs it (the first one, for a dataset); only that host needs HF_TOKEN. An interrupted download is resumed. Every
 file's size is checked, and its SHA-256 if the Hub has one.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import fnmatch
 import hashlib
@@ -20,6 +21,7 @@ from llama405b.contract import weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.hashes import BlockHasher, Hashes
+from llama405b.contract.phrases import counted
 from llama405b.contract.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
 
 if TYPE_CHECKING:
@@ -29,22 +31,56 @@ AT_ONCE = 4
 SAFETENSORS = (INDEX, "model*.safetensors")  # not the original or consolidated copies of the weights
 PICKLED_FILES = (PICKLED_INDEX, "pytorch_model*.bin")  # of models that have no others
 READ_BYTES = 4 << 20
+PLAIN = ("*.jsonl", "*.ndjson", "*.txt")
+TEXTS = (*PLAIN, *(f"{kind}.gz" for kind in PLAIN), "*.md", "*.parquet")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     how = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog="llama405b download", description=__doc__, formatter_class=how, allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help="owner/name, like meta-llama/Llama-3.1-405B")
-    parser.add_argument("--to", type=Path, metavar="DIR", help="target directory [models/<name>]")
+    parser.add_argument("name", metavar="NAME", help="owner/name, like meta-llama/Llama-3.1-405B")
+    parser.add_argument("--dataset", action="store_true", help="NAME is a dataset, not a model")
+    parser.add_argument(
+        "--only", metavar="GLOB", help="of a dataset, these files alone, like 'data/train-*' [all text and Parquet]"
+    )
+    parser.add_argument("--to", type=Path, metavar="DIR", help="target directory [models/<name>, or data/<name>]")
     parser.add_argument("--revision", default="main", help="a branch, tag or commit [main]")
     parser.add_argument("--skip-weights", action="store_true", help="download only the configuration and tokenizer")
     args = parser.parse(argv)
-    if args.model.count("/") != 1:
-        raise UserError(f"download: {args.model!r} is not a model name; write owner/name")
-    target = args.to or Path("models") / args.model.partition("/")[2]
-    fetch(args.model, args.revision, target, skip_weights=args.skip_weights)
+    if args.name.count("/") != 1:
+        raise UserError(f"download: {args.name!r} is not the name of a model or dataset; write owner/name")
+    if (args.only or args.dataset) and not (args.dataset and not args.skip_weights):
+        raise UserError("--only is for datasets, and --skip-weights for models; leave it out, or add --dataset")
+    target = args.to or Path("data" if args.dataset else "models") / args.name.partition("/")[2]
+    if args.dataset:
+        fetch_dataset(args.name, args.revision, target, args.only)
+    else:
+        fetch(args.name, args.revision, target, skip_weights=args.skip_weights)
     return 0
+
+
+def fetch_dataset(name: str, revision: str, target: Path, only: str | None) -> None:
+    """Download and verify a dataset's files of text and tables, or those that a glob names.
+
+    Raises:
+        UserError: The dataset does not exist, has no such file, access is denied, or the disk is too small.
+        RunError: The network or the disk failed; the same command resumes.
+    """
+    from huggingface_hub import HfApi
+
+    with said_clearly(f"datasets/{name}", target):
+        info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
+        everything = [each for each in info.siblings or () if each.rfilename != "README.md"]
+        kinds = [only] if only else TEXTS
+        files = [each for each in everything if any(fnmatch.fnmatch(each.rfilename, kind) for kind in kinds)]
+        if not files:
+            there = ", ".join(each.rfilename for each in everything[:5])
+            raise UserError(
+                f"{name}: has no file {only or 'of text or Parquet'} (it has {there or 'none'}); name some with --only"
+            )
+        _bring(Repo(f"datasets/{name}", str(info.sha)), files, target)
+    print(f"complete: train on it with --data.paths {target}")
 
 
 def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> None:
@@ -63,14 +99,7 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
         files = [sibling for sibling in info.siblings or () if wanted(sibling.rfilename, () if skip_weights else kinds)]
         if not any(sibling.rfilename == "config.json" for sibling in files):
             raise UserError(f"{model}: has no config.json; only models in Hugging Face format can be trained")
-        hashes = Hashes(target)
-        lacking = [sibling for sibling in files if not holds(hashes, sibling)]
-        _check_room(target, lacking)
-        print(
-            f"{model} at {info.sha}: {len(files)} files, {_bytes_of(files) / 1e9:.2f} GB; {len(lacking)} to download into {target}",
-            flush=True,
-        )
-        _fetch_all(model, str(info.sha), lacking, target, hashes)
+        _bring(Repo(model, str(info.sha)), files, target)
     if skip_weights:
         return
     llama = weights.read_llama(target)
@@ -82,9 +111,25 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
     print(f"complete: {llama.parameters:,} parameters; {then}")
 
 
-def _fetch_all(model: str, commit: str, lacking: list["RepoSibling"], target: Path, hashes: Hashes) -> None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repo:
+    """A model or dataset on the Hub, at a commit."""
+
+    name: str  # owner/name, or datasets/owner/name
+    commit: str
+
+
+def _bring(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
+    """Download the files that are not there, and verify them."""
+    hashes = Hashes(target)
+    lacking = [sibling for sibling in files if not holds(hashes, sibling)]
+    _check_room(target, lacking)
+    size, n_files = _bytes_of(files) / 1e9, counted(len(files), "file")
+    print(
+        f"{repo.name} at {repo.commit}: {n_files}, {size:.2f} GB; {len(lacking)} to download into {target}", flush=True
+    )
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        jobs = [pool.submit(_fetch_one, model, commit, sibling, target, hashes) for sibling in lacking]
+        jobs = [pool.submit(_fetch_one, repo, sibling, target, hashes) for sibling in lacking]
         try:
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 print(f"{done}/{len(lacking)}  {job.result()}: verified", flush=True)
@@ -98,13 +143,17 @@ def wanted(name: str, kinds: Sequence[str]) -> bool:
     return name in weights.SMALL_FILES or ("/" not in name and any(fnmatch.fnmatch(name, kind) for kind in kinds))
 
 
-def _fetch_one(model: str, commit: str, sibling: "RepoSibling", target: Path, hashes: Hashes) -> str:
+def _fetch_one(repo: Repo, sibling: "RepoSibling", target: Path, hashes: Hashes) -> str:
     """Download one file and verify it; if that fails, download it once more in full."""
     from huggingface_hub import hf_hub_download
 
     name: str = sibling.rfilename
+    kind = "dataset" if repo.name.startswith("datasets/") else "model"
+    owned = repo.name.removeprefix("datasets/")
     for again in (False, True):
-        path = Path(hf_hub_download(model, name, revision=commit, local_dir=target, force_download=again))
+        path = Path(
+            hf_hub_download(owned, name, repo_type=kind, revision=repo.commit, local_dir=target, force_download=again)
+        )
         whole, blocks = _hash(path)
         fault = download_fault(path, whole, sibling)
         if not fault:

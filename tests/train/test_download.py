@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import threading
+import urllib.parse
 
 import pytest
 
@@ -30,20 +31,22 @@ class Hub(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path.startswith(("/api/models/o/gated", "/o/gated")):
             return self.say(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"}, body)
-        if not path.startswith(("/api/models/o/tiny", "/o/tiny/resolve/")):
+        known = ("/api/models/o/tiny", "/o/tiny/resolve/", "/api/datasets/o/tiny", "/datasets/o/tiny/resolve/")
+        if not path.startswith(known):
             return self.say(401, {"error": "none"}, {"X-Error-Code": "RepoNotFound"}, body)
         if path.startswith("/api/"):
             if not path.endswith(("/revision/main", f"/revision/{COMMIT}", "/o/tiny")):
                 return self.say(404, {"error": "none"}, {"X-Error-Code": "RevisionNotFound"}, body)
             siblings = []
-            for file in sorted(hub["root"].iterdir()):
+            for file in sorted(path for path in hub["root"].rglob("*") if path.is_file()):
                 data = file.read_bytes()
-                entry = {"rfilename": file.name, "size": len(data), "blobId": "x"}
+                name = file.relative_to(hub["root"]).as_posix()
+                entry = {"rfilename": name, "size": len(data), "blobId": "x"}
                 if file.suffix == ".safetensors":
                     entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 1}
                 siblings.append(entry)
             return self.say(200, {"id": "o/tiny", "modelId": "o/tiny", "sha": COMMIT, "siblings": siblings}, {}, body)
-        data = (hub["root"] / path.rpartition("/")[2]).read_bytes()
+        data = (hub["root"] / urllib.parse.unquote(path.partition("/resolve/")[2]).partition("/")[2]).read_bytes()
         etag = hashlib.sha256(data).hexdigest()
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         span = self.headers.get("Range")
@@ -113,6 +116,25 @@ def test_only_what_is_needed_verified_and_not_fetched_twice(hub, cli, tmp_path):
     assert weights.read_bytes() == (hub["root"] / weights.name).read_bytes()
 
 
+def test_a_dataset(hub, cli, tmp_path):
+    for name in ("data/train-0.parquet", "data/test-0.parquet", "notes.txt", "image.png", "README.md"):
+        (hub["root"] / name).parent.mkdir(exist_ok=True)
+        (hub["root"] / name).write_bytes(name.encode() * 50)
+
+    def brought():
+        root = tmp_path / "data/tiny"
+        return {path.relative_to(root).as_posix() for path in [*root.glob("[!.]*.*"), *root.glob("data/*")]}
+
+    done = cli(tmp_path, "download", "o/tiny", "--dataset", "--only", "data/train-*", env=hub["env"])
+    assert done.returncode == 0, done.stderr
+    assert brought() == {"data/train-0.parquet"}
+    done = cli(tmp_path, "download", "o/tiny", "--dataset", env=hub["env"])
+    assert "3 files, 0.00 GB; 2 to download into data/tiny" in done.stdout
+    assert done.stdout.splitlines()[-1] == "complete: train on it with --data.paths data/tiny"
+    assert brought() == {"data/train-0.parquet", "data/test-0.parquet", "notes.txt"}
+    assert (tmp_path / "data/tiny/notes.txt").read_bytes() == (hub["root"] / "notes.txt").read_bytes()
+
+
 def test_without_the_weights(hub, cli, tmp_path):
     done = cli(tmp_path, "download", "o/tiny", "--skip-weights", "--to", "small", env=hub["env"])
     assert done.returncode == 0, done.stderr
@@ -131,7 +153,11 @@ def test_a_hub_that_sends_something_else_is_found_out(hub, cli, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["tiny"], 2, "download: 'tiny' is not a model name; write owner/name"),
+        (["tiny"], 2, "download: 'tiny' is not the name of a model or dataset; write owner/name"),
+        (["o/tiny", "--only", "*"], 2, "--only is for datasets, and --skip-weights for models"),
+        (["o/tiny", "--dataset", "--skip-weights"], 2, "--only is for datasets, and --skip-weights for models"),
+        (["o/none", "--dataset"], 2, "datasets/o/none: not found on the Hub, or private (401)"),
+        (["o/tiny", "--dataset", "--only", "train-*"], 2, "o/tiny: has no file train-* (it has "),
         (["o/gated"], 2, "o/gated: access is gated (403); accept the license at https://huggingface.co/o/gated"),
         (["o/none"], 2, "o/none: not found on the Hub, or private (401); check the name, or export HF_TOKEN"),
         (["o/tiny", "--revision", "v9"], 2, "--revision: o/tiny has no such revision"),
