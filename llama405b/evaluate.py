@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from llama405b.step import nll_of
 class Evaluated:
     """Result of an evaluation."""
 
-    loss: float  # nats per target token, over all sequences
+    loss: float  # nats per target token, over all sequences; not a number without targets
     n_targets: int
     n_sequences: int
 
@@ -34,20 +34,24 @@ class Evaluated:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, held_out: Batches, me: Ranks, micro: int, most: int = 0) -> Evaluated:
+def evaluate(
+    model: nn.Module, held_out: Batches, me: Ranks, micro: int, most: int = 0, alive: Callable[[], None] = lambda: None
+) -> Evaluated:
     """Evaluate at most ``most`` sequences (0: all), at equal distances, ``micro`` at a time on each rank.
 
-    All ranks take as many forwards, as FSDP's collectives need: one without a sequence left takes any, and counts none of it.
+    ``alive`` is called before each forward. All ranks take as many, as FSDP's collectives need: one without a sequence left takes
+    any, and counts none of it.
     """
     n_sequences = min(most or held_out.n_sequences, held_out.n_sequences)
     every = [i * held_out.n_sequences // n_sequences for i in range(n_sequences)]
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # nats, targets
     for begin in range(me.dp.rank * micro, me.dp.rank * micro + n_sequences, me.dp.size * micro):
         batch = _batch(held_out, every, range(begin, begin + micro)).to(me.device)
+        alive()
         sums[0] += nll_of(model, batch)
         sums[1] += (batch.targets_BS != IGNORE_INDEX).sum()
     nats, n_targets = sum_over_ranks(sums).tolist()
-    return Evaluated(nats / max(1.0, n_targets), int(n_targets), n_sequences)
+    return Evaluated(nats / n_targets if n_targets else math.nan, int(n_targets), n_sequences)
 
 
 def _batch(held_out: Batches, every: Sequence[int], places: range) -> Batch:

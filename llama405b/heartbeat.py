@@ -52,6 +52,10 @@ class Pulse:
         """Record how much of the weights is loaded."""
         self._beat(done_bytes=done_bytes, total_bytes=total_bytes)
 
+    def alive(self) -> None:
+        """Record that it goes on within a phase."""
+        self._beat()
+
     def failed(self, cause: Cause) -> None:
         """Record why this rank ends."""
         self.record = dataclasses.replace(self.record, cause=cause)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llama405b import load, ranks
+from llama405b.batch import IGNORE_INDEX
 from llama405b.capacity.estimate import Load
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.ring import Copies
@@ -99,8 +100,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         journal.log(line)
     journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
     journal.resumed_at(done, steps)
-    before = ranks.from_rank0(journal.losses, tuple[float, ...])
-    spikes = Spikes(training.spike, before)
+    usual = Spikes.after(training.spike, journal.losses if position else ())
+    spikes = Spikes(training.spike, ranks.from_rank0(tuple(usual.losses), tuple[float, ...]))
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
     saver = Saver(saving, updater, identity, clock, journal, pulse)
     if config.checkpoint.keep_best:
@@ -120,12 +121,16 @@ def held_out_of(
         UserError: The data to evaluate on cannot be used.
     """
     evaluation = config.evaluation
-    if evaluation.fraction:
-        return batches.hold_out(evaluation.fraction)
-    if not evaluation.paths:
+    if not evaluation.every:
         return batches, None
-    data = dataclasses.replace(config.data, paths=evaluation.paths, weights=(), max_bytes=0)
-    return batches, open_batches(data, files, cache, me, pulse.loaded, say, "--evaluation.paths")
+    if evaluation.paths:
+        data = dataclasses.replace(config.data, paths=evaluation.paths, weights=(), max_bytes=0)
+        held_out = open_batches(data, files, cache, me, pulse.loaded, say, "--evaluation.paths")
+    else:
+        batches, held_out = batches.hold_out(evaluation.fraction)
+    if not any((held_out.in_order([i]).targets_BS != IGNORE_INDEX).any() for i in range(held_out.n_sequences)):
+        raise UserError("[evaluation]: the held-out data has no target to learn; name other data, or a larger fraction")
+    return batches, held_out
 
 
 def say_changes(chosen: Resume, *, identity: RunIdentity, allowed: bool, journal: Journal) -> None:

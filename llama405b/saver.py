@@ -56,6 +56,7 @@ class Saver:
         self.asked: list[RunRequest] = []  # answered with the save that is under way
         self.waiting: list[RunRequest] = []  # answered with the next one
         self.best_loss = math.inf  # the least evaluation loss that was saved
+        self.evaluated = math.inf  # that of the save that is under way
 
     @property
     def busy(self) -> bool:
@@ -72,20 +73,22 @@ class Saver:
         requests: Sequence[RunRequest],
         reached: Reached,
         step_s: float | None = None,
+        best: bool = False,
     ) -> None:
         """Save if that is due or requested; at the end wait for it.
 
         ``due``: alike on all ranks, as is ``busy``, whether any of them is still writing: then the next save is put off until the
-        first step after that. ``reached``: where training is; ``step_s``: what a step takes.
+        first step after that. ``best``: alike as well; then the save that is under way is waited for.
+        ``reached``: where training is; ``step_s``: what a step takes.
 
         Raises:
             UserError: The last checkpoint of the run could not be written, or another run has taken the directory over.
         """
         self.waiting += requests
         self.put_off = self.put_off or due
-        if self.step and (ending or not busy):
+        if self.step and (ending or best or not busy):
             self.finish()
-        if ending or (self.put_off and not busy):
+        if ending or best or (self.put_off and not busy):
             self.begin(step, reached, None if ending else step_s)
         if ending and (failed := self.finish()):
             raise failed
@@ -96,7 +99,7 @@ class Saver:
         self.asked, self.waiting = self.waiting, []
         self.step = step
         self.clock.began()
-        self.best_loss = min(self.best_loss, reached.evaluation_loss or math.inf)
+        self.evaluated = math.inf if reached.evaluation_loss is None else reached.evaluation_loss
         self.saving.begin(step, self.updater, self.identity, reached, next_update_s)
 
     def finish(self) -> UserError | None:
@@ -110,6 +113,7 @@ class Saver:
         outcome, step, self.step = self.saving.finish(), self.step, 0
         if isinstance(outcome, Saved):
             self.clock.cost_s = outcome.blocked_s
+            self.best_loss = min(self.best_loss, self.evaluated)
             self.journal.log(
                 f"saved {outcome.path} in {outcome.took_s:.1f} s; training waited {outcome.blocked_s:.1f} s"
             )

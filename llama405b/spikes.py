@@ -6,17 +6,24 @@ from collections.abc import Iterable
 
 WINDOW = 64  # steps that tell what is usual
 LEAST = 16  # before these it is unknown
+MOST_SKIPPED = 16  # in a row: the others are no longer usual
 
 
 class Spikes:
     """The losses of the last steps."""
 
     def __init__(self, times: float, losses: Iterable[float] = ()) -> None:
-        """``times``: the median of the last steps' losses, above which a loss is a spike; ``losses``: all before."""
-        self.times, self.losses = times, collections.deque[float](maxlen=WINDOW)
+        """``times``: the median of the last steps' losses, above which a loss is a spike; ``losses``: what is usual."""
+        self.times, self.losses = times, collections.deque(losses, maxlen=WINDOW)
+        self.in_a_row = 0
+
+    @classmethod
+    def after(cls, times: float, losses: Iterable[float]) -> "Spikes":
+        """Return what was usual after steps with these losses."""
+        found = cls(times)
         for loss in losses:
-            if not self.is_one(loss):
-                self.add(loss)
+            found.take(loss)
+        return found
 
     @property
     def usual(self) -> float | None:
@@ -27,6 +34,10 @@ class Spikes:
         """Whether a loss is a spike."""
         return self.usual is not None and loss > self.times * self.usual
 
-    def add(self, loss: float) -> None:
-        """Take a step's loss as usual."""
-        self.losses.append(loss)
+    def take(self, loss: float, *, always: bool = False) -> bool:
+        """Hear a step's loss, which is usual if it is no spike, or ``always``; returns whether it is a spike."""
+        is_one = self.is_one(loss)
+        self.in_a_row = self.in_a_row + 1 if is_one else 0
+        if always or not is_one:
+            self.losses.append(loss)
+        return is_one

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import signal
 import time
@@ -31,7 +32,7 @@ from llama405b.journal import Journal
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.saver import Saver
-from llama405b.spikes import Spikes
+from llama405b.spikes import MOST_SKIPPED, Spikes
 from llama405b.step import NonFiniteError, SpikeError, StepResult, Updater, train_step
 from llama405b.timer import Laps
 
@@ -113,10 +114,10 @@ class Trainer:
         self.pulse.phase(Phase.EVAL)
         began, evaluation = time.monotonic(), self.config.evaluation
         micro = evaluation.micro_batch_size or self.config.training.micro_batch_size
-        found = evaluate(self.module, self.held_out, self.me, micro, evaluation.max_sequences)
+        found = evaluate(self.module, self.held_out, self.me, micro, evaluation.max_sequences, self.pulse.alive)
         self.journal.log(f"evaluation after step {step}: {found}, {time.monotonic() - began:.1f} s")
         self.pulse.phase(Phase.TRAIN)
-        return dataclasses.replace(metrics, evaluation_loss=found.loss)
+        return dataclasses.replace(metrics, evaluation_loss=found.loss if math.isfinite(found.loss) else None)
 
     def skip(self, step: int) -> None:
         """Record a step in which every target is masked, for example by very long prompts.
@@ -188,26 +189,38 @@ class Trainer:
         )
 
     def judge(self, step: int, result: StepResult) -> None:
-        """Report a loss that is far above the last ones', with the documents of its step; any other is usual from now on.
+        """Report a loss that is far above the last ones', with the documents of its step.
 
         Raises:
-            SpikeError: The run is to stop then.
+            SpikeError: The run is to stop then, or one step after another would be left out.
         """
-        usual, choice, ends = self.spikes.usual, self.config.training.on_spike, self.reader.position
-        if usual is None or not self.spikes.is_one(result.loss):
-            self.spikes.add(result.loss)
+        usual, choice = self.spikes.usual, self.config.training.on_spike
+        if not self.spikes.take(result.loss, always=choice == "warn"):
             return
-        loss = f"loss {result.loss:.4f} is {result.loss / usual:.1f} times the median of the last steps"
+        loss = f"loss {result.loss:.4f} is {result.loss / (usual or math.inf):.1f} times the median of the last steps"
         what = "" if result.updated else f"; the weights are still those of step {step - 1}"
-        begins = ends - self.config.training.global_batch_size
-        names = documents_at(self.reader.batches.mixture, range(begins, ends)) if self.me.leads else []
-        detail = f"{loss}{what}; its documents: {_first(names)}"
+        detail = f"{loss}{what}; its documents: {self.documents_of_step()}"
         self.journal.log(f"step {step}/{self.journal.steps}  {detail}")
         self.journal.event(EventKind.SPIKE, step=step, detail=f"{choice}: {detail}")
         if choice == "stop":
             raise SpikeError(
-                f"step {step}: {loss}{what}; see `events` for its documents; resume with --training.on_spike skip"
+                f"step {step}: {loss}; the log names its documents; resume from the last checkpoint, with "
+                "--training.on_spike skip or without these documents"
             )
+        if choice == "skip" and self.spikes.in_a_row >= MOST_SKIPPED:
+            raise SpikeError(
+                f"step {step}: {MOST_SKIPPED} steps in a row were left out, the last since {loss}; resume from an older "
+                "checkpoint, or with --training.on_spike warn or a higher --training.spike"
+            )
+
+    def documents_of_step(self) -> str:
+        """Name the first documents of the step that was read last; '' on ranks that report nothing."""
+        if not self.me.leads:
+            return ""
+        end = self.reader.position
+        indices = range(end - self.config.training.global_batch_size, end)
+        names = list(itertools.islice(documents_at(self.reader.batches.mixture, indices), NAMED + 1))
+        return ", ".join(names[:NAMED]) + " and more" * (len(names) > NAMED) if names else "unknown"
 
     def obey(self, step: int, metrics: Metrics | None) -> bool:
         """Do what is due or was requested after a step; returns whether to stop the run."""
@@ -217,9 +230,9 @@ class Trainer:
         for request in requests:
             counts[request.kind] = max(counts[request.kind], 1, min(request.steps, MAX_STEPS))
         is_best = self.config.checkpoint.keep_best and loss is not None and loss < self.saver.best_loss
-        due = self.me.leads and (is_best or self.saver.clock.due(step))  # one clock decides for all
-        own = [self.stop.came, due, self.saver.busy, *counts.values()]
-        stops, is_due, busy, *found = ranks.greatest_of([int(each) for each in own])
+        due = self.me.leads and self.saver.clock.due(step)  # one clock decides for all
+        own = [self.stop.came, due, self.saver.busy, is_best, *counts.values()]
+        stops, is_due, busy, best, *found = ranks.greatest_of([int(each) for each in own])
         wanted = dict(zip(counts, found, strict=True))
         ending = bool(stops) or step == self.steps.stop - 1
         if self.saver.saves:
@@ -233,6 +246,7 @@ class Trainer:
                 requests=[request for request in requests if request.kind is RequestKind.SAVE],
                 reached=Reached(self.reader.position, loss),
                 step_s=step_s,
+                best=bool(best),
             )
         elif wanted[RequestKind.SAVE]:
             self.answer(requests, RequestKind.SAVE, step, None, "checkpoint.every is 0: this run saves no checkpoints")
@@ -266,14 +280,6 @@ class Trainer:
         for request in requests:
             if request.kind is kind:
                 self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)
-
-
-def _first(names: Sequence[str]) -> str:
-    """List the first few names."""
-    if not names:
-        return "unknown"
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def everywhere(write: Callable[[], Path]) -> tuple[Path | None, str]:

@@ -22,7 +22,7 @@ from llama405b.contract import command, weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
-from llama405b.contract.schema import Data
+from llama405b.contract.schema import Config, Data
 from llama405b.data.batches import Batches, batches_of, described
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.tokenize import tokenize
@@ -46,8 +46,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=CORES, metavar="N", help=f"tokenize: processes [{CORES}]")
     args, settings = parser.parse_known_args(argv)
     config = command.parse(settings).config
-    if args.sequences < 0 or args.workers < 1:
-        raise UserError("--sequences must be 0 or more, and --workers 1 or more")
+    for flag, value, least in (("--sequences", args.sequences, 0), ("--workers", args.workers, 1)):
+        if value < least:
+            raise UserError(f"{flag}: {value} is too small; use {least} or more")
     if (args.what == "tokenize") != (args.out is not None):
         raise UserError("--out: tokenize needs a directory for the tokens, and show has none; write tokenize --out DIR")
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         if args.what == "tokenize":
             _tokenize(config.data, Path(place), args.out, args.workers)
         else:
-            _show(config.data, Path(place), args.sequences)
+            _show(config, Path(place), args.sequences)
     return 0
 
 
@@ -78,13 +79,15 @@ def _tokenize(config: Data, tokenizer: Path, out: Path, workers: int) -> None:
     )
 
 
-def _show(config: Data, tokenizer_dir: Path, n_sequences: int) -> None:
+def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     report = Report(lambda *_: None, lambda: None, print)
-    files = [tokenised(part, tokenizer_dir, CACHE, report) for part in config.by_source]
-    batches = batches_of(config, CACHE, files)
+    files = [tokenised(part, tokenizer_dir, CACHE, report) for part in config.data.by_source]
+    batches, evaluation = batches_of(config.data, CACHE, files), config.evaluation
+    if evaluation.every and not evaluation.paths:
+        batches, _ = batches.hold_out(evaluation.fraction)
     marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
     decode = read_tokenizer(tokenizer_dir).decode
-    for line in (*described(config, batches), *_shown(batches, n_sequences, decode, marks)):
+    for line in (*described(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
         print(line)
 
 

@@ -371,8 +371,9 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     is_one_text = config.data.packing == "concatenated"
     one_text = "with packing concatenated documents are one text, which is split; leave it out, or use isolated"
     evaluates = evaluation.paths or evaluation.fraction
+    no_best = "nothing would be evaluated, or nothing saved; set evaluation.every and checkpoint.every"
     no_data = "no data to evaluate on; set evaluation.paths or evaluation.fraction"
-    never = "evaluation.every is 0, so the data of [evaluation] would not be used; set it to a number of steps"
+    never = "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps"
     too_few = f"checkpoint.keep is {keep}; keep at least {LEAST_KEPT}, so that one always verifies"
     only_bf16 = "flash-attn computes in BF16 only; use sdpa, or numerics other than fp32"
     only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
@@ -390,10 +391,10 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("data.documents", config.data.documents == "whole" and is_one_text, one_text),
         ("data.long_documents", config.data.long_documents == "truncate" and is_one_text, one_text),
         ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
-        ("checkpoint.keep_best", config.checkpoint.keep_best and not evaluation.every, "no evaluation to judge by; set evaluation.every"),
+        ("checkpoint.keep_best", config.checkpoint.keep_best and not (evaluation.every and saves), no_best),
         ("checkpoint.replicas", config.checkpoint.replicas > 1, "checkpoint.replicas is above 1; use 0 or 1"),
-        ("evaluation.every", bool(evaluates) != bool(evaluation.every), no_data if evaluation.every else never),
-        ("evaluation.fraction", bool(evaluation.paths and evaluation.fraction), "paths are given as well; leave one of them out"),
+        ("evaluation.every", bool(evaluation.every) and not evaluates, no_data),
+        ("evaluation.every", bool(evaluation.paths) and not evaluation.every, never),
         ("evaluation.fraction", evaluation.fraction > 0.5, f"fraction is {evaluation.fraction:g}; use at most 0.5"),
         ("training.spike", training.spike <= 1, f"spike is {training.spike:g}; use more than 1"),
         ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),

@@ -32,6 +32,14 @@ TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles; others are the same
 WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
 TOKENIZED, TOKENS = "tokens.json", "tokens.bin"  # what `data tokenize` writes
+FIELDS = {
+    "messages",
+    "tools",
+    "conversations",
+    "prompt",
+    "completion",
+    "text",
+}  # of a record: all that ``document_of`` reads
 UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
 
 

@@ -26,7 +26,7 @@ class Template:
         That is where its text is split at inference, too: a prompt ends with the header. A message of weight 0 is not learnt.
 
         Raises:
-            UnusableError: The template refuses it, or writes earlier messages in another way when later ones follow.
+            UnusableError: The template refuses it, writes nothing, or writes earlier messages in another way when later ones follow.
         """
         whole = self._rendered(chat, len(chat.messages))
         found, done = list[Segment](), 0
@@ -40,6 +40,8 @@ class Template:
                 raise UnusableError("the chat template changes earlier messages when later ones follow")
             found += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
             done = len(after)
+        if not whole:
+            raise UnusableError("the chat template writes nothing for it")
         return [(text, learnt) for text, learnt in (*found, (whole[done:], False)) if text]
 
     def _rendered(self, chat: Chat, n_messages: int, *, prompt: bool = False) -> str:

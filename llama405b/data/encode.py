@@ -6,7 +6,8 @@ Shape suffixes: N tokens.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ FIRST = np.uint32(1 << 30)  # of a document
 MARKS = NOT_LEARNT | FIRST
 ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
 ENCODE_PIECES = 512
+LEAD = "\n"  # takes the space in its place
+APART = 1 << 20  # tokens between the places that are noted
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,6 +58,14 @@ class Counts:
         return line
 
 
+class Begins(NamedTuple):
+    """Where in the tokens a file begins, or goes on with another document."""
+
+    token: int
+    file: str
+    before: int  # documents of it before this one
+
+
 @dataclasses.dataclass(slots=True)
 class _Piece:
     """Text to encode, with the tokens around it and its mark."""
@@ -80,7 +91,8 @@ class Encoder:
         """``learn``: roles of a conversation that are learnt; ``progress``: bytes of text done, and in all."""
         self.tokenizer, self.texts, self.progress = tokenizer, texts, progress
         self.template, self.counts = Template(tokenizer, learn), Counts()
-        self.files = list[tuple[int, str]]()  # the first token of each file that has any
+        self.lead = _lead(tokenizer)
+        self.files = list[Begins]()  # every file that has tokens, and every ``APART`` of them
 
     def __iter__(self) -> Iterator[NDArray[np.uint32]]:
         """Yield the tokens of some text at a time.
@@ -88,14 +100,13 @@ class Encoder:
         Raises:
             UserError: A document cannot be read or used.
         """
-        begins = ""  # the next token is the first of a document of this file
+        begins, n_documents = "", 0  # the next token is the first of a document of this file, which has had so many
         for batch in _batches(self._pieces()):
-            encoded = self.tokenizer([piece.text for piece in batch], add_special_tokens=False)["input_ids"]
-            for piece, ids in zip(batch, encoded, strict=True):
+            for piece, ids in zip(batch, self._encoded(batch), strict=True):
                 tokens_N = np.array(piece.before + ids + piece.after, dtype=np.uint32)
                 begins = piece.begins or begins
-                if begins and len(tokens_N) and (not self.files or self.files[-1][1] != begins):
-                    self.files.append((self.counts.tokens, begins))
+                if begins and len(tokens_N):
+                    n_documents = self._began(begins, n_documents)
                 self.counts.tokens += len(tokens_N)
                 if piece.learnt:
                     self.counts.learnt += len(tokens_N)
@@ -107,6 +118,25 @@ class Encoder:
                 yield tokens_N
             self.progress(batch[-1].done_bytes, self.texts.total_bytes)
         self.counts.skipped, self.counts.first_skipped = self.texts.n_bad, self.texts.first_bad
+
+    def _encoded(self, batch: Sequence[_Piece]) -> list[list[int]]:
+        """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""
+        lead = self.lead
+        texts = [f"{LEAD}{piece.text}" if lead and not piece.begins else piece.text for piece in batch]
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [
+            ids[len(lead) :] if lead and not piece.begins and ids[: len(lead)] == lead else ids
+            for piece, ids in zip(batch, encoded, strict=True)
+        ]
+
+    def _began(self, file: str, before: int) -> int:
+        """Note that a document of a file begins with the next token; returns how many of it have begun."""
+        last = self.files[-1] if self.files else Begins(0, "", 0)
+        if last.file != file:
+            before = 0
+        if last.file != file or self.counts.tokens - last.token >= APART:
+            self.files.append(Begins(self.counts.tokens, file, before))
+        return before + 1
 
     def _pieces(self) -> Iterator[_Piece]:
         """The documents in pieces that are encoded in seconds: only a longer one is split, at the end of a line."""
@@ -141,6 +171,12 @@ class Encoder:
         segments = self.template.segments(document)
         self.counts.conversations += 1
         return segments
+
+
+def _lead(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a line break, for tokenizers that put a space before every text, as Llama 2's does; [] for others."""
+    alone, lead, both = tokenizer(["b", LEAD, f"{LEAD}b"], add_special_tokens=False)["input_ids"]
+    return lead if both[: len(lead)] == lead and both[len(lead) :] != alone else []
 
 
 def _split(text: str) -> list[str]:

@@ -11,8 +11,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
-from llama405b.contract.corpus import ARROW_FILE
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.corpus import ARROW_FILE, FIELDS
 
 ROWS = 1000  # at a time: a row of text may have megabytes
 
@@ -27,14 +26,14 @@ def rows_of(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
         with file.open("rb") as raw:
             is_parquet = raw.read(4) == b"PAR1"
         yield from _of_parquet(file) if is_parquet else _of_arrow(file)
-    except pyarrow.ArrowException as error:
-        raise OSError(reason_of(error)) from None
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: values that Python cannot hold
+        raise OSError(" ".join(str(error).split())) from None
 
 
 def _of_parquet(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
     with pyarrow.parquet.ParquetFile(file) as table:
         total, done = max(1, table.metadata.num_rows), 0
-        for batch in table.iter_batches(ROWS):
+        for batch in table.iter_batches(ROWS, columns=_wanted(table.schema_arrow)):
             for row in batch.to_pylist():
                 done += 1
                 yield _given(row), done / total
@@ -49,10 +48,16 @@ def _of_arrow(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
         else:
             batches = iter(pyarrow.ipc.open_stream(raw))
-        for batch in batches:
+        for whole in batches:
+            batch = whole.select(_wanted(whole.schema))
             for begin in range(0, batch.num_rows, ROWS):
                 for row in batch.slice(begin, ROWS).to_pylist():
                     yield _given(row), raw.tell() / max(1, raw.size())
+
+
+def _wanted(schema: pyarrow.Schema) -> list[str]:
+    """The columns that a document may be in; others may be large, or nothing that Python can hold."""
+    return [name for name in schema.names if name in FIELDS]
 
 
 def _given(value: Any) -> Any:

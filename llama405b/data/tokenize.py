@@ -10,14 +10,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from llama405b.contract.corpus import TOKENIZED, TOKENS, expand
-from llama405b.contract.errors import RunError
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.schema import Data
-from llama405b.data.encode import Counts
+from llama405b.data.encode import Begins, Counts
 from llama405b.data.orphans import end_with
 from llama405b.data.tokens import Report, TokenFile, Tokenized, read_tokenizer, rules_of, stem_of, tokenised
 from llama405b.data.whence import read_files, write_files
@@ -32,9 +33,13 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
     """Write the tokens of all texts to a directory.
 
     Raises:
-        UserError: A path matches nothing, or a file or the tokenizer cannot be used.
-        RunError: The directory cannot be written.
+        UserError: A path matches nothing, a file or the tokenizer cannot be used, or the sources are to be mixed.
+        RunError: The directory cannot be written, or a process died.
     """
+    if config.weights:
+        raise UserError(
+            "data.weights: sources are mixed by the run; tokenize each by itself, with --data.paths and --out"
+        )
     tokenizer, files = read_tokenizer(tokenizer_dir), expand(config.paths)
     rules, texts = rules_of(config, tokenizer), stem_of(config, files, tokenizer)
     before = read_record(Tokenized, out / TOKENIZED)
@@ -46,7 +51,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
     found: dict[int, TokenFile] = {}
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, server, initializer=end_with, initargs=(os.getpid(),))
+    pool = ProcessPoolExecutor(workers, server, initializer=_begin, initargs=(os.getpid(),))
     with pool:
         waits = {
             pool.submit(
@@ -60,6 +65,8 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
                 found[number] = each.result()
                 done, n_tokens = done + sizes[number], n_tokens + found[number].n_tokens
                 told(done, sum(sizes), n_tokens)
+        except BrokenProcessPool:
+            raise RunError("a process that tokenizes died; see the host's memory, and use fewer --workers") from None
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -83,12 +90,17 @@ def _parts(files: Sequence[Path]) -> Iterator[list[Path]]:
         yield part
 
 
+def _begin(pid: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
+    end_with(pid)
+
+
 def _tokenise(config: Data, tokenizer_dir: Path, cache: Path) -> TokenFile:
     return tokenised(config, tokenizer_dir, cache, Report(lambda *_: None, lambda: None, lambda _: None))
 
 
 def _put_together(made: Sequence[TokenFile], out: Path, rules: str, texts: str) -> Tokenized:
-    counts, files, first = Counts(), list[tuple[int, str]](), 0
+    counts, files, first = Counts(), list[Begins](), 0
     (out / TOKENIZED).unlink(missing_ok=True)
     with (out / f".{TOKENS}").open("wb") as whole:
         for each in made:
@@ -96,7 +108,7 @@ def _put_together(made: Sequence[TokenFile], out: Path, rules: str, texts: str) 
             with part.open("rb") as tokens:
                 shutil.copyfileobj(tokens, whole, 16 << 20)
             counts += read_record(Counts, part.with_suffix(".json")) or Counts()
-            files += [(first + begin, name) for begin, name in read_files(part)]
+            files += [each._replace(token=first + each.token) for each in read_files(part)]
             first += each.n_tokens
         whole.flush()
         os.fsync(whole.fileno())

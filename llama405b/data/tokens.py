@@ -34,7 +34,7 @@ from llama405b.ranks import Ranks
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
-RULES = 3  # how texts become tokens; a new number makes every token file anew
+RULES = 4  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
 
@@ -153,7 +153,14 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of all that texts become tokens by: these rules, the tokenizer, its template, what is learnt."""
-    how = (RULES, tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, config.learn, config.bad_records)
+    how = (
+        RULES,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        config.learn,
+        config.bad_records,
+        config.max_bytes,
+    )
     return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
 
 
@@ -176,8 +183,8 @@ def _made(directory: Path, rules: str, report: Report) -> TokenFile:
         raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
     if found.rules != rules:
         raise UserError(
-            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.learn or data.bad_records; "
-            "set them back, or run `llama405b data tokenize` again"
+            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.learn, data.bad_records or "
+            "data.max_bytes; set them back, or run `llama405b data tokenize` again"
         )
     report.say(str(found.counts))
     info = Path(tokens.made).stat()
@@ -209,6 +216,8 @@ def _send(tokens: TokenFile, cache: Path, me: Ranks, progress: Progress, *, writ
     path, source = cache / tokens.name, tokens.path(cache)
     cache.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{me.host}.{os.getpid()}")
+    if writes:
+        partial.write_bytes(b"")  # a kill may have left one
     for begin in range(0, tokens.n_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, tokens.n_tokens - begin)
         chunk = torch.empty(size, dtype=torch.int32)
@@ -219,6 +228,9 @@ def _send(tokens: TokenFile, cache: Path, me: Ranks, progress: Progress, *, writ
             with partial.open("ab") as out:
                 out.write(chunk.numpy().tobytes())
         progress(TOKEN_BYTES * (begin + size), TOKEN_BYTES * tokens.n_tokens)
-    if writes:
-        partial.replace(path)
+    with ranks.refusing_together():
+        if writes and partial.stat().st_size != TOKEN_BYTES * tokens.n_tokens:
+            raise RunError(f"{partial}: has not the size of the tokens that were written; see the disk of {me.host}")
+        if writes:
+            partial.replace(path)
     dist.barrier()

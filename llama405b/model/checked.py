@@ -19,7 +19,12 @@ LENGTHS = (48, 16, 64)  # of the documents
 VOCABULARY = 256
 KEY_HEADS, MOST_SHARING = 2, 8  # heads that share each
 MOST = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # difference of logits, whose standard deviation is about 1
-TINY = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "intermediate_size": 64, "tie_word_embeddings": False}
+TINY = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+    "tie_word_embeddings": False,
+} | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
 def check_attention(

@@ -10,7 +10,10 @@ from llama405b.contract.errors import UserError
 from llama405b.model.checked import check_attention
 
 CPU = torch.device("cpu")
-SHAPES = [{"num_attention_heads": 32, "num_key_value_heads": 2}, {"num_attention_heads": 4, "head_dim": 24}]
+SHAPES = [
+    {"num_attention_heads": 32, "num_key_value_heads": 2},
+    {"num_attention_heads": 4, "head_dim": 24, "pad_token_id": 31999},
+]
 
 
 def _blind(module, query, key, value, attention_mask, **more):

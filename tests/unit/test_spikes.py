@@ -5,19 +5,30 @@ def test_a_spike_is_told_by_the_median_and_does_not_move_it():
     spikes = Spikes(3.0)
     for _ in range(LEAST - 1):
         assert not spikes.is_one(100.0)
-        spikes.add(2.0)
+        spikes.take(2.0)
     assert not spikes.is_one(100.0)  # too few steps
-    spikes.add(2.0)
+    spikes.take(2.0)
     assert spikes.usual == 2.0
-    assert [spikes.is_one(loss) for loss in (5.9, 6.0, 6.1)] == [False, False, True]
+    assert [spikes.take(loss) for loss in (5.9, 6.0, 6.1, 6.1, 2.0)] == [False, False, True, True, False]
+    assert spikes.in_a_row == 0
+    assert 6.1 not in spikes.losses
+
+
+def test_losses_that_stay_high_become_usual_if_steps_are_taken_all_the_same():
+    spikes = Spikes(3.0, [1.0] * WINDOW)
+    found = [spikes.take(4.0, always=True) for _ in range(WINDOW)]
+    assert found[0]
+    assert not found[-1]
+    spikes = Spikes(3.0, [1.0] * WINDOW)
+    assert all(spikes.take(4.0) for _ in range(WINDOW))
+    assert spikes.in_a_row == WINDOW
 
 
 def test_after_a_resume_the_same_losses_are_usual():
     losses = [2.0 + i % 3 / 10 for i in range(WINDOW)] + [50.0] * 40 + [2.05, 2.15]
     spikes = Spikes(3.0)
     for loss in losses:
-        if not spikes.is_one(loss):
-            spikes.add(loss)
-    again = Spikes(3.0, losses)
+        spikes.take(loss)
+    again = Spikes(3.0, Spikes.after(3.0, losses).losses)
     assert list(again.losses) == list(spikes.losses)
     assert 50.0 not in again.losses

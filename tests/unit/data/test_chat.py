@@ -154,3 +154,10 @@ def test_bad_records_are_refused_or_counted(demo, tmp_path):
         tokenised(tmp_path / "b.jsonl", odd, tmp_path / "cache")
     with pytest.raises(UserError, match=r"--data\.chat_template: none\.jinja: cannot be read \(No such file"):
         check_template(Path("none.jinja"))
+
+
+def test_a_conversation_of_which_the_template_writes_nothing_is_a_bad_record(demo, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    tokenizer.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(UnusableError, match="the chat template writes nothing for it"):
+        Template(tokenizer, ("assistant",)).segments(Chat(({"role": "system", "content": "a"},)))

@@ -93,3 +93,16 @@ def test_bad_tables_are_named(tmp_path):
     (tmp_path / "b.parquet").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"b.parquet: cannot be read \(.*\); correct it, or leave it out"):
         list(read(tmp_path / "b.parquet"))
+
+
+def test_columns_that_are_no_documents_are_not_read(tmp_path):
+    times = pyarrow.array([2**62 + 1], pyarrow.timestamp("ns"))
+    table = pyarrow.table({"text": ["x"], "when": times, "image": [b"\xff" * 100]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "b.arrow", table.schema) as file:
+        file.write_table(table)
+    assert documents_of(tmp_path / "a.parquet", tmp_path / "b.arrow") == [("", "x"), ("", "x")]
+    bad = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match=r"c.parquet: cannot be read \(.*\); correct it, or leave it out"):
+        list(read(tmp_path / "c.parquet"))

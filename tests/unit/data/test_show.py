@@ -41,7 +41,7 @@ def test_bad_input(show, tmp_path):
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match=r"--data\.paths: .* tokens are fewer than one sequence of 4096"):
         show("--data.paths", "a.txt")
-    with pytest.raises(UserError, match="--sequences: -1 is negative"):
+    with pytest.raises(UserError, match="--sequences: -1 is too small; use 0 or more"):
         show("--data.paths", "a.txt", "--sequences", "-1")
     with pytest.raises(UserError, match=r"--data\.pats"):
         show("--data.pats", "a.txt")

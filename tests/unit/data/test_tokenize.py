@@ -127,5 +127,7 @@ def test_bad_input(demo, texts):
         data.main(typed(demo, "--data.bad_records", "refuse"))
     with pytest.raises(UserError, match="--out: tokenize needs a directory"):
         data.main(["tokenize", "--model.path", str(demo), "--data.paths", "texts"])
-    with pytest.raises(UserError, match="--workers 1 or more"):
+    with pytest.raises(UserError, match=r"data\.weights: sources are mixed by the run; tokenize each by itself"):
+        data.main(typed(demo, "--data.paths", "texts/0.jsonl,texts/1.jsonl", "--data.weights", "1,2"))
+    with pytest.raises(UserError, match="--workers: 0 is too small; use 1 or more"):
         data.main(typed(demo, "--workers", "0"))

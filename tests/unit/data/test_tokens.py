@@ -3,7 +3,8 @@ import os
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.schema import Data
@@ -110,3 +111,22 @@ def test_a_token_file_that_cannot_be_written_is_named(demo, corpus, tmp_path):
     (tmp_path / "cache").write_text("a file where the directory should be")
     with pytest.raises(RunError, match="cache: the tokens cannot be written"):
         tokenised(corpus, demo, tmp_path / "cache")
+
+
+def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_the_rest_of_one(demo, tmp_path, monkeypatch):
+    """As Llama 2's does: what follows a prompt must be what follows it in the whole text."""
+    characters = sorted(set("▁abcdefghijklmnopqrstuvwxyz:.?\n"))
+    backend = Tokenizer(
+        models.BPE({c: i for i, c in enumerate(characters)} | {"<0x0A>": len(characters)}, [], byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    monkeypatch.setattr(tokens.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    prompt, completion = "what is it? ", "a line.\nand more"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "completion": completion}))
+    for chars in (1 << 20, 5):
+        monkeypatch.setattr(encode, "ENCODE_CHARS", chars)
+        made = tokenised(tmp_path / "a.jsonl", demo, tmp_path / str(chars))
+        found = np.fromfile(tmp_path / str(chars) / made.name, np.uint32)
+        assert (found & ~MARKS).tolist() == tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
+        assert np.count_nonzero(found & NOT_LEARNT) == len(prompt) + 1

@@ -1,14 +1,23 @@
 """The names of the documents of a sequence, from real token files."""
 
 import json
+import re
+
+import pytest
+from transformers import AutoTokenizer
 
 from llama405b.contract.schema import Data
+from llama405b.data import encode, whence
+from llama405b.data.encode import MARKS
 from llama405b.data.sources import Mixture, open_source
 from llama405b.data.tokens import Report, tokenised
 from llama405b.data.whence import documents_at, documents_in
 
 
-def test_documents_are_named_by_their_file_and_number(demo, tmp_path):
+@pytest.mark.parametrize("apart", [1 << 20, 20])
+def test_documents_are_named_by_their_file_and_number(demo, tmp_path, monkeypatch, apart):
+    monkeypatch.setattr(encode, "APART", apart)
+    tokenizer = AutoTokenizer.from_pretrained(demo)
     (tmp_path / "a.txt").write_text("one whole file of text, which is a document. " * 3)
     records = [{"text": f"record {i} " * 3} for i in range(12)]
     (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, records)))
@@ -17,15 +26,20 @@ def test_documents_are_named_by_their_file_and_number(demo, tmp_path):
     made = tokenised(data, demo, tmp_path / "cache", Report(lambda *_: None, lambda: None, lambda _: None))
     source = open_source(tmp_path / "cache" / made.name, 8)
     found = [documents_in(source, place) for place in range(source.n_sequences)]
-    assert found[0] == [f"{tmp_path}/a.txt 1"]
-    assert any(len(names) == 2 and names[0].endswith("a.txt 1") and "b.jsonl 1" in names[1] for names in found)
-    last = [int(names[-1].rpartition(" ")[2].rpartition("-")[2]) for names in found if "b.jsonl" in names[-1]]
-    assert last == sorted(last)
-    assert last[-1] in (11, 12)
+    assert [str(span) for span in found[0]] == [f"{tmp_path}/a.txt 1"]
+    assert any(
+        len(spans) == 2 and str(spans[0]).endswith("a.txt 1") and "b.jsonl 1" in str(spans[1]) for spans in found
+    )
+    for place, spans in enumerate(found):
+        text = tokenizer.decode(source.window(place)[:-1] & ~MARKS)
+        numbers = [int(number) + 1 for number in re.findall(r"record (\d+)", text)]
+        for span in spans:
+            if span.file.endswith("b.jsonl"):
+                assert all(span.first <= number <= span.last for number in numbers)
+    records = [span for spans in found for span in spans if span.file.endswith("b.jsonl")]
+    assert records[-1].last in (11, 12)
     mixture = Mixture.of([source], 0)
-    assert documents_at(mixture, [3]) == documents_in(source, mixture.at(3)[1])
+    assert list(documents_at(mixture, [3])) == [str(span) for span in documents_in(source, mixture.at(3)[1])]
     (tmp_path / "cache" / made.name).with_suffix(".files").unlink()
-    from llama405b.data import whence
-
     whence._files.cache_clear()
     assert documents_in(source, 0) == []

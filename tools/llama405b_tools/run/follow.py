@@ -82,8 +82,9 @@ class Ending:
 
     @property
     def refused(self) -> bool:
-        """Whether the trainer refused its input, and would refuse it again."""
-        return self.failure is not None and self.failure.cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED)
+        """Whether the trainer refused its input, or a loss that jumped, and would refuse it again."""
+        again = (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.SPIKE)
+        return self.failure is not None and self.failure.cause.kind in again
 
     @property
     def words(self) -> str:
