@@ -291,8 +291,8 @@ def build_module(
     journal.log(
         f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{_update_words(parallel)}"
     )
-    apart = "packed documents are kept apart, and " if isolated else ""
-    journal.log(f"attention was checked on this device: {apart}logits are within {difference:.1g} of sdpa's alone")
+    apart = "packed documents are kept apart; " if isolated else ""
+    journal.log(f"attention was checked on this device: {apart}logits differ by {difference:.1g} from those of sdpa")
     mask = mask_bytes(attention, config.training.micro_batch_size, config.data.seq_len)
     if isolated and mask >= LARGE_MASK:
         journal.log(
