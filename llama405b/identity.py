@@ -16,7 +16,6 @@ from llama405b.data.encode import FIRST
 
 SAMPLES = 1024  # of the tokens, evenly spaced
 SAMPLE_TOKENS = 1024
-ISOLATED = " isolated"
 NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
@@ -36,12 +35,13 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
             sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
     return RunIdentity(
         model=f"config {hashlib.sha256(model).hexdigest()[:12]}",
-        data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{ISOLATED * batches.isolated}{_parts(batches)}",
+        data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{_parts(batches)}",
         sequence_length=config.data.seq_len,
         global_batch_size=config.training.global_batch_size,
         numerics=config.parallel.numerics,
         data_seed=config.data.seed,
         training_seed=config.training.seed,
+        packing="isolated" if batches.isolated else "concatenated",
     )
 
 
@@ -86,5 +86,5 @@ def position_after(start: Found, now: RunIdentity) -> int:
 
 def _same_data(before: RunIdentity, now: RunIdentity) -> bool:
     """Whether both read the same sequences in the same order; how they are packed does not matter."""
-    data, data_now = (each.data.replace(ISOLATED, "") for each in (before, now))
-    return data == data_now and (before.sequence_length, before.data_seed) == (now.sequence_length, now.data_seed)
+    one, other = ((each.data, each.sequence_length, each.data_seed) for each in (before, now))
+    return one == other

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig
 
 from llama405b import load, ranks
 from llama405b.batch import IGNORE_INDEX
@@ -50,7 +51,7 @@ from llama405b.spikes import Spikes
 from llama405b.step import Updater
 from llama405b.trainer import StopSignal, Trainer
 
-LARGE_MASK = 1 << 30  # bytes
+LARGE_MASK_GIB = 1.0
 
 
 def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopSignal) -> Trainer:
@@ -94,13 +95,9 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     position = position_after(chosen.found, identity) if chosen.found else 0
     steps = training.max_steps or done + batches.steps(training.epochs, training.global_batch_size, position)
     reader = Reader(batches, me, training.global_batch_size, training.micro_batch_size, position, config.data.workers)
-    shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
-    micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
-    for line in described(config.data, batches):
-        journal.log(line)
-    journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
+    say_what_is_read(config, batches, steps, accumulate, me, journal)
     journal.resumed_at(done, steps)
-    usual = Spikes.after(training.spike, journal.losses if position else ())
+    usual = Spikes.after(training.spike, journal.losses if position else (), always=training.on_spike == "warn")
     spikes = Spikes(training.spike, ranks.from_rank0(tuple(usual.losses), tuple[float, ...]))
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
     saver = Saver(saving, updater, identity, clock, journal, pulse)
@@ -110,6 +107,17 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         config, run, me, module, updater, reader, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
         Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len), held_out, spikes,
     )  # fmt: skip
+
+
+def say_what_is_read(
+    config: Config, batches: Batches, steps: int, accumulate: int, me: Ranks, journal: Journal
+) -> None:
+    """Log what an epoch has, and what a step reads of it."""
+    for line in described(config.data, batches):
+        journal.log(line)
+    shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
+    micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
+    journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
 
 
 def held_out_of(
@@ -258,10 +266,7 @@ def build_module(
     parallel, weights_in = config.parallel, Path(config.model.path)
     attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
     hf_config = model.read_hf_config(files, config.model.layers)
-    computes = {4: torch.float32, 2: torch.bfloat16}[COMPUTE_BYTES[parallel.numerics]]
-    isolated = config.data.packing == "isolated"
-    with ranks.refusing_together():
-        difference = check_attention(hf_config, attention, me.device, computes, isolated=isolated)
+    checked = attention_checked(config, hf_config, attention, me)
     llama = weights.read_llama(files, config.model.layers)
     random = config.model.weights == "random"
     began = time.monotonic()
@@ -291,14 +296,29 @@ def build_module(
     journal.log(
         f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{_update_words(parallel)}"
     )
-    apart = "packed documents are kept apart; " if isolated else ""
-    journal.log(f"attention was checked on this device: {apart}logits differ by {difference:.1g} from those of sdpa")
-    mask = mask_bytes(attention, config.training.micro_batch_size, config.data.seq_len)
-    if isolated and mask >= LARGE_MASK:
-        journal.log(
-            f"attention: where documents share a sequence, {attention} needs a mask of {mask / 2**30:.1f} GiB; flash-attn needs none"
-        )
+    for line in checked:
+        journal.log(line)
     return module, kept
+
+
+def attention_checked(config: Config, hf_config: LlamaConfig, attention: str, me: Ranks) -> list[str]:
+    """Check attention on every rank; returns what to say of it.
+
+    Raises:
+        UserError: On every rank, if any rank's does not compute what it should.
+    """
+    computes = {4: torch.float32, 2: torch.bfloat16}[COMPUTE_BYTES[config.parallel.numerics]]
+    isolated = config.data.packing == "isolated"
+    with ranks.refusing_together():
+        difference = check_attention(hf_config, attention, me.device, computes, isolated=isolated)
+    apart = "packed documents are kept apart; " if isolated else ""
+    lines = [f"attention was checked on this device: {apart}logits differ by {difference:.1g} from those of sdpa"]
+    mask_gib = mask_bytes(attention, config.training.micro_batch_size, config.data.seq_len) / 2**30
+    if isolated and mask_gib >= LARGE_MASK_GIB:
+        lines.append(
+            f"where documents share a sequence, {attention} needs a mask of {mask_gib:.1f} GiB; flash-attn needs none"
+        )
+    return lines
 
 
 def _update_words(parallel: Parallel) -> str:

@@ -18,11 +18,11 @@ class Spikes:
         self.in_a_row = 0
 
     @classmethod
-    def after(cls, times: float, losses: Iterable[float]) -> "Spikes":
-        """Return what was usual after steps with these losses."""
+    def after(cls, times: float, losses: Iterable[float], *, always: bool = False) -> "Spikes":
+        """Return what was usual after steps with these losses, heard as ``take`` hears them."""
         found = cls(times)
         for loss in losses:
-            found.take(loss)
+            found.take(loss, always=always)
         return found
 
     @property

@@ -143,26 +143,10 @@ class Trainer:
             NonFiniteError: Loss or gradient is not finite.
             SpikeError: The loss is far above the last ones', and the run is to stop then.
         """
-        config, laps = self.config, Laps(self.me.device)
-        lr = lr_at(step, self.steps.stop - 1, config.optimizer)
+        laps = Laps(self.me.device)
+        lr = lr_at(step, self.steps.stop - 1, self.config.optimizer)
         set_lr(self.updater.optimizer, lr)
-        microbatches = next(self.reader)
-        laps.end("data")
-        try:
-            result = train_step(
-                self.module,
-                self.updater,
-                microbatches,
-                max_norm=config.optimizer.max_norm,
-                dp_size=self.me.dp.size,
-                refuses=lambda loss: config.training.on_spike != "warn" and self.spikes.is_one(loss),
-                lap=laps.end,
-            )
-        except NonFiniteError as error:
-            raise NonFiniteError(
-                f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or check "
-                "the data of this step, and resume"
-            ) from None
+        result = self.learn(step, laps)
         if result is None:
             return None
         self.judge(step, result)
@@ -187,6 +171,30 @@ class Trainer:
             attempt=self.me.attempt,
             **(dataclasses.asdict(work) if work else {}),
         )
+
+    def learn(self, step: int, laps: Laps) -> StepResult | None:
+        """Fetch a batch and update the weights; None if the batch has nothing to learn.
+
+        Raises:
+            NonFiniteError: Loss or gradient is not finite.
+        """
+        config, microbatches = self.config, next(self.reader)
+        laps.end("data")
+        try:
+            return train_step(
+                self.module,
+                self.updater,
+                microbatches,
+                max_norm=config.optimizer.max_norm,
+                dp_size=self.me.dp.size,
+                refuses=lambda loss: config.training.on_spike != "warn" and self.spikes.is_one(loss),
+                lap=laps.end,
+            )
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or check "
+                "the data of this step, and resume"
+            ) from None
 
     def judge(self, step: int, result: StepResult) -> None:
         """Report a loss that is far above the last ones', with the documents of its step.

@@ -8,7 +8,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from llama405b.checkpoint.lease import Holder
@@ -34,6 +34,12 @@ from llama405b.contract.replicas import replicas
 def parts_of(path: Path) -> list[Path]:
     """Where a checkpoint may be on this host: what its ranks wrote, and copies of other hosts' parts."""
     return [path, *replicas(path.parent, path.name)]
+
+
+def best_of(manifests: Iterable[Manifest]) -> Manifest | None:
+    """Return that of the checkpoint with the least evaluation loss; the oldest of several, None if none was evaluated."""
+    losses = [(each.evaluation_loss, each.step, each) for each in manifests if each.evaluation_loss is not None]
+    return min(losses, key=lambda entry: entry[:2], default=(None, 0, None))[2]
 
 
 class Directory:
@@ -63,7 +69,7 @@ class Directory:
                 f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
                 "give this one its own --checkpoint.dir"
             )
-        for leftover in self._own("tmp(-read|-old)?"):
+        for leftover in self._leftovers("tmp(-read|-old)?"):
             shutil.rmtree(leftover)
         partial = self.partial(final)
         partial.mkdir()
@@ -112,20 +118,17 @@ class Directory:
         self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
         sync(self.root)
 
-    def best(self, step: int | None = None) -> tuple[float, int] | None:
-        """Return the least evaluation loss of this run's checkpoints, up to a step, and its step."""
-        opened = [open_manifest(path, {}) for path in committed(self.root) if step is None or step_of(path) <= step]
-        own = [each for each in opened if isinstance(each, Manifest) and each.run == self.run.name]
-        return min(
-            ((each.evaluation_loss, each.step) for each in own if each.evaluation_loss is not None), default=None
-        )
+    def own(self) -> dict[Path, Manifest]:
+        """Return the checkpoints that this run saved, oldest first."""
+        opened = {path: open_manifest(path, {}) for path in committed(self.root)}
+        return {path: each for path, each in opened.items() if isinstance(each, Manifest) and each.run == self.run.name}
 
     def retire(self, step: int, keep: int, spared: Set[int], *, keep_best: bool = False) -> None:
         """Delete all but the newest ``keep`` checkpoints of this run up to a step, the best if asked, and the steps to spare."""
-        best = self.best(step) if keep_best else None
-        spared = spared | ({best[1]} if best else set())
-        for old in [path for path in committed(self.root) if step_of(path) <= step and self.wrote(path)][:-keep]:
-            if step_of(old) in spared:
+        own = {path: manifest for path, manifest in self.own().items() if step_of(path) <= step}
+        best = best_of(own.values()) if keep_best else None
+        for old in list(own)[:-keep]:
+            if step_of(old) in spared or own[old] is best:
                 continue
             doomed = old.with_name(f"{old.name}.{self.run.name}.tmp-old")  # a kill leaves nothing that looks complete
             old.rename(doomed)
@@ -139,18 +142,13 @@ class Directory:
 
     def finish(self) -> None:
         """Commit what an attempt before this one had prepared when it was killed: it is complete, on all hosts."""
-        for partial in self._own("tmp"):
+        for partial in self._leftovers("tmp"):
             final = partial.with_name(partial.name.partition(".")[0])
             with contextlib.suppress(FileNotFoundError, MalformedError):
                 manifest, _ = read_manifest((partial / MANIFEST).read_bytes())
                 if (manifest.run, manifest.step) == (self.run.name, step_of(final)) and not final.exists():
                     partial.rename(final)
 
-    def _own(self, ending: str) -> list[Path]:
+    def _leftovers(self, ending: str) -> list[Path]:
         own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run.name)}\.{ending}")
         return [path for path in self.root.iterdir() if own.fullmatch(path.name)]
-
-    def wrote(self, path: Path) -> bool:
-        """Whether this run saved a checkpoint."""
-        opened = open_manifest(path, {})
-        return isinstance(opened, Manifest) and opened.run == self.run.name

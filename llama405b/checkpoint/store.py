@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llama405b import ranks
 from llama405b.capacity.room import kept, room_fault
-from llama405b.checkpoint.commit import Directory, parts_of
+from llama405b.checkpoint.commit import Directory, best_of, parts_of
 from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest
 from llama405b.contract.errors import UserError
@@ -134,15 +134,16 @@ class Store:
             if len(self.keepers) > 1:
                 n_ranks += copies * self.keeper_of.count(before)
             here = each_bytes * n_ranks // self.me.world
-            own = sum(self.directory.wrote(path) for path in committed(self.root))
+            own = len(self.directory.own())
             keep, free = kept(self.run.name, self.keep, best=self.keep_best), shutil.disk_usage(self.root).free
             if why := room_fault(free, here, keep, own, best=self.keep_best):
                 raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
 
     def best_loss(self) -> float:
         """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""
-        mine = self.directory.best() if self.keeps else None
-        return min(ranks.agreed(mine[0] if mine else math.inf))
+        best = best_of(self.directory.own().values()) if self.keeps else None
+        loss = math.inf if best is None or best.evaluation_loss is None else best.evaluation_loss
+        return min(ranks.agreed(loss))
 
     def close(self) -> None:
         """Let the next run write into the directory."""

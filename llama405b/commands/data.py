@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
         if value < least:
             raise UserError(f"{flag}: {value} is too small; use {least} or more")
     if (args.what == "tokenize") != (args.out is not None):
-        raise UserError("--out: tokenize needs a directory for the tokens, and show has none; write tokenize --out DIR")
+        raise UserError(
+            "--out: tokenize needs a directory for the tokens, and show takes none; write tokenize --out DIR"
+        )
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
         for name, path in weights.small_files(Path(config.model.path), config.data.chat_template).items():
             shutil.copy(path, Path(place) / name)

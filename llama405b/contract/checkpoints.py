@@ -50,6 +50,7 @@ class RunIdentity:
     numerics: str
     data_seed: int
     training_seed: int
+    packing: str = "concatenated"  # as before documents were kept apart
 
     def changes(self, now: "RunIdentity") -> list[str]:
         """Say what differs now, as ``global batch size 64 -> 32``."""

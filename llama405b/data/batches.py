@@ -130,6 +130,6 @@ def described(config: Data, batches: Batches) -> list[str]:
         if source.spans_N2 is not None:
             line += f"; whole documents, {100 * source.padding:.1f}% padding"
         if source.unread:
-            line += f"; {source.unread:,} tokens are in none"
+            line += f"; {source.unread:,} tokens are left over"
         lines.append(line)
     return lines

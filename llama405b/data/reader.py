@@ -92,7 +92,9 @@ def _by_workers(rows: _Rows, begins: Iterator[int], workers: int) -> Generator[W
         yield from loader
     except RuntimeError as error:
         why = " ".join(str(error).split())
-        raise RunError(f"--data.workers: a process that reads ahead died ({why}); see the host's memory") from None
+        raise RunError(
+            f"--data.workers: a process that reads ahead died ({why}); check the host's memory, or use fewer"
+        ) from None
 
 
 def _as_it_is(windows: Windows) -> Windows:

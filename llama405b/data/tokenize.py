@@ -66,7 +66,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
                 done, n_tokens = done + sizes[number], n_tokens + found[number].n_tokens
                 told(done, sum(sizes), n_tokens)
         except BrokenProcessPool:
-            raise RunError("a process that tokenizes died; see the host's memory, and use fewer --workers") from None
+            raise RunError("a process that tokenizes died; check the host's memory, or use fewer --workers") from None
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise

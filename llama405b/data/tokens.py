@@ -230,7 +230,7 @@ def _send(tokens: TokenFile, cache: Path, me: Ranks, progress: Progress, *, writ
         progress(TOKEN_BYTES * (begin + size), TOKEN_BYTES * tokens.n_tokens)
     with ranks.refusing_together():
         if writes and partial.stat().st_size != TOKEN_BYTES * tokens.n_tokens:
-            raise RunError(f"{partial}: has not the size of the tokens that were written; see the disk of {me.host}")
+            raise RunError(f"{partial}: is not as large as the tokens written to it; check the disk of {me.host}")
         if writes:
             partial.replace(path)
     dist.barrier()

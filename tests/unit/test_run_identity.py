@@ -17,10 +17,10 @@ def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_pat
     masked = marked.copy()
     masked[7] |= NOT_LEARNT
 
-    def data(tokens_N, *, isolated):
-        return identity_of(Config(), tmp_path, Batches(Mixture.of([Source(tokens_N, 16)], 0), isolated=isolated)).data
+    def identity(tokens_N, *, isolated):
+        return identity_of(Config(), tmp_path, Batches(Mixture.of([Source(tokens_N, 16)], 0), isolated=isolated))
 
-    before = data(plain, isolated=False)
-    assert data(marked, isolated=False) == before
-    assert data(marked, isolated=True) == f"{before} isolated"
-    assert data(masked, isolated=False) != before
+    before = identity(plain, isolated=False)
+    assert identity(marked, isolated=False) == before
+    assert before.changes(identity(marked, isolated=True)) == ["packing concatenated -> isolated"]
+    assert identity(masked, isolated=False).data != before.data

@@ -32,3 +32,4 @@ def test_after_a_resume_the_same_losses_are_usual():
     again = Spikes(3.0, Spikes.after(3.0, losses).losses)
     assert list(again.losses) == list(spikes.losses)
     assert 50.0 not in again.losses
+    assert 50.0 in Spikes.after(3.0, losses, always=True).losses  # where spikes are only reported
