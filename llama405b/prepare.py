@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
 
 from llama405b import load, ranks
+from llama405b.attention import choose_attention
 from llama405b.batch import IGNORE_INDEX
 from llama405b.capacity.estimate import Load
 from llama405b.checkpoint.resume import Resume
@@ -30,7 +30,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import COMPUTE_BYTES, Config, Parallel
+from llama405b.contract.schema import Config, Parallel
 from llama405b.cores import bind
 from llama405b.data.batches import Batches, described, open_batches
 from llama405b.data.reader import Reader
@@ -39,8 +39,6 @@ from llama405b.identity import accept_changes, identity_of, position_after
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
-from llama405b.model.checked import check_attention
-from llama405b.model.packed import mask_bytes
 from llama405b.optim.offloaded import fill_for_fsdp
 from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp1, fsdp2
@@ -50,8 +48,6 @@ from llama405b.saver import Saver, SavingClock
 from llama405b.spikes import Spikes
 from llama405b.step import Updater
 from llama405b.trainer import StopSignal, Trainer
-
-LARGE_MASK_GIB = 1.0
 
 
 def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, stop: StopSignal) -> Trainer:
@@ -264,9 +260,8 @@ def build_module(
         UserError: The configuration does not fit the model or the device.
     """
     parallel, weights_in = config.parallel, Path(config.model.path)
-    attention, why = model.choose_attention(config.model.attention, me.device, parallel.numerics)
     hf_config = model.read_hf_config(files, config.model.layers)
-    checked = attention_checked(config, hf_config, attention, me)
+    attention, why, checked = choose_attention(config, hf_config, me)
     llama = weights.read_llama(files, config.model.layers)
     random = config.model.weights == "random"
     began = time.monotonic()
@@ -299,26 +294,6 @@ def build_module(
     for line in checked:
         journal.log(line)
     return module, kept
-
-
-def attention_checked(config: Config, hf_config: LlamaConfig, attention: str, me: Ranks) -> list[str]:
-    """Check attention on every rank; returns what to say of it.
-
-    Raises:
-        UserError: On every rank, if any rank's does not compute what it should.
-    """
-    computes = {4: torch.float32, 2: torch.bfloat16}[COMPUTE_BYTES[config.parallel.numerics]]
-    isolated = config.data.packing == "isolated"
-    with ranks.refusing_together():
-        difference = check_attention(hf_config, attention, me.device, computes, isolated=isolated)
-    apart = "packed documents are kept apart; " if isolated else ""
-    lines = [f"attention was checked on this device: {apart}logits differ by {difference:.1g} from those of sdpa"]
-    mask_gib = mask_bytes(attention, config.training.micro_batch_size, config.data.seq_len) / 2**30
-    if isolated and mask_gib >= LARGE_MASK_GIB:
-        lines.append(
-            f"where documents share a sequence, {attention} needs a mask of {mask_gib:.1f} GiB; flash-attn needs none"
-        )
-    return lines
 
 
 def _update_words(parallel: Parallel) -> str:

@@ -375,7 +375,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     no_data = "no data to evaluate on; set evaluation.paths or evaluation.fraction"
     never = "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps"
     too_few = f"checkpoint.keep is {keep}; keep at least {LEAST_KEPT}, so that one always verifies"
-    only_bf16 = "flash-attn computes in BF16 only; use sdpa, or numerics other than fp32"
+    only_bf16 = f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
     only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
     only_fsdp2 = "states needs fsdp2; use it, or full"
     only_master = "states keeps FP32 weights in CPU memory and BF16 ones on the GPU; use full, or numerics fp32-master"
@@ -400,7 +400,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
         ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
         ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),
-        ("model.attention", model.attention == "flash_attention_2" and parallel.numerics == "fp32", only_bf16),
+        ("model.attention", model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32", only_bf16),
         ("parallel.fsdp", parallel.fsdp == "fsdp1" and parallel.device == "cpu", only_cuda),
         ("parallel.offload", parallel.offload == "states" and parallel.fsdp == "fsdp1", only_fsdp2),
         ("parallel.offload", parallel.offload == "states" and parallel.numerics != "fp32-master", only_master),

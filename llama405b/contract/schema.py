@@ -29,8 +29,12 @@ class Model:
     load: Literal["auto", "rank0", "local"] = option(
         "auto", "rank0: rank 0 reads the files and sends; local: each rank reads its own rows; auto: local if all can"
     )
-    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = option(
-        "auto", "auto: flash-attn if installed and on CUDA, else PyTorch's SDPA"
+    attention: Literal[
+        "auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "varlen", "sdpa", "eager"
+    ] = option(
+        "auto",
+        "auto: the first of these that runs on the GPU and computes what sdpa does (flash_attention_*: if installed; varlen: "
+        "PyTorch's own)",
     )
     activation_checkpointing: bool = option(True, "recompute each decoder layer in the backward pass")
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")

@@ -3,7 +3,6 @@
 Knows transformers' modules; not ranks, files of weights or the optimizer. Parallelism leaves the model untouched.
 """
 
-import importlib.util
 from pathlib import Path
 
 import torch
@@ -13,29 +12,6 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama405b.contract.errors import UserError
-
-
-def choose_attention(choice: str, device: torch.device, numerics: str = "fp32-master") -> tuple[str, str]:
-    """Choose the attention implementation; returns it with the reason, for the log.
-
-    Raises:
-        UserError: flash-attn was requested and cannot run on this host.
-    """
-    lack = ""
-    installed = importlib.util.find_spec("flash_attn") is not None
-    if not installed:
-        lack = "flash-attn is not installed"
-    elif device.type != "cuda":
-        lack = "flash-attn needs CUDA"
-    if choice == "flash_attention_2" and lack:
-        raise UserError(f"--model.attention: {lack}; use auto or sdpa, or in a checkout: pip install '.[flash]'")
-    if choice != "auto":
-        return choice, "as configured"
-    if installed and numerics == "fp32":
-        lack = "flash-attn does not compute in FP32"
-    if lack:
-        return "sdpa", lack
-    return "flash_attention_2", "flash-attn is installed"
 
 
 def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:

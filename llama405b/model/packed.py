@@ -1,7 +1,7 @@
 """What the model is given of packed documents, so that none sees another.
 
 transformers makes a block mask for sdpa and eager where positions restart. With flash-attn it would do so only for one sequence
-at a time, after looking at every layer (which waits for the device): it is told where documents end instead.
+at a time, after looking at every layer (which waits for the device): the kernels are told where documents end instead.
 """
 
 from typing import Any
@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama405b.batch import Batch
-
-FLASH = "flash_attention_2"
+from llama405b.model.kernels import KERNELS
 
 
 def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
@@ -20,7 +19,7 @@ def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": batch.ids_BS}
     if batch.positions_BS is not None:
         inputs["position_ids"] = batch.positions_BS
-    if attention == FLASH:
+    if attention in KERNELS:
         ends, longest = _ends(batch)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return inputs
@@ -28,7 +27,7 @@ def model_inputs(batch: Batch, attention: str) -> dict[str, Any]:
 
 def mask_bytes(attention: str, n_sequences: int, length: int) -> int:
     """Return the size of the mask that keeps documents apart, (B, 1, S, S) of a byte each; 0 if there is none."""
-    return 0 if attention == FLASH else n_sequences * length * length
+    return 0 if attention in KERNELS else n_sequences * length * length
 
 
 def _ends(batch: Batch) -> tuple[Tensor, int]:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from llama405b.model.kernels import KERNELS, lack
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
 
 
@@ -87,15 +89,16 @@ def _allocations():
     return torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("attention", [*KERNELS, "sdpa", "eager"])
 def test_attention_keeps_packed_documents_apart(attention):
     from transformers import LlamaConfig
 
     from llama405b.model.checked import check_attention
 
-    if attention == "flash_attention_2":
-        pytest.importorskip("flash_attn", reason="NOT RUN: flash-attn is not installed")
+    cuda = torch.device("cuda")
+    if why := lack(attention, cuda, torch.bfloat16):
+        pytest.skip(f"NOT RUN: {why}")
     for heads in ({"num_attention_heads": 128, "num_key_value_heads": 8}, {"num_attention_heads": 32}):
         config = LlamaConfig(hidden_size=heads["num_attention_heads"] * 128, **heads)
         for isolated in (True, False):
-            check_attention(config, attention, torch.device("cuda"), torch.bfloat16, isolated=isolated)
+            check_attention(config, attention, cuda, torch.bfloat16, isolated=isolated)

@@ -21,6 +21,7 @@ from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.rungs import Figure
 from llama405b.contract.schema import Offload, Optimizer, Parallel
 from llama405b.model import llama
+from llama405b.model.kernels import candidates, lack
 from llama405b.optim.updater import build_updater
 from llama405b.parallel import fsdp2
 from llama405b.parallel.masters import kept_weights
@@ -79,7 +80,7 @@ EXACT = Workload("llama3.1-8b", layers=4, batch=1, seq_len=1024, attention="sdpa
 def _build(what: Workload, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Updater]:
     """Build a sharded model with random weights, which are the same each time."""
     config = what.config(me)
-    attention, _ = llama.choose_attention(what.attention, me.device)
+    attention = next(name for name in candidates(what.attention) if not lack(name, me.device, torch.bfloat16))
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     kept = kept_weights(module, parallel)

@@ -91,7 +91,10 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         (["--resume", ""], "--resume: '' is not a checkpoint"),
         (["--resume=-5"], "--resume: '-5' is not a checkpoint"),
         (["--resume", "/tmp"], "--resume: '/tmp' is not a checkpoint"),
-        (["--parallel.numerics", "fp32", "--model.attention", "flash_attention_2"], "flash-attn computes in BF16 only"),
+        (
+            ["--parallel.numerics", "fp32", "--model.attention", "flash_attention_2"],
+            "flash_attention_2 computes in BF16 only",
+        ),
         (["--parallel.offload", "states", "--parallel.fsdp", "fsdp1"], "--parallel.offload: states needs fsdp2"),
         (
             ["--parallel.offload", "states", "--parallel.numerics", "fp32"],
