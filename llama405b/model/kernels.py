@@ -64,7 +64,7 @@ def _installed(package: str) -> bool:
 
 
 def attend_varlen(
-    module: nn.Module,
+    _module: nn.Module,
     query_BHSD: Tensor,
     key_BHSD: Tensor,
     value_BHSD: Tensor,
