@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.corpus import STDLIB, Form, Text, expand
 from llama405b.contract.errors import UserError
-from llama405b.data.documents import Documents
+from llama405b.data.documents import Documents, Part
 
 VOCAB = 2048
 TOKENIZER_TEXT_BYTES = 2_000_000
@@ -78,7 +78,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    source = Documents([(file, Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES)
+    source = Documents([(Part(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES)
     texts = (found.document.text for found in source if isinstance(found.document, Text))
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

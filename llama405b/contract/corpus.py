@@ -155,6 +155,18 @@ def form_of(file: Path) -> Form:
     return Form.TEXT
 
 
+def is_splittable(file: Path) -> bool:
+    """Whether a file can be read from any byte on: JSON Lines that are not packed.
+
+    Raises:
+        UserError: It cannot be read, or has no form that is known.
+    """
+    if form_of(file) is not Form.RECORDS:
+        return False
+    with reading(file) as raw:
+        return raw.read(len(GZIP)) != GZIP
+
+
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[BinaryIO]:
     """Open a file's bytes, as they are stored.

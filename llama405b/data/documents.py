@@ -1,27 +1,47 @@
 """Read documents from files: text, code, Markdown, JSON Lines, Parquet, Arrow. Knows files; not tokens or ranks."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from llama405b.contract.corpus import WANTED, Document, Form, Text, document_of, parsed, reading, text_of
+from llama405b.contract.corpus import WANTED, Document, Form, Text, document_of, form_of, parsed, reading, text_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
 from llama405b.data.tables import rows_of
+
+COUNT_BYTES = 16 << 20
+
+
+class Part(NamedTuple):
+    """A file, or the lines that begin between two bytes of it."""
+
+    file: Path
+    begin: int = 0
+    end: int = 0  # 0: that of the file
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return (self.end or self.file.stat().st_size) - self.begin
+
+
+class Place(NamedTuple):
+    """Where a document is."""
+
+    file: Path
+    line: int = 0  # or row, from 1; 0: it is the whole file
+    after: int = 0  # so many bytes, whose lines do not count
+
+    def __str__(self) -> str:
+        return f"{self.file}:{_count_lines(self.file, self.after) + self.line}" if self.line else str(self.file)
 
 
 class Found(NamedTuple):
     """A document, and where it is."""
 
     document: Document
-    file: Path
-    line: int = 0  # or row, from 1; 0: it is the whole file
-
-    @property
-    def where(self) -> str:
-        """Its place, for people."""
-        return f"{self.file}:{self.line}" if self.line else str(self.file)
+    place: Place
 
 
 class Documents:
@@ -33,18 +53,18 @@ class Documents:
         UserError: A file cannot be read, or a line has no form that is known, and ``skip`` is not set.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, Form]], max_bytes: int = 0, *, skip: bool = False) -> None:
-        self.files, self.skip = files, skip
+    def __init__(self, parts: Sequence[tuple[Part, Form]], max_bytes: int = 0, *, skip: bool = False) -> None:
+        self.parts, self.skip = parts, skip
         self.max_bytes = max_bytes or float("inf")
-        self.total_bytes = int(min(self.max_bytes, sum(file.stat().st_size for file, _ in files)))
+        self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
         self.done_bytes = 0
         self.n_bad, self.first_bad = 0, ""
 
     def __iter__(self) -> Iterator[Found]:
         """Yield the documents in the order of the files."""
         room, before = self.max_bytes, 0
-        for file, form in self.files:
-            for found, at in self._documents_of(file, form):
+        for part, form in self.parts:
+            for found, at in self._documents_of(part, form):
                 if room <= 0:
                     return
                 self.done_bytes = min(self.total_bytes, before + at)
@@ -52,7 +72,7 @@ class Documents:
                 room -= found.document.n_chars
             before = self.done_bytes
 
-    def refuse(self, where: str, why: str) -> None:
+    def refuse(self, where: Place, why: str) -> None:
         """Count a record that cannot be used.
 
         Raises:
@@ -63,34 +83,64 @@ class Documents:
         self.n_bad += 1
         self.first_bad = self.first_bad or f"{where}: {why}"
 
-    def _documents_of(self, file: Path, form: Form) -> Iterator[tuple[Found, int]]:
-        """Each document, and the bytes of the file that have been read."""
+    def _documents_of(self, part: Part, form: Form) -> Iterator[tuple[Found, int]]:
+        """Each document, and the bytes of the part that have been read."""
+        file, begin, end = part
         if form is Form.TABLE:
             yield from self._rows_of(file)
             return
         with reading(file) as raw:
-            lines = text_of(raw)
             if form is Form.TEXT:
-                yield Found(Text("", lines.read()), file), raw.tell()
+                text = text_of(raw)
+                yield Found(Text("", text.read()), Place(file)), raw.tell()
                 return
+            after = _first_line(raw, begin)
+            lines = _lines(raw, end) if end else text_of(raw)
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                document = document_of(_sound(parsed(line)))
+                document, place = document_of(_sound(parsed(line))), Place(file, number, after)
                 if document is None:
-                    self.refuse(f"{file}:{number}", f"not {WANTED}")
+                    self.refuse(place, f"not {WANTED}")
                     continue
-                yield Found(document, file, number), raw.tell()
+                yield Found(document, place), raw.tell() - begin
 
     def _rows_of(self, file: Path) -> Iterator[tuple[Found, int]]:
         with reading(file) as raw:  # whose errors it names
             size = os.fstat(raw.fileno()).st_size
             for number, (row, share) in enumerate(rows_of(file), 1):
-                document = document_of(row)
+                document, place = document_of(row), Place(file, number)
                 if document is None:
-                    self.refuse(f"{file}:{number}", f"not {WANTED}")
+                    self.refuse(place, f"not {WANTED}")
                     continue
-                yield Found(document, file, number), int(share * size)
+                yield Found(document, place), int(share * size)
+
+
+def with_forms(parts: Iterable[Part]) -> Iterator[tuple[Part, Form]]:
+    """Tell the form of each part's file.
+
+    Raises:
+        UserError: It cannot be read, or has none that is known.
+    """
+    return ((part, form_of(part.file)) for part in parts)
+
+
+def _first_line(raw: BinaryIO, begin: int) -> int:
+    """Go to the first line that begins there or later; returns where."""
+    if begin:
+        raw.seek(begin - 1)
+        raw.readline()
+    return raw.tell()
+
+
+def _lines(raw: BinaryIO, end: int) -> Iterator[str]:
+    while raw.tell() < end and (line := raw.readline()):
+        yield line.decode("utf-8-sig", "replace")
+
+
+def _count_lines(file: Path, n_bytes: int) -> int:
+    with reading(file) as raw:
+        return sum(raw.read(min(COUNT_BYTES, n_bytes - at)).count(b"\n") for at in range(0, n_bytes, COUNT_BYTES))
 
 
 def _sound(record: Json) -> Any:

@@ -147,10 +147,10 @@ class Encoder:
             try:
                 segments = self._segments(found)
             except UnusableError as error:
-                self.texts.refuse(found.where, str(error))
+                self.texts.refuse(found.place, str(error))
                 continue
             pieces = [_Piece(part, learnt) for text, learnt in segments for part in _split(text)]
-            pieces[0].begins = str(found.file)
+            pieces[0].begins = str(found.place.file)
             if isinstance(found.document, Text):  # a template writes its own
                 pieces[0].before, pieces[-1].after = begin, end
             self.counts.documents += 1
@@ -165,7 +165,7 @@ class Encoder:
             return [(document.prompt, False), (document.text, True)]
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"{found.where}: is a conversation, but the tokenizer has no chat template; name a file with one in "
+                f"{found.place}: is a conversation, but the tokenizer has no chat template; name a file with one in "
                 "--data.chat_template, or start from an instruction-tuned model"
             )
         segments = self.template.segments(document)

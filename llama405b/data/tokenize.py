@@ -1,29 +1,32 @@
 """Tokenize texts once, by several processes, for any number of runs. Knows files and the tokenizer; not ranks or steps.
 
-Files of text are shared out in parts of ``PART_BYTES``; each becomes a token file of its own, which a later call does not make again.
-Put together they are one token file, and a record that tells a run by which rules it was made.
+Files of text are shared out in jobs of ``PART_BYTES``, large ones of JSON Lines in pieces; each becomes a token file of its own, which
+a later call does not make again. Put together they are one token file, and a record that tells a run by which rules it was made.
 """
 
-import dataclasses
+import functools
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from llama405b.contract.corpus import TOKENIZED, TOKENS, expand
+from transformers import PreTrainedTokenizerBase
+
+from llama405b.contract.corpus import TOKENIZED, TOKENS, expand, is_splittable
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.schema import Data
+from llama405b.data.documents import Part
 from llama405b.data.encode import Begins, Counts
 from llama405b.data.orphans import end_with
-from llama405b.data.tokens import Report, TokenFile, Tokenized, read_tokenizer, rules_of, stem_of, tokenised
+from llama405b.data.tokens import Report, TokenFile, Tokenized, encoded, read_tokenizer, rules_of, stem_of
 from llama405b.data.whence import read_files, write_files
 
-PART_BYTES = 64 << 20  # of text; a file is never split
+PART_BYTES = 64 << 20  # of text
 PARTS = "parts"
 
 Told = Callable[[int, int, int], None]  # bytes done, bytes in all, tokens so far
@@ -40,25 +43,47 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
         raise UserError(
             "data.weights: sources are mixed by the run; tokenize each by itself, with --data.paths and --out"
         )
-    tokenizer, files = read_tokenizer(tokenizer_dir), expand(config.paths)
-    rules, texts = rules_of(config, tokenizer), stem_of(config, files, tokenizer)
+    tokenizer, files = read_tokenizer(tokenizer_dir), [Part(file) for file in expand(config.paths)]
+    rules, texts = rules_of(config, tokenizer), stem_of(files, config, tokenizer)
     before = read_record(Tokenized, out / TOKENIZED)
     if before and before.texts == texts and TokenFile(TOKENS, before.n_tokens).is_whole(out):
         return before
-    parts = [files] if config.max_bytes else list(_parts(files))
-    sizes = [sum(file.stat().st_size for file in part) for part in parts]
+    jobs = [files] if config.max_bytes else list(_shared_out(files))
+    made = _in_processes(jobs, config, tokenizer_dir, out / PARTS, workers, told)
+    try:
+        return _put_together(jobs, made, out, rules, texts)
+    except OSError as error:
+        raise RunError(f"{out}: the tokens cannot be written ({reason_of(error)}); make room there") from None
+
+
+def _shared_out(files: Iterable[Part]) -> Iterator[list[Part]]:
+    """Share files out in their order; those whose lines are documents in pieces, a job each."""
+    job, size = list[Part](), 0
+    for each in files:
+        splits = each.size > PART_BYTES and is_splittable(each.file)
+        if job and (splits or size >= PART_BYTES):
+            yield job
+            job, size = [], 0
+        if splits:
+            for begin in range(0, each.size, PART_BYTES):
+                yield [Part(each.file, begin, min(begin + PART_BYTES, each.size))]
+            continue
+        job.append(each)
+        size += each.size
+    if job:
+        yield job
+
+
+def _in_processes(
+    jobs: Sequence[Sequence[Part]], config: Data, tokenizer_dir: Path, cache: Path, workers: int, told: Told
+) -> list[TokenFile]:
+    sizes = [sum(part.size for part in job) for job in jobs]
     done, n_tokens = 0, 0
     found: dict[int, TokenFile] = {}
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, server, initializer=_begin, initargs=(os.getpid(),))
-    with pool:
-        waits = {
-            pool.submit(
-                _tokenise, dataclasses.replace(config, paths=tuple(map(str, part))), tokenizer_dir, out / PARTS
-            ): i
-            for i, part in enumerate(parts)
-        }
+    with ProcessPoolExecutor(workers, server, initializer=_begin, initargs=(os.getpid(),)) as pool:
+        waits = {pool.submit(_tokenise, job, config, tokenizer_dir, cache): i for i, job in enumerate(jobs)}
         try:
             for each in as_completed(waits):
                 number = waits[each]
@@ -70,24 +95,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    made = [found[number] for number in range(len(parts))]
-    try:
-        return _put_together(made, out, rules, texts)
-    except OSError as error:
-        raise RunError(f"{out}: the tokens cannot be written ({reason_of(error)}); make room there") from None
-
-
-def _parts(files: Sequence[Path]) -> Iterator[list[Path]]:
-    """Share files out, in their order."""
-    part, size = list[Path](), 0
-    for file in files:
-        part.append(file)
-        size += file.stat().st_size
-        if size >= PART_BYTES:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+    return [found[number] for number in range(len(jobs))]
 
 
 def _begin(pid: int) -> None:
@@ -95,20 +103,34 @@ def _begin(pid: int) -> None:
     end_with(pid)
 
 
-def _tokenise(config: Data, tokenizer_dir: Path, cache: Path) -> TokenFile:
-    return tokenised(config, tokenizer_dir, cache, Report(lambda *_: None, lambda: None, lambda _: None))
+def _tokenise(job: Sequence[Part], config: Data, tokenizer_dir: Path, cache: Path) -> TokenFile:
+    silent = Report(lambda *_: None, lambda: None, lambda _: None)
+    return encoded(job, config, _tokenizer(tokenizer_dir), cache, silent)
 
 
-def _put_together(made: Sequence[TokenFile], out: Path, rules: str, texts: str) -> Tokenized:
-    counts, files, first = Counts(), list[Begins](), 0
+@functools.cache
+def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    return read_tokenizer(directory)
+
+
+def _put_together(
+    jobs: Sequence[Sequence[Part]], made: Sequence[TokenFile], out: Path, rules: str, texts: str
+) -> Tokenized:
+    counts, files, first, before = Counts(), list[Begins](), 0, 0
     (out / TOKENIZED).unlink(missing_ok=True)
     with (out / f".{TOKENS}").open("wb") as whole:
-        for each in made:
+        for job, each in zip(jobs, made, strict=True):
             part = each.path(out / PARTS)
             with part.open("rb") as tokens:
                 shutil.copyfileobj(tokens, whole, 16 << 20)
-            counts += read_record(Counts, part.with_suffix(".json")) or Counts()
-            files += [each._replace(token=first + each.token) for each in read_files(part)]
+            its = read_record(Counts, part.with_suffix(".json")) or Counts()
+            if not job[0].begin:
+                before = 0  # documents of the same file
+            files += [
+                begins._replace(token=first + begins.token, before=before + begins.before)
+                for begins in read_files(part)
+            ]
+            counts, before = counts + its, before + its.documents
             first += each.n_tokens
         whole.flush()
         os.fsync(whole.fileno())

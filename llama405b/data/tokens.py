@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama405b import ranks
-from llama405b.contract.corpus import TOKENIZED, TOKENS, expand, form_of, is_tokenized
+from llama405b.contract.corpus import TOKENIZED, TOKENS, expand, is_tokenized
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Data
-from llama405b.data.documents import Documents
+from llama405b.data.documents import Documents, Part, with_forms
 from llama405b.data.encode import Counts, Encoder
 from llama405b.data.whence import write_files
 from llama405b.ranks import Ranks
@@ -115,8 +115,19 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
     tokenizer = read_tokenizer(tokenizer_dir)
     if is_tokenized(config.paths):
         return _made(Path(config.paths[0]), rules_of(config, tokenizer), report)
-    files = expand(config.paths)
-    stem = stem_of(config, files, tokenizer)
+    return encoded([Part(file) for file in expand(config.paths)], config, tokenizer, cache, report)
+
+
+def encoded(
+    parts: Sequence[Part], config: Data, tokenizer: PreTrainedTokenizerBase, cache: Path, report: Report
+) -> TokenFile:
+    """Return the token file of these parts of files, created if it does not exist or is not whole.
+
+    Raises:
+        UserError: A file cannot be used.
+        RunError: The token file cannot be written.
+    """
+    stem = stem_of(parts, config, tokenizer)
     for found in cache.glob(f"{stem}*.bin"):
         tokens = TokenFile(found.name, int(found.stem.removeprefix(stem)))
         if tokens.is_whole(cache):
@@ -124,11 +135,11 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
                 report.say(str(counts))
             return tokens
     forms = []
-    for file in files:
-        forms.append((file, form_of(file)))
+    for each in with_forms(parts):
+        forms.append(each)
         report()
     texts = Documents(forms, config.max_bytes, skip=config.bad_records == "skip")
-    report.say(f"tokenizing {counted(len(files), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
+    report.say(f"tokenizing {counted(len(parts), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
     encoder = Encoder(tokenizer, config.learn, texts, report)
     tokens = _written(encoder, cache, stem)
     with contextlib.suppress(OSError):  # they are only told
@@ -164,9 +175,12 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
 
 
-def stem_of(config: Data, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the name of these files' tokens begins with."""
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+def stem_of(parts: Sequence[Part], config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the name of these parts' tokens begins with."""
+    stats = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns, *((begin, end) if end else ()))
+        for file, begin, end in parts
+    ]
     what = (rules_of(config, tokenizer), stats, config.max_bytes)
     return f"tokens-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}-"
 

@@ -34,7 +34,7 @@ def _tokenise_for_long(me, corpus, demo, caches):
     from llama405b import ranks
     from llama405b.contract.corpus import Text
     from llama405b.data import encode, tokens
-    from llama405b.data.documents import Found
+    from llama405b.data.documents import Found, Place
 
     ranks.set_timeout(TIMEOUT_S)
     told = []
@@ -44,7 +44,7 @@ def _tokenise_for_long(me, corpus, demo, caches):
             began = time.monotonic()
             while time.monotonic() < began + TIMEOUT_S + 4:
                 time.sleep(0.05)
-                yield Found(Text("", "text " * 50), Path("slow.txt"))
+                yield Found(Text("", "text " * 50), Place(Path("slow.txt")))
             yield from super().__iter__()
 
     tokens.Documents, encode.ENCODE_PIECES = Slow, 2

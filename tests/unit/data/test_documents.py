@@ -6,13 +6,13 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from llama405b.contract.corpus import expand, form_of
+from llama405b.contract.corpus import expand
 from llama405b.contract.errors import UserError
-from llama405b.data.documents import Documents
+from llama405b.data.documents import Documents, Part, with_forms
 
 
 def read(*files, max_bytes=0):
-    return Documents([(file, form_of(file)) for file in files], max_bytes)
+    return Documents(list(with_forms(map(Part, files))), max_bytes)
 
 
 def documents_of(*files):
@@ -28,7 +28,7 @@ def test_documents(tmp_path):
     assert documents_of(*expand([str(tmp_path)])) == [("", "caf�"), *records, *records]
     (tmp_path / "half.jsonl").write_text('{"text": "a\\ud800b"}')  # JSON can spell half of a character
     assert documents_of(tmp_path / "half.jsonl") == [("", "a?b")]
-    assert [found.where for found in read(tmp_path / "a.txt", tmp_path / "b.jsonl")] == [
+    assert [str(found.place) for found in read(tmp_path / "a.txt", tmp_path / "b.jsonl")] == [
         f"{tmp_path}/a.txt",
         f"{tmp_path}/b.jsonl:1",
         f"{tmp_path}/b.jsonl:2",
@@ -63,7 +63,7 @@ def test_rows_of_parquet_are_records(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([TALK]), tmp_path / "b.parquet")
     found = list(texts := read(*expand([f"{tmp_path}/*.parquet"])))
     assert [each.document.text for each in found[:-1]] == [row["text"] for row in rows]
-    assert (found[1700].where, texts.done_bytes) == (f"{tmp_path}/a.parquet:1701", texts.total_bytes)
+    assert (str(found[1700].place), texts.done_bytes) == (f"{tmp_path}/a.parquet:1701", texts.total_bytes)
     assert [dict(message) for message in found[-1].document.messages] == TALK["messages"]  # without the null fields
 
 

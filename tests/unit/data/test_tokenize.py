@@ -19,8 +19,9 @@ from llama405b.contract.corpus import TOKENIZED, TOKENS
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data import tokenize as of_tokenize
+from llama405b.data.sources import open_source
 from llama405b.data.tokens import Report, tokenised
-from llama405b.data.whence import read_files
+from llama405b.data.whence import documents_in, read_files
 
 
 @pytest.fixture
@@ -64,6 +65,27 @@ def test_they_are_the_tokens_that_a_run_would_make(demo, texts, capsys):
     before = (texts.parent / "made" / TOKENS).stat().st_mtime_ns
     data.main(typed(demo))
     assert (texts.parent / "made" / TOKENS).stat().st_mtime_ns == before  # nothing changed
+
+
+def test_a_large_file_of_records_is_shared_out_in_pieces(demo, texts, capsys):
+    records = [{"text": f"größer als {number} " * (1 + number % 7)} for number in range(400)]
+    records[200] = {"text": "a line of several pieces " * 800}
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    lines[300] = '{"no": 1}'
+    (texts / "3.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    config = Data(paths=("texts",), bad_records="skip")
+    expected = tokenised(config, demo, texts.parent / "cache", report())
+    data.main(typed(demo))
+    assert "2 records left out, the first: texts/3.jsonl:301: not " in capsys.readouterr().out
+    cache, made = texts.parent / "cache" / expected.name, texts.parent / "made" / TOKENS
+    assert made.read_bytes() == cache.read_bytes()
+    assert len(read_files(made)) > len(read_files(cache)) + 5  # pieces
+    sources = [open_source(file, 64, "split", truncate=False) for file in (cache, made)]
+    first, second = ([str(span) for place in range(s.n_sequences) for span in documents_in(s, place)] for s in sources)
+    assert first == second
+    assert any(span.startswith("texts/3.jsonl 39") for span in first)
+    with pytest.raises(UserError, match=r"texts/3\.jsonl:301: not .*; correct it, or leave such records out"):
+        data.main(typed(demo, "--data.paths", "texts/3.jsonl", "--data.bad_records", "refuse"))
 
 
 def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_path):
