@@ -37,6 +37,9 @@ ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that 
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
+CONVERTS = (
+    "python -c \"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{0}').save_pretrained('{0}')\""
+)
 COMPARED_BYTES = 16 << 20  # at a time
 MAX_LAYERS = 10_000
 
@@ -270,7 +273,11 @@ def check_tokenizer(directory: Path, llama: Llama) -> None:
     """Refuse a tokenizer that is missing, incomplete, or has ids beyond the embedding's rows."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"{path}: no such file; download tokenizer.json of the same model")
+        make = (
+            f"; or make it from tokenizer.model: pip install sentencepiece protobuf, then {CONVERTS.format(directory)}"
+        )
+        makes = make if (directory / "tokenizer.model").is_file() else ""
+        raise UserError(f"{path}: no such file; download tokenizer.json of the same model{makes}")
     tokenizer = read_hf_json(path)
     if not (ids := _token_ids(tokenizer)):
         raise UserError(f"{path}: not a readable tokenizer; download it again")

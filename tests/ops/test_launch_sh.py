@@ -31,7 +31,10 @@ def test_fresh_clone_trains_the_demo(tmp_path):
     assert sum(losses[-10:]) / 10 < 0.7 * LN_VOCAB
     assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-00000100", "step-00000200"]
     summary = done.stdout[done.stdout.rindex("\n\n") :]
-    assert re.search(r"steps 1-200, loss 7\.\d+ -> [34]\.\d+ .* tokens/s on 2 ranks of 2 hosts", summary)
+    assert re.search(
+        r"steps 1-200, loss 7\.\d+ -> [34]\.\d+ .*, evaluation 4\.\d+ after step 200, .* tokens/s on 2 ranks of 2 hosts",
+        summary,
+    )
     assert "checkpoint: runs/" in summary
     assert "next: " in summary
     [(program, name)] = re.findall(r"^  (\S+) top --run (\S+) ", done.stdout, re.MULTILINE)

@@ -112,7 +112,9 @@ def test_tokenizer_that_does_not_fit(copy):
     edit(copy / "config.json", vocab_size=100)
     assert "its largest id is 2047, but the model has 100 embeddings" in refusal(copy)
     (copy / "tokenizer.json").unlink()
-    assert "tokenizer.json: no such file" in refusal(copy)
+    assert refusal(copy).endswith("tokenizer.json: no such file; download tokenizer.json of the same model")
+    (copy / "tokenizer.model").touch()
+    assert f"AutoTokenizer.from_pretrained('{copy}').save_pretrained('{copy}')" in refusal(copy)
 
 
 @pytest.mark.parametrize("value", ["big", None, [1], 0, -1, 1.5, True, 10**12, float("inf")])

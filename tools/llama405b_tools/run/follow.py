@@ -338,7 +338,9 @@ def _progress(metrics: list[Metrics], plan: Plan) -> str:
     first, last, ending = metrics[0], metrics[-1], metrics[-MEAN_OF:]
     loss = sum(each.loss for each in ending) / len(ending)
     tokens_per_s = sum(each.tokens_per_s * each.step_s for each in metrics) / sum(each.step_s for each in metrics)
+    evaluated = next((each for each in reversed(metrics) if each.evaluation_loss is not None), None)
+    held_out = f"evaluation {evaluated.evaluation_loss:.3f} after step {evaluated.step}, " if evaluated else ""
     return (
-        f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), "
+        f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), {held_out}"
         f"{tokens_per_s:,.0f} tokens/s on {plan.world} ranks of {len(plan.nodes)} hosts"
     )
