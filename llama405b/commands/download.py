@@ -6,14 +6,12 @@ file's size is checked, and its SHA-256 if the Hub has one.
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
-import errno
 import fnmatch
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +21,7 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.hashes import BlockHasher, Hashes
 from llama405b.contract.phrases import counted
 from llama405b.contract.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
+from llama405b.hub import dataset_files, said_clearly
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -31,8 +30,6 @@ AT_ONCE = 4
 SAFETENSORS = (INDEX, "model*.safetensors")  # not the original or consolidated copies of the weights
 PICKLED_FILES = (PICKLED_INDEX, "pytorch_model*.bin")  # of models that have no others
 READ_BYTES = 4 << 20
-PLAIN = ("*.jsonl", "*.ndjson", "*.txt")
-TEXTS = (*PLAIN, *(f"{kind}.gz" for kind in PLAIN), "*.md", "*.parquet")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,19 +64,9 @@ def fetch_dataset(name: str, revision: str, target: Path, only: str | None) -> N
         UserError: The dataset does not exist, has no such file, access is denied, or the disk is too small.
         RunError: The network or the disk failed; the same command resumes.
     """
-    from huggingface_hub import HfApi
-
     with said_clearly(f"datasets/{name}", target):
-        info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
-        everything = [each for each in info.siblings or () if each.rfilename != "README.md"]
-        kinds = [only] if only else TEXTS
-        files = [each for each in everything if any(fnmatch.fnmatch(each.rfilename, kind) for kind in kinds)]
-        if not files:
-            there = ", ".join(each.rfilename for each in everything[:5])
-            raise UserError(
-                f"{name}: has no file {only or 'of text or Parquet'} (it has {there or 'none'}); name some with --only"
-            )
-        _bring(Repo(f"datasets/{name}", str(info.sha)), files, target)
+        commit, files = dataset_files(name, revision, only)
+        _bring(Repo(f"datasets/{name}", commit), files, target)
     print(f"complete: train on it with --data.paths {target}")
 
 
@@ -207,68 +194,6 @@ def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
         raise UserError(
             f"--to: {target} has {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed; name a directory on another disk"
         )
-
-
-@contextlib.contextmanager
-def said_clearly(model: str, target: Path) -> Iterator[None]:
-    """Turn errors of huggingface_hub into one sentence.
-
-    Raises:
-        UserError: The model does not exist, or access is denied.
-        RunError: The network or the disk failed.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if told := _refusal(error, model) or _failure(error, model, target):
-            raise told from None
-        raise
-
-
-def _refusal(error: Exception, model: str) -> UserError | None:
-    """The error if the model does not exist or this user has no access."""
-    from huggingface_hub import errors
-
-    page = f"https://huggingface.co/{model}"
-    for kind, sentence in (  # the first is a subclass of the last
-        (
-            errors.GatedRepoError,
-            f"{model}: access is gated (403); accept the license at {page}, then export the HF_TOKEN of that account",
-        ),
-        (errors.RevisionNotFoundError, f"--revision: {model} has no such revision; see {page}/commits"),
-        (
-            errors.RepositoryNotFoundError,
-            f"{model}: not found on the Hub, or private (401); check the name, or export HF_TOKEN",
-        ),
-    ):
-        if isinstance(error, kind):
-            return UserError(sentence)
-    return None
-
-
-def _failure(error: Exception, model: str, target: Path) -> RunError | None:
-    """The error if the network or the disk failed."""
-    from huggingface_hub import errors
-
-    causes, said = list(_causes(error)), " ".join(str(error).split())[:200]
-    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
-        return RunError(f"{target}: the disk is full; free space, then run the same command to resume")
-    if isinstance(error, errors.HfHubHTTPError):
-        return RunError(f"{model}: the Hub refused ({said}); run the same command to resume")
-    if isinstance(error, OSError) and error.filename:
-        return RunError(f"{error.filename}: {error.strerror}; fix that, then run the same command to resume")
-    if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in causes):
-        return RunError(f"the Hub cannot be reached ({said}); check the network, then run the same command to resume")
-    return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Literal, Protocol, TextIO
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.reader import Json
 
+HUB = "hf://"  # what a path begins with that names a dataset of the Hub
 STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
 GZIP = b"\x1f\x8b"
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -41,6 +42,26 @@ FIELDS = {
     "text",
 }  # of a record: all that ``document_of`` reads
 UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
+
+
+class Stat(Protocol):
+    """What is asked of a file."""
+
+    @property
+    def st_size(self) -> int: ...  # noqa: D102
+    @property
+    def st_mtime_ns(self) -> int: ...  # noqa: D102
+
+
+class File(Protocol):
+    """What documents are read from: a ``Path``, or what behaves like one."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def suffix(self) -> str: ...  # noqa: D102
+    def stat(self) -> Stat: ...  # noqa: D102
+    def open(self, mode: Literal["rb"]) -> BinaryIO: ...  # noqa: D102
 
 
 class Form(enum.Enum):
@@ -110,7 +131,7 @@ def check_paths(paths: Sequence[str]) -> None:
         UserError: A path matches no file, or one of its first files has no form that is known.
     """
     for path in paths:
-        if is_tokenized([path]):
+        if path.startswith(HUB) or is_tokenized([path]):  # the first needs the network
             continue
         for file in itertools.islice(_matches(path), FIRST_FILES):
             form_of(file)
@@ -131,7 +152,7 @@ def check_template(path: Path) -> Path:
     return path
 
 
-def form_of(file: Path) -> Form:
+def form_of(file: File) -> Form:
     """Tell by content (JSON Lines also by name) how a file holds documents.
 
     Raises:
@@ -155,7 +176,7 @@ def form_of(file: Path) -> Form:
     return Form.TEXT
 
 
-def is_splittable(file: Path) -> bool:
+def is_splittable(file: File) -> bool:
     """Whether a file can be read from any byte on: JSON Lines that are not packed.
 
     Raises:
@@ -168,7 +189,7 @@ def is_splittable(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def reading(file: Path) -> Iterator[BinaryIO]:
+def reading(file: File) -> Iterator[BinaryIO]:
     """Open a file's bytes, as they are stored.
 
     Raises:
@@ -277,7 +298,7 @@ def _is_binary(head: bytes) -> bool:
     return b"\0" in head
 
 
-def _begins_with_records(file: Path) -> bool:
+def _begins_with_records(file: File) -> bool:
     """Whether the first line is a document, or the first two lines are JSON objects: a .json file may be one long line."""
     with reading(file) as raw:
         lines = itertools.islice((line for line in text_of(raw) if line.strip()), 2)

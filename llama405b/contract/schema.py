@@ -46,7 +46,7 @@ class Data:
     """The data to train on."""
 
     paths: tuple[str, ...] = option(
-        (), "files, folders or globs (text, code, JSON Lines; plain or in gzip), or 'stdlib'"
+        (), "files, folders or globs (text, code, JSON Lines, Parquet), hf://datasets/OWNER/NAME/GLOB, or 'stdlib'"
     )
     weights: tuple[float, ...] = option(
         (), "with several paths: how often each is read, beside the others; default: every sequence once in an epoch"

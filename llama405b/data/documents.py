@@ -1,14 +1,26 @@
 """Read documents from files: text, code, Markdown, JSON Lines, Parquet, Arrow. Knows files; not tokens or ranks."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from llama405b.contract.corpus import WANTED, Document, Form, Text, document_of, form_of, parsed, reading, text_of
+from llama405b.contract.corpus import (
+    HUB,
+    WANTED,
+    Document,
+    File,
+    Form,
+    Text,
+    document_of,
+    expand,
+    form_of,
+    parsed,
+    reading,
+    text_of,
+)
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
 from llama405b.data.tables import rows_of
+from llama405b.hub import hub_files
 
 COUNT_BYTES = 16 << 20
 
@@ -16,7 +28,7 @@ COUNT_BYTES = 16 << 20
 class Part(NamedTuple):
     """A file, or the lines that begin between two bytes of it."""
 
-    file: Path
+    file: File
     begin: int = 0
     end: int = 0  # 0: that of the file
 
@@ -29,7 +41,7 @@ class Part(NamedTuple):
 class Place(NamedTuple):
     """Where a document is."""
 
-    file: Path
+    file: File
     line: int = 0  # or row, from 1; 0: it is the whole file
     after: int = 0  # so many bytes, whose lines do not count
 
@@ -105,15 +117,26 @@ class Documents:
                     continue
                 yield Found(document, place), raw.tell() - begin
 
-    def _rows_of(self, file: Path) -> Iterator[tuple[Found, int]]:
+    def _rows_of(self, file: File) -> Iterator[tuple[Found, int]]:
         with reading(file) as raw:  # whose errors it names
-            size = os.fstat(raw.fileno()).st_size
-            for number, (row, share) in enumerate(rows_of(file), 1):
+            size = file.stat().st_size
+            for number, (row, share) in enumerate(rows_of(raw), 1):
                 document, place = document_of(row), Place(file, number)
                 if document is None:
                     self.refuse(place, f"not {WANTED}")
                     continue
                 yield Found(document, place), int(share * size)
+
+
+def parts_of(paths: Iterable[str]) -> list[Part]:
+    """Return the files that ``data.paths`` names, each whole; those of the Hub are only read when their turn comes.
+
+    Raises:
+        UserError: A path matches no file.
+        RunError: The Hub cannot be reached.
+    """
+    files = (file for path in paths for file in (hub_files(path) if path.startswith(HUB) else expand([path])))
+    return [Part(file) for file in files]
 
 
 def with_forms(parts: Iterable[Part]) -> Iterator[tuple[Part, Form]]:
@@ -138,7 +161,7 @@ def _lines(raw: BinaryIO, end: int) -> Iterator[str]:
         yield line.decode("utf-8-sig", "replace")
 
 
-def _count_lines(file: Path, n_bytes: int) -> int:
+def _count_lines(file: File, n_bytes: int) -> int:
     with reading(file) as raw:
         return sum(raw.read(min(COUNT_BYTES, n_bytes - at)).count(b"\n") for at in range(0, n_bytes, COUNT_BYTES))
 

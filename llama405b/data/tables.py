@@ -1,36 +1,35 @@
 """The rows of Parquet files, and of datasets that Hugging Face's ``datasets`` saved (Arrow), as records.
 
-Knows files; not what a record means.
+Knows the bytes of a file; not what a record means.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
-from llama405b.contract.corpus import ARROW_FILE, FIELDS
+from llama405b.contract.corpus import ARROW_FILE, FIELDS, PARQUET
 
 ROWS = 1000  # at a time: a row of text may have megabytes
 
 
-def rows_of(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
+def rows_of(raw: BinaryIO) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each row without its null fields, and the share of the file that has been read.
 
     Raises:
         OSError: The file is damaged.
     """
     try:
-        with file.open("rb") as raw:
-            is_parquet = raw.read(4) == b"PAR1"
-        yield from _of_parquet(file) if is_parquet else _of_arrow(file)
+        is_parquet = raw.read(len(PARQUET)) == PARQUET
+        raw.seek(0)
+        yield from _of_parquet(raw) if is_parquet else _of_arrow(pyarrow.PythonFile(raw, "r"))
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: values that Python cannot hold
         raise OSError(" ".join(str(error).split())) from None
 
 
-def _of_parquet(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
+def _of_parquet(file: BinaryIO) -> Iterator[tuple[dict[str, Any], float]]:
     with pyarrow.parquet.ParquetFile(file) as table:
         total, done = max(1, table.metadata.num_rows), 0
         for batch in table.iter_batches(ROWS, columns=_wanted(table.schema_arrow)):
@@ -39,8 +38,8 @@ def _of_parquet(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
                 yield _given(row), done / total
 
 
-def _of_arrow(file: Path) -> Iterator[tuple[dict[str, Any], float]]:
-    with pyarrow.memory_map(str(file)) as raw:
+def _of_arrow(file: pyarrow.NativeFile) -> Iterator[tuple[dict[str, Any], float]]:
+    with file as raw:
         is_file = raw.read(len(ARROW_FILE)) == ARROW_FILE
         raw.seek(0)
         if is_file:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from llama405b.contract.corpus import TOKENIZED, TOKENS, expand, is_splittable
+from llama405b.contract.corpus import TOKENIZED, TOKENS, is_splittable
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.schema import Data
-from llama405b.data.documents import Part
+from llama405b.data.documents import Part, parts_of
 from llama405b.data.encode import Begins, Counts
 from llama405b.data.orphans import end_with
 from llama405b.data.tokens import Report, TokenFile, Tokenized, encoded, read_tokenizer, rules_of, stem_of
@@ -43,7 +43,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
         raise UserError(
             "data.weights: sources are mixed by the run; tokenize each by itself, with --data.paths and --out"
         )
-    tokenizer, files = read_tokenizer(tokenizer_dir), [Part(file) for file in expand(config.paths)]
+    tokenizer, files = read_tokenizer(tokenizer_dir), parts_of(config.paths)
     rules, texts = rules_of(config, tokenizer), stem_of(files, config, tokenizer)
     before = read_record(Tokenized, out / TOKENIZED)
     if before and before.texts == texts and TokenFile(TOKENS, before.n_tokens).is_whole(out):

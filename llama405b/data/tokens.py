@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama405b import ranks
-from llama405b.contract.corpus import TOKENIZED, TOKENS, expand, is_tokenized
+from llama405b.contract.corpus import TOKENIZED, TOKENS, is_tokenized
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Data
-from llama405b.data.documents import Documents, Part, with_forms
+from llama405b.data.documents import Documents, Part, parts_of, with_forms
 from llama405b.data.encode import Counts, Encoder
 from llama405b.data.whence import write_files
 from llama405b.ranks import Ranks
@@ -115,7 +115,7 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
     tokenizer = read_tokenizer(tokenizer_dir)
     if is_tokenized(config.paths):
         return _made(Path(config.paths[0]), rules_of(config, tokenizer), report)
-    return encoded([Part(file) for file in expand(config.paths)], config, tokenizer, cache, report)
+    return encoded(parts_of(config.paths), config, tokenizer, cache, report)
 
 
 def encoded(

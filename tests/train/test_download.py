@@ -1,12 +1,19 @@
 """``llama405b download`` with the real huggingface_hub client, against a loopback server that speaks the Hub's protocol."""
 
+import gzip
 import hashlib
 import http.server
 import json
+import os
 import threading
 import urllib.parse
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+
+from llama405b.contract.errors import UserError
+from llama405b.hub import hub_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -53,10 +60,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if hub["broken"] and path.endswith(".safetensors"):
             data = b"\0" * len(data)
         if span:
-            begin = int(span.removeprefix("bytes=").partition("-")[0])
+            begin, _, last = span.removeprefix("bytes=").partition("-")
+            begin, last = int(begin), int(last or len(data) - 1)
+            if hub["unwell"] and begin:
+                hub["unwell"] -= 1
+                return self.say(503, {"error": "busy"}, {}, body)
             self.send_response(206)
-            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-            data = data[begin:]
+            headers["Content-Range"] = f"bytes {begin}-{last}/{len(data)}"
+            data = data[begin : last + 1]
         else:
             self.send_response(200)
         for name, value in {**headers, "Content-Length": len(data)}.items():
@@ -85,7 +96,7 @@ def hub(tiny, tmp_path):
     (root / "consolidated.00.pth").write_bytes(b"no")
     (root / "tokenizer.json").write_text("{}")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.hub = {"root": root, "asked": [], "broken": False}
+    server.hub = {"root": root, "asked": [], "broken": False, "unwell": 0}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.hub["env"] = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "",
@@ -133,6 +144,51 @@ def test_a_dataset(hub, cli, tmp_path):
     assert done.stdout.splitlines()[-1] == "complete: train on it with --data.paths data/tiny"
     assert brought() == {"data/train-0.parquet", "data/test-0.parquet", "notes.txt"}
     assert (tmp_path / "data/tiny/notes.txt").read_bytes() == (hub["root"] / "notes.txt").read_bytes()
+
+
+def test_a_dataset_is_read_where_it_is(hub, cli, demo, tmp_path):
+    records = [{"text": f"größer als {number} " * (1 + number % 7)} for number in range(6000)]
+    folder = hub["root"] / "data"
+    folder.mkdir()
+    lines = "\n".join(json.dumps(each, ensure_ascii=False) for each in records).encode()
+    (folder / "a.jsonl").write_bytes(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines[:5000].rpartition(b"\n")[0]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [each["text"] for each in records]}), folder / "c.parquet")
+    small = "from llama405b import hub\nfrom llama405b.data import tokenize\nhub.RANGE_BYTES = tokenize.PART_BYTES = 100_000\n"
+    (tmp_path / "sitecustomize.py").write_text(small)  # in the readers' processes too
+    hub["env"] |= {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    hub["unwell"] = 2
+
+    def tokenize(path, out):
+        flags = ("--model.path", str(demo), "--data.paths", path, "--out", out, "--workers", "2")
+        return cli(tmp_path, "data", "tokenize", *flags, env=hub["env"])
+
+    done = tokenize("hf://datasets/o/tiny/data/*", "streamed")
+    assert done.returncode == 0, done.stderr
+    assert hub["unwell"] == 0
+    assert len([path for _, path, _, span in hub["asked"] if path.endswith("/data/a.jsonl") and span]) > 4  # pieces
+    done = tokenize(str(folder), "local")
+    assert done.returncode == 0, done.stderr
+    found = [(tmp_path / out / "tokens.bin").read_bytes() for out in ("streamed", "local")]
+    assert found[0] == found[1]
+    assert f'"hf://datasets/o/tiny@{COMMIT[:8]}/data/a.jsonl"' in (tmp_path / "streamed/tokens.files").read_text()
+    assert {path.name for path in tmp_path.rglob("*") if path.suffix in (".jsonl", ".gz", ".parquet")} == {
+        "a.jsonl", "b.jsonl.gz", "c.parquet",
+    }  # fmt: skip
+    assert {path.parent for path in tmp_path.rglob("a.jsonl")} == {folder}
+
+    (folder / "a.jsonl").write_bytes(lines.replace(b'"text"', b'"no"', 1))
+    refused = tokenize("hf://datasets/o/tiny/data/a.jsonl", "bad")
+    assert (refused.returncode, f"hf://datasets/o/tiny@{COMMIT[:8]}/data/a.jsonl:1: not " in refused.stderr) == (
+        2,
+        True,
+    )
+    refused = tokenize("hf://datasets/o/none", "bad")
+    assert (refused.returncode, refused.stderr.count("datasets/o/none: not found on the Hub, or private")) == (2, 1)
+    with pytest.raises(
+        UserError, match=r"'hf://o/tiny' is not hf://datasets/OWNER/NAME\[@REVISION\]\[/GLOB\]; correct"
+    ):
+        hub_files("hf://o/tiny")
 
 
 def test_without_the_weights(hub, cli, tmp_path):

@@ -1,0 +1,223 @@
+"""The Hugging Face Hub: the files of a dataset, read where they are, and its errors as sentences.
+
+Knows huggingface_hub; not what a file holds.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fnmatch
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
+
+from llama405b.contract.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+    from huggingface_hub.hf_api import RepoSibling
+
+PLAIN = ("*.jsonl", "*.ndjson", "*.txt")
+TEXTS = (*PLAIN, *(f"{kind}.gz" for kind in PLAIN), "*.md", "*.parquet")
+ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<only>.+))?")
+RANGE_BYTES = 8 << 20  # asked for at a time, at least
+
+
+class Stat(NamedTuple):
+    """What is asked of a file's ``stat``."""
+
+    st_size: int
+    st_mtime_ns: int = 0  # a commit never changes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a dataset at a commit, which is read as if it were here, and never stored."""
+
+    dataset: str  # owner/name
+    commit: str
+    path: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"hf://datasets/{self.dataset}@{self.commit[:8]}/{self.path}"
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return PurePosixPath(self.path).name
+
+    @property
+    def suffix(self) -> str:
+        """What its name ends in."""
+        return PurePosixPath(self.path).suffix
+
+    def stat(self) -> Stat:
+        """Its size."""
+        return Stat(self.size)
+
+    def open(self, mode: Literal["rb"]) -> BinaryIO:  # noqa: ARG002  (as Path has it)
+        """Open its bytes; they are asked for in ranges as they are read, and again if the network fails for seconds.
+
+        Raises:
+            OSError: When reading: the Hub cannot be reached, or refuses.
+        """
+        return io.BufferedReader(_Ranges(self), RANGE_BYTES)
+
+    def span(self, begin: int, end: int) -> bytes:
+        """Its bytes from ``begin`` to before ``end``.
+
+        Raises:
+            OSError: The Hub cannot be reached, or refuses.
+        """
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            hf_raise_for_status,
+            http_backoff,
+        )
+
+        url = hf_hub_url(self.dataset, self.path, repo_type="dataset", revision=self.commit)
+        headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        try:
+            answer = http_backoff("GET", url, headers=headers, follow_redirects=True)
+            hf_raise_for_status(answer)
+        except Exception as error:
+            if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in _causes(error)):
+                raise OSError(" ".join(str(error).split())[:200]) from None
+            raise
+        if len(answer.content) != end - begin:
+            raise OSError(f"the Hub sent {len(answer.content)} bytes of the {end - begin} that were asked for")
+        return answer.content
+
+
+class _Ranges(io.RawIOBase):
+    def __init__(self, file: HubFile) -> None:
+        super().__init__()
+        self.file, self.at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.file.size}[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, into: "WriteableBuffer") -> int:
+        view = memoryview(into)
+        end = min(self.at + len(view), self.file.size)
+        if end <= self.at:
+            return 0
+        view[: end - self.at] = self.file.span(self.at, end)
+        n_bytes, self.at = end - self.at, end
+        return n_bytes
+
+
+def hub_files(path: str) -> list[HubFile]:
+    """Return the files that ``hf://datasets/OWNER/NAME[@REVISION][/GLOB]`` names: all of text and tables, or those of the glob.
+
+    Raises:
+        UserError: The dataset does not exist, has no such file, or access is denied.
+        RunError: The Hub cannot be reached.
+    """
+    if not (found := ADDRESS.fullmatch(path)):
+        raise UserError(f"--data.paths: {path!r} is not hf://datasets/OWNER/NAME[@REVISION][/GLOB]; correct it")
+    name = found["name"]
+    with said_clearly(f"datasets/{name}", Path()):
+        commit, files = dataset_files(name, found["revision"] or "main", found["only"])
+    return [HubFile(name, commit, each.rfilename, each.size or 0) for each in files]
+
+
+def dataset_files(name: str, revision: str, only: str | None) -> "tuple[str, list[RepoSibling]]":
+    """Return a dataset's commit and its files of text and tables, or those that a glob names, by name.
+
+    Raises:
+        UserError: It has no such file.
+        Exception: As huggingface_hub raises it; see ``said_clearly``.
+    """
+    from huggingface_hub import HfApi
+
+    info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
+    everything = sorted(
+        (each for each in info.siblings or () if each.rfilename != "README.md"), key=lambda each: str(each.rfilename)
+    )
+    kinds = [only] if only else TEXTS
+    files = [each for each in everything if any(fnmatch.fnmatch(each.rfilename, kind) for kind in kinds)]
+    if not files:
+        there = ", ".join(each.rfilename for each in everything[:5])
+        raise UserError(
+            f"{name}: has no file {only or 'of text or Parquet'} (it has {there or 'none'}); name some of them"
+        )
+    return str(info.sha), files
+
+
+@contextlib.contextmanager
+def said_clearly(model: str, target: Path) -> Iterator[None]:
+    """Turn errors of huggingface_hub into one sentence.
+
+    ``model``: owner/name, or datasets/owner/name; ``target``: what is written, for a full disk.
+
+    Raises:
+        UserError: The model does not exist, or access is denied.
+        RunError: The network or the disk failed.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if told := _refusal(error, model) or _failure(error, model, target):
+            raise told from None
+        raise
+
+
+def _refusal(error: Exception, model: str) -> UserError | None:
+    """The error if the model does not exist or this user has no access."""
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{model}"
+    for kind, sentence in (  # the first is a subclass of the last
+        (
+            errors.GatedRepoError,
+            f"{model}: access is gated (403); accept the license at {page}, then export the HF_TOKEN of that account",
+        ),
+        (errors.RevisionNotFoundError, f"--revision: {model} has no such revision; see {page}/commits"),
+        (
+            errors.RepositoryNotFoundError,
+            f"{model}: not found on the Hub, or private (401); check the name, or export HF_TOKEN",
+        ),
+    ):
+        if isinstance(error, kind):
+            return UserError(sentence)
+    return None
+
+
+def _failure(error: Exception, model: str, target: Path) -> RunError | None:
+    """The error if the network or the disk failed."""
+    from huggingface_hub import errors
+
+    causes, said = list(_causes(error)), " ".join(str(error).split())[:200]
+    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
+        return RunError(f"{target}: the disk is full; free space, then run the same command to resume")
+    if isinstance(error, errors.HfHubHTTPError):
+        return RunError(f"{model}: the Hub refused ({said}); run the same command to resume")
+    if isinstance(error, OSError) and error.filename:
+        return RunError(f"{error.filename}: {error.strerror}; fix that, then run the same command to resume")
+    if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in causes):
+        return RunError(f"the Hub cannot be reached ({said}); check the network, then run the same command to resume")
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
