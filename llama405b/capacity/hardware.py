@@ -1,0 +1,61 @@
+"""Hardware as data: what a GPU is by its data sheet, from ``hardware.toml`` and a user's own file. Standard library alone."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import did_you_mean, reason_of
+
+TABLE = Path(__file__).with_name("hardware.toml")
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, as its data sheet has it; B/s in one direction."""
+
+    name: str
+    memory_bytes: float
+    flops: float  # dense, BF16, per second
+    memory_bytes_per_s: float
+    peers_bytes_per_s: float  # to the other GPUs of its host
+    host_bytes_per_s: float  # to host memory
+
+
+def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
+    """Return the GPUs of the table, and of a file of the user's in the same form, by name.
+
+    Raises:
+        UserError: The file cannot be read, or lacks a number.
+    """
+    return _parsed(TABLE) | (_parsed(own) if own else {})
+
+
+def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
+    """Return a GPU.
+
+    Raises:
+        UserError: It is not in the table.
+    """
+    if name not in gpus:
+        raise UserError(
+            f"--gpu: {name!r} is not known{did_you_mean(name, gpus)}; known are {', '.join(gpus)}; see --hardware"
+        )
+    return gpus[name]
+
+
+def _parsed(file: Path) -> dict[str, Gpu]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        return {
+            name: Gpu(
+                name, float(g["memory_gib"]) * GIB, float(g["tflops"]) * 1e12, float(g["hbm_gb_s"]) * 1e9,
+                float(g["nvlink_gb_s"]) * 1e9, float(g["pcie_gb_s"]) * 1e9,
+            )
+            for name, g in table["gpu"].items()
+        }  # fmt: skip
+    except OSError as error:
+        raise UserError(f"--hardware: {file}: cannot be read ({reason_of(error)}); correct the path") from None
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(f"--hardware: {file}: {error}; write [gpu.NAME] with the fields of {TABLE}") from None

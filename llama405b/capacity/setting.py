@@ -1,0 +1,87 @@
+"""What is trained, on what, and how: all that a prediction takes. Pure; standard library alone."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from llama405b.capacity.hardware import Gpu
+from llama405b.contract.weights import Llama
+
+Checkpointing = Literal[
+    "none", "op", "layer", "full"
+]  # op: every second matrix product is kept; layer: every second layer
+COMPUTE_BYTES = 2  # BF16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder-only transformer. Counts of weights are of matrix products alone, without biases and norms."""
+
+    layers: int
+    hidden: int
+    width: int  # of attention: heads times the size of a head
+    kv_width: int
+    intermediate: int
+    gated: bool  # three matrices in the MLP, else two
+    vocab: int
+    parameters: int  # all, a tied head once
+    layer_parameters: int
+
+    @classmethod
+    def of(cls, llama: Llama) -> "Shape":
+        """Return a Llama's."""
+        layer = sum(math.prod(shape) for name, shape in llama.tensors().items() if ".layers.0." in name)
+        width, kv_width = llama.heads * llama.head_dim, llama.kv_heads * llama.head_dim
+        return cls(
+            llama.layers, llama.hidden, width, kv_width, llama.intermediate, True, llama.vocab, llama.parameters, layer
+        )
+
+    @property
+    def narrow(self) -> int:
+        """Weights of the last product of a layer, which checkpointing does not compute again."""
+        return self.hidden * self.intermediate
+
+    @property
+    def matrices(self) -> int:
+        """Weights of a layer's products."""
+        attention = self.hidden * (2 * self.width + 2 * self.kv_width)
+        return attention + (2 + self.gated) * self.hidden * self.intermediate
+
+    @property
+    def head(self) -> int:
+        """Weights of the head."""
+        return self.vocab * self.hidden
+
+    def model_flops(self, seq_len: int) -> float:
+        """Return the FLOPs of training on one token: six per weight of a product, and causal attention (``Llama.flops_per_token``)."""
+        return 6.0 * (self.layers * (self.matrices + self.width * seq_len) + self.head)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A shape on a cluster, with all that changes its time or memory."""
+
+    shape: Shape
+    gpu: Gpu
+    gpus: int
+    gpus_per_host: int
+    nic_bytes_per_s: float  # of a host, one direction
+    seq_len: int
+    micro_batch: int = 1
+    accumulate: int = 1
+    reduce_bytes: int = 4  # per gradient
+    checkpointing: Checkpointing = "full"
+    reshard: bool = True  # parameters are gathered again in the backward
+    compiled: bool = False
+    triton: bool = False  # attention by the kernel of MPT's time
+    offload: Literal["none", "states", "full"] = "none"
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on a GPU."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def hosts(self) -> int:
+        """Hosts, the last of which may have fewer GPUs."""
+        return math.ceil(self.gpus / self.gpus_per_host)

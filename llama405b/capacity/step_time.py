@@ -1,0 +1,147 @@
+"""How long a step takes: compute and communication of each unit of FSDP, and how much of one hides the other. Pure.
+
+T: tokens of a micro-batch on a GPU; S: sequence length. The form of the overlap is that of ``hidden_s``; the rates are in
+``coefficients.json``, which ``tests/fit_plan.py`` alone writes, from published measurements.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from llama405b.capacity.setting import COMPUTE_BYTES, Setting
+
+COEFFICIENTS = Path(__file__).with_name("coefficients.json")
+NEAREST = {
+    "h200-141": "h100-80",
+    "b200-180": "h100-80",
+    "gb200-186": "h100-80",
+    "l40s-48": "a100-80",
+}  # not measured yet
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """What share of a data sheet's rate is attained."""
+
+    matmul: Mapping[str, float]  # by GPU: matrix products, of its FLOPs
+    interference: float  # of the shorter of compute and communication, the share that delays the longer
+    network: float  # of the hosts' links
+    hop_s: float  # of a ring's step from rank to rank
+    triton: float  # of attention, with MPT's early Triton kernel
+    attention: Mapping[str, float]  # by GPU; a prior
+    memory: float = 0.75  # of the GPU's memory, by elementwise work; a prior
+    peers: float = 0.75  # of NVLink; a prior
+
+    @classmethod
+    def read(cls) -> "Rates":
+        """Read the coefficients."""
+        return cls(**json.loads(COEFFICIENTS.read_text()))
+
+    def matmul_of(self, gpu: str) -> float:
+        """Of a GPU that nobody measured: that of its nearest kin."""
+        return self.matmul.get(gpu) or self.matmul[NEAREST.get(gpu, "h100-80")]
+
+    def attention_of(self, gpu: str) -> float:
+        """As ``matmul_of``."""
+        return self.attention.get(gpu) or self.attention[NEAREST.get(gpu, "h100-80")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step, over all its micro-batches."""
+
+    forward_s: float
+    backward_s: float  # with what is computed again
+    compute_s: float  # of both
+    communication_s: float  # of both; what is not hidden is in the two above
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+def step_time(setting: Setting, rates: Rates) -> StepTime:
+    """Predict a step.
+
+    Per layer: forward, backward (twice the products, 2.5 times flash attention: arXiv:2307.08691), and what checkpointing computes
+    again. Non-reentrant checkpointing stops before a layer's last product, so that full recomputation is not a plain third.
+    """
+    shape, layers = setting.shape, setting.shape.layers
+    forward = _layer_s(setting, rates)
+    again = {
+        "none": 0.0,
+        "op": _products_s(setting, rates, shape.matrices / 2) + _elementwise_s(setting, rates),
+        "layer": (forward - _products_s(setting, rates, shape.narrow)) / 2,
+        "full": forward - _products_s(setting, rates, shape.narrow),
+    }[setting.checkpointing]
+    backward = 2 * _products_s(setting, rates, shape.matrices) + 2.5 * _attention_s(setting, rates)
+    backward += 2 * _elementwise_s(setting, rates) + again
+    head, logits = _products_s(setting, rates, shape.head), _logits_s(setting, rates)
+    rest = (shape.parameters - layers * shape.layer_parameters) / layers  # embedding and head, beside each layer
+    unit = shape.layer_parameters + rest
+    gather = collective_s(setting, rates, COMPUTE_BYTES * unit)
+    reduce = collective_s(setting, rates, setting.reduce_bytes * unit) + gather * setting.reshard
+    one_forward = layers * hidden_s(forward, gather, rates) + head + logits
+    one_backward = layers * hidden_s(backward, reduce, rates) + 2 * (head + logits)
+    return StepTime(
+        forward_s=setting.accumulate * one_forward,
+        backward_s=setting.accumulate * one_backward,
+        compute_s=setting.accumulate * (layers * (forward + backward) + 3 * (head + logits)),
+        communication_s=setting.accumulate * layers * (gather + reduce),
+        optimizer_s=_optimizer_s(setting, rates),
+    )
+
+
+def hidden_s(compute: float, communication: float, rates: Rates) -> float:
+    """Return how long compute and communication take beside each other: the longer, and a share of the shorter."""
+    return max(compute + rates.interference * min(compute, communication), communication)
+
+
+def collective_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
+    """Return the time of an all-gather or reduce-scatter of so many bytes in all: a ring over NVLink and the hosts' links."""
+    n, within = setting.gpus, setting.gpu.peers_bytes_per_s * rates.peers
+    if n == 1:
+        return 0.0
+    if setting.hosts == 1:
+        return n_bytes * (n - 1) / n / within
+    return n_bytes * (n - 1) / n / min(within, setting.nic_bytes_per_s * rates.network) + (n - 1) * rates.hop_s
+
+
+def _layer_s(setting: Setting, rates: Rates) -> float:
+    products = _products_s(setting, rates, setting.shape.matrices)
+    return products + _attention_s(setting, rates) + _elementwise_s(setting, rates)
+
+
+def _products_s(setting: Setting, rates: Rates, weights: float) -> float:
+    return 2 * weights * setting.tokens / (setting.gpu.flops * rates.matmul_of(setting.gpu.name))
+
+
+def _attention_s(setting: Setting, rates: Rates) -> float:
+    flops = 2 * setting.seq_len * setting.shape.width * setting.tokens  # the causal half of 4 S T width
+    return flops / (setting.gpu.flops * rates.attention_of(setting.gpu.name) * (rates.triton if setting.triton else 1))
+
+
+def _elementwise_s(setting: Setting, rates: Rates) -> float:
+    """Norms, rotary embedding, activation, residuals: bytes of a token and layer, counted op by op; fused if compiled."""
+    h, f = setting.shape.hidden, setting.shape.intermediate
+    if setting.compiled:
+        per_token = 20 * h + 6 * f
+    elif setting.shape.gated:  # Hugging Face's and torchtitan's Llama: RMSNorm in FP32, rotary embedding, SiLU times up
+        per_token = 80 * h + 10 * f
+    else:  # MPT: LayerNorm in BF16, GELU
+        per_token = 30 * h + 8 * f
+    return per_token * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
+
+
+def _logits_s(setting: Setting, rates: Rates) -> float:
+    """The loss: BF16 logits, an FP32 copy, softmax; 12 bytes a logit, forward."""
+    return 12 * setting.shape.vocab * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
+
+
+def _optimizer_s(setting: Setting, rates: Rates) -> float:
+    """AdamW on the GPU reads weight, gradient and two moments in FP32, and writes all but the gradient: 28 bytes per parameter."""
+    n = setting.shape.parameters / setting.gpus
+    return 28 * n / (setting.gpu.memory_bytes_per_s * rates.memory)

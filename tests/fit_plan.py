@@ -1,0 +1,122 @@
+"""Write the plan's coefficients, from the rows of tests/data/published.csv that are marked train, and the table of docs/plan.md.
+
+Nothing else writes them. In a checkout, with the project installed:
+
+    PYTHONPATH=tests python tests/fit_plan.py
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from pathlib import Path
+
+from llama405b.capacity.step_time import COEFFICIENTS, Rates
+from published import BYTES, read_rows
+
+DOCUMENT = Path(__file__).parent.parent / "docs/plan.md"
+BEGIN, END = "<!-- the table: written by tests/fit_plan.py -->", "<!-- end of the table -->"
+PRIORS = {"h100-80": 0.40, "h100-96-500w": 0.40, "a100-80": 0.55, "a100-40": 0.55}  # attention, of a GPU's FLOPs
+FIRST = {"interference": 0.2, "network": 0.9, "hop": 5.0, "triton": 0.7}
+SPANS = {
+    "matmul": (0.3, 0.95),
+    "interference": (0.0, 0.4),
+    "network": (0.3, 1.0),
+    "hop": (0.0, 30.0),
+    "triton": (0.2, 1.0),
+}
+ROUNDS, CUTS = 12, 24
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def fit(rows):
+    """The rates that make the sum of squared logarithmic errors of the rows marked train least, one at a time, in turns."""
+    rows = [row for row in rows if row.train]
+    found = FIRST | {f"matmul {gpu}": 0.6 for gpu in sorted({row.setting.gpu.name for row in rows})}
+    for _ in range(ROUNDS):
+        for name in found:
+            used = [row for row in rows if not name.startswith("matmul") or name == f"matmul {row.setting.gpu.name}"]
+            found[name] = _least(lambda x, n=name, u=used: _error(u, _rates(found | {n: x})), *SPANS[name.split()[0]])
+    return _rates(found)
+
+
+def _rates(found):
+    matmul = {name.split()[1]: round(value, 4) for name, value in found.items() if name.startswith("matmul")}
+    interference, network, triton = (round(found[name], 4) for name in ("interference", "network", "triton"))
+    return Rates(matmul, interference, network, round(found["hop"] * 1e-6, 8), triton, PRIORS)
+
+
+def _error(rows, rates):
+    return sum(math.log(row.predicted(rates) / row.value) ** 2 for row in rows)
+
+
+def _least(of, low, high):
+    """Where a function of one number is least (golden section)."""
+    for _ in range(CUTS):
+        span = GOLDEN * (high - low)
+        if of(high - span) < of(low + span):
+            high = low + span
+        else:
+            low = high - span
+    return (low + high) / 2
+
+
+def written(rates):
+    """The coefficients, as they are kept."""
+    return json.dumps(dataclasses.asdict(rates), indent=1) + "\n"
+
+
+def table(rows, rates):
+    """Every row, as Markdown, and how large the errors are."""
+    lines = [
+        "| source | model | GPUs | S | B × acc. | checkpointing | what | measured | predicted | error | |",
+        "|" + "---|" * 11,
+    ]
+    for row in rows:
+        c, use = row.cells, "fitted" if row.train else ""
+        more = " compiled" * (c["compile"] == "1")
+        batch, cluster = f"{c['micro_batch']} × {c['grad_accum']}", f"{c['gpus']} × {c['gpu']}"
+        shape = f"{row.source} | {row.model} | {cluster} | {c['seq_len']} | {batch} | {c['checkpointing']}{more} | {row.metric}"
+        if row.not_modelled:
+            lines.append(f"| {shape} | {row.value:,g} | not modelled | | {row.not_modelled} |")
+        else:
+            predicted = f"{row.predicted(rates):,.5g}"
+            lines.append(f"| {shape} | {row.value:,g} | {predicted} | {100 * row.error(rates):+.1f}% | {use} |")
+    modelled = [row for row in rows if not row.not_modelled]
+    lines += ["", f"{len(modelled)} of {len(rows)} rows are modelled ({100 * len(modelled) / len(rows):.0f}%).", ""]
+    for which in (
+        "fitted",
+        "time, held out, software that was fitted",
+        "time, held out, other software",
+        "memory, held out",
+    ):
+        errors = [abs(row.error(rates)) for row in modelled if group(row, rows) == which]
+        mean, median, p90 = statistics.mean(errors), statistics.median(errors), quantile(errors, 0.9)
+        numbers = f"mean {100 * mean:.1f}%, median {100 * median:.1f}%, p90 {100 * p90:.1f}%, largest {100 * max(errors):.1f}%"
+        lines.append(f"- {which}, {len(errors)} rows: {numbers}")
+    return "\n".join(lines)
+
+
+def group(row, rows):
+    """What a row tells."""
+    if row.train:
+        return "fitted"
+    if row.metric in BYTES:
+        return "memory, held out"
+    fitted = any(other.train and other.source == row.source for other in rows)
+    return f"time, held out, {'software that was fitted' if fitted else 'other software'}"
+
+
+def quantile(values, share):
+    """The value that so many are not above."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+if __name__ == "__main__":
+    all_rows = read_rows()
+    fitted = fit(all_rows)
+    COEFFICIENTS.write_text(written(fitted))
+    text = DOCUMENT.read_text()
+    head, _, rest = text.partition(BEGIN)
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{table(all_rows, fitted)}\n{END}{rest.partition(END)[2]}")
+    print(DOCUMENT.read_text()[-900:])
