@@ -95,5 +95,5 @@ def _setting(cells, gpus):
         shape_of(cells["model"]), gpus[cells["gpu"]], int(cells["gpus"]), int(cells["gpus_per_node"]),
         float(cells["nic_gbit_per_node"]) * 1e9 / 8, int(cells["seq_len"]), int(cells["micro_batch"]), int(cells["grad_accum"]),
         int(cells["reduce_bytes"]), cells["checkpointing"], cells["reshard"] == "1", cells["compile"] == "1",
-        cells["model"] in MPT, cells["offload"],
+        cells["model"] in MPT,
     )  # fmt: skip

@@ -1,23 +1,21 @@
 """Memory, disk and time of a training run, estimated from shapes. Nothing here has been measured on a GPU by this project.
 
-Sources. Activations: coefficients read from torch's FSDPMemTracker on fake groups, sequences of 512 to 16,384. Rates: Lambda's
-published 405B run on 64 H100 (4,096 tokens per GPU: 26 s forward and backward, 4 s for AdamW in host memory). Pinned memory:
-torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
+Sources. Activations: coefficients read from torch's FSDPMemTracker on fake groups, sequences of 512 to 16,384. Time: ``step_time``.
+Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
 
 h: hidden size; f: intermediate size; T: tokens of a micro-batch.
 """
 
 import dataclasses
 
+from llama405b.capacity.hardware import GIB, Gpu, read_gpus
+from llama405b.capacity.setting import Setting, Shape
+from llama405b.capacity.step_time import Rates, StepTime, step_time
 from llama405b.contract.schema import COMPUTE_BYTES, Config, Moments, Numerics, Offload, Parallel
 from llama405b.contract.weights import Llama
 
-GIB = 1 << 30
 RANKS_PER_HOST = 8
 RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
-FLOPS = 480e12  # per H100 in BF16, as attained with communication
-HOST_BYTES_PER_S = 200e9  # of one host's memory, as AdamW attains
-DEVICE_BYTES_PER_S = 3e12
 DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
 PINNED = 1.19
 BYTES_PER_LOGIT = 12  # BF16, its FP32 copy, softmax and gradient
@@ -28,6 +26,14 @@ def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
     """Return what a checkpoint holds of a parameter: its weight and two moments, in bytes."""
     weight = GRADIENT[numerics]
     return weight + (4 if moments == "bf16" else 2 * weight)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cluster:
+    """What it is trained on, beside the number of ranks."""
+
+    gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()["h100-80"])
+    nic_bytes_per_s: float = 400e9  # of a host: eight links of 400 Gbit/s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Load:
     overlap: bool = True  # with offload: the update runs under the next forward
     moments: Moments = "fp32"
     wrap: tuple[str, ...] = Parallel().wrap
+    ranks_per_host: int = RANKS_PER_HOST
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int) -> "Load":
@@ -65,8 +72,8 @@ class Load:
 
     @property
     def hosts(self) -> int:
-        """Hosts of eight ranks, or one with fewer."""
-        return max(1, self.world // RANKS_PER_HOST)
+        """Hosts, or one with fewer ranks."""
+        return max(1, self.world // self.ranks_per_host)
 
     @property
     def halves(self) -> bool:
@@ -119,11 +126,16 @@ class Estimate:
     host_bytes: float  # of RAM per host; 0: only what loading needs
     weights_bytes: int  # of disk, for the files in BF16
     checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
-    step_s: float | None  # on H100s; None: unknown for these numerics
+    time: StepTime | None  # None: unknown for these numerics
+
+    @property
+    def step_s(self) -> float | None:
+        """The time of a step."""
+        return self.time.step_s if self.time else None
 
 
-def estimate(load: Load) -> Estimate:
-    """Estimate what a run takes."""
+def estimate(load: Load, cluster: Cluster | None = None) -> Estimate:
+    """Estimate what a run takes; by default on H100s."""
     n, saved = load.llama.parameters, load.weight_bytes + load.moment_bytes
     kept, gradients = {"none": (saved, GRADIENT[load.numerics]), "states": (2, 0), "full": (0, 0)}[load.offload]
     on_gpu = n / load.world
@@ -132,7 +144,7 @@ def estimate(load: Load) -> Estimate:
         host_bytes=n / load.hosts * load.host_bytes_per_parameter,
         weights_bytes=2 * n,
         checkpoints_bytes=(load.keep + 1) * load.checkpoint_bytes,
-        step_s=_step_s(load),
+        time=_time(load, cluster or Cluster()),
     )
 
 
@@ -162,24 +174,22 @@ def _activations(load: Load, gradients: float) -> float:
     return max(inputs + layer, gradients + layer, inputs + logits)
 
 
-def _step_s(load: Load) -> float | None:
-    """Forward, backward with recomputation, and what is left of the update where the next forward does not hide it."""
+def _time(load: Load, cluster: Cluster) -> StepTime | None:
+    """The time of a step; None for numerics that nobody timed."""
     if load.numerics == "fp32":
         return None
-    llama = load.llama
-    tokens = load.global_batch * load.seq_len / load.world
-    per_token = llama.flops_per_token(load.seq_len)
-    not_recomputed = 6 * (llama.layers * llama.intermediate + llama.vocab) * llama.hidden  # down_proj, and the head
-    flops = tokens * (per_token + (per_token - not_recomputed) / 3)
-    moved = load.update_bytes_per_parameter * llama.parameters
-    if load.offload == "none":
-        return flops / FLOPS + moved / load.world / DEVICE_BYTES_PER_S
-    update = moved / load.hosts / HOST_BYTES_PER_S
-    if load.overlap:
-        norm = GRADIENT[load.numerics] * llama.parameters / load.hosts / HOST_BYTES_PER_S
-        forward = load.micro_batch * load.seq_len * per_token / 3 / FLOPS  # of the first micro-batch
-        update = norm + max(0.0, update - norm - forward)
-    return flops / FLOPS + update
+    gradient = GRADIENT[load.numerics]
+    weights = load.weight_bytes if load.offload == "full" else 0
+    setting = Setting(
+        Shape.of(load.llama), cluster.gpu, load.world, load.ranks_per_host, cluster.nic_bytes_per_s, load.seq_len, load.micro_batch,
+        max(1, load.global_batch // (load.micro_batch * load.world)), gradient,
+        update_bytes=load.update_bytes_per_parameter,
+        updates_on_host=load.offload != "none",
+        norm_bytes=gradient * load.overlap,
+        copied_forward=weights,
+        copied_backward=weights + gradient * (load.offload != "none"),
+    )  # fmt: skip
+    return step_time(setting, Rates.read())
 
 
 def describe_needs(load: Load) -> list[str]:

@@ -74,7 +74,13 @@ class Setting:
     reshard: bool = True  # parameters are gathered again in the backward
     compiled: bool = False
     triton: bool = False  # attention by the kernel of MPT's time
-    offload: Literal["none", "states", "full"] = "none"
+    update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
+    updates_on_host: bool = False
+    norm_bytes: float = (
+        0.0  # read per parameter before the update; the rest of it is hidden under the next forward; 0: nothing is
+    )
+    copied_forward: float = 0.0  # bytes per parameter from host memory, of a micro-batch
+    copied_backward: float = 0.0  # the same, from and to host memory
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llama405b.capacity.setting import COMPUTE_BYTES, Setting
 
+HOST_BYTES_PER_S = 200e9  # of one host's memory, as AdamW attains: Lambda's published 405B run, 4 s on 8 hosts
 COEFFICIENTS = Path(__file__).with_name("coefficients.json")
 NEAREST = {
     "h200-141": "h100-80",
@@ -84,14 +85,17 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
     unit = shape.layer_parameters + rest
     gather = collective_s(setting, rates, COMPUTE_BYTES * unit)
     reduce = collective_s(setting, rates, setting.reduce_bytes * unit) + gather * setting.reshard
-    one_forward = layers * hidden_s(forward, gather, rates) + head + logits
-    one_backward = layers * hidden_s(backward, reduce, rates) + 2 * (head + logits)
+    copied = unit / setting.gpus / setting.gpu.host_bytes_per_s
+    one_forward = layers * max(hidden_s(forward, gather, rates), setting.copied_forward * copied) + head + logits
+    one_backward = layers * max(hidden_s(backward, reduce, rates), setting.copied_backward * copied) + 2 * (
+        head + logits
+    )
     return StepTime(
         forward_s=setting.accumulate * one_forward,
         backward_s=setting.accumulate * one_backward,
         compute_s=setting.accumulate * (layers * (forward + backward) + 3 * (head + logits)),
         communication_s=setting.accumulate * layers * (gather + reduce),
-        optimizer_s=_optimizer_s(setting, rates),
+        optimizer_s=_optimizer_s(setting, rates, one_forward),
     )
 
 
@@ -141,7 +145,11 @@ def _logits_s(setting: Setting, rates: Rates) -> float:
     return 12 * setting.shape.vocab * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
 
 
-def _optimizer_s(setting: Setting, rates: Rates) -> float:
-    """AdamW on the GPU reads weight, gradient and two moments in FP32, and writes all but the gradient: 28 bytes per parameter."""
-    n = setting.shape.parameters / setting.gpus
-    return 28 * n / (setting.gpu.memory_bytes_per_s * rates.memory)
+def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float:
+    """What an update takes of a step: bound by memory, on the GPU or in the host, where the next forward may hide it."""
+    if not setting.updates_on_host:
+        per_gpu = setting.update_bytes * setting.shape.parameters / setting.gpus
+        return per_gpu / (setting.gpu.memory_bytes_per_s * rates.memory)
+    per_byte = setting.shape.parameters / setting.hosts / HOST_BYTES_PER_S
+    update, norm = setting.update_bytes * per_byte, setting.norm_bytes * per_byte
+    return norm + max(0.0, update - norm - next_forward_s) if norm else update

@@ -65,7 +65,7 @@ def test_sums_of_gradients_apart_are_counted_wherever_they_are():
 def test_more_ranks_need_less_each():
     large, small = (estimate(Load(LARGE, "fp32-master", "none", world)) for world in (64, 128))
     assert small.gpu_bytes < large.gpu_bytes
-    assert small.step_s == pytest.approx(large.step_s / 2)
+    assert small.step_s == pytest.approx(large.step_s, rel=0.02)  # of twice the sequences: none is split between ranks
     assert (small.weights_bytes, small.checkpoints_bytes) == (large.weights_bytes, large.checkpoints_bytes)
 
 
