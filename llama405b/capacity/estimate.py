@@ -122,11 +122,17 @@ class Load:
 class Estimate:
     """What it takes, with activation checkpointing."""
 
-    gpu_bytes: float  # per rank, at its peak
+    states_bytes: float  # per GPU: weights, gradients and moments that stay there
+    activations_bytes: float  # per GPU: what lives only within a step, at its peak
     host_bytes: float  # of RAM per host; 0: only what loading needs
     weights_bytes: int  # of disk, for the files in BF16
     checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
     time: StepTime | None  # None: unknown for these numerics
+
+    @property
+    def gpu_bytes(self) -> float:
+        """Per GPU, at the peak, with CUDA's context and NCCL's buffers."""
+        return self.states_bytes + self.activations_bytes + RUNTIME_BYTES
 
     @property
     def step_s(self) -> float | None:
@@ -140,7 +146,8 @@ def estimate(load: Load, cluster: Cluster | None = None) -> Estimate:
     kept, gradients = {"none": (saved, GRADIENT[load.numerics]), "states": (2, 0), "full": (0, 0)}[load.offload]
     on_gpu = n / load.world
     return Estimate(
-        gpu_bytes=on_gpu * kept + _activations(load, on_gpu * gradients) + RUNTIME_BYTES,
+        states_bytes=on_gpu * kept,
+        activations_bytes=_activations(load, on_gpu * gradients),
         host_bytes=n / load.hosts * load.host_bytes_per_parameter,
         weights_bytes=2 * n,
         checkpoints_bytes=(load.keep + 1) * load.checkpoint_bytes,

@@ -16,6 +16,10 @@ from llama405b_tools.text.clean import without_controls
 from llama405b_tools.text.symbols import substitute
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
+    "plan": (
+        "llama405b_tools.verbs.predict",
+        "predict whether a run fits, how fast it goes, and which settings are best",
+    ),
     "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
     "setup": ("llama405b_tools.verbs.setup", "install the project and its environment on bare hosts"),
     "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host"),
@@ -34,7 +38,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
 }
 MOST = 20_000  # characters of an error, which may name every host
 OPERATOR, HOSTS = (
-    ("setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),
+    ("plan", "setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),
     ("download", "data", "train", "export", "demo", "bench"),
 )
 
@@ -43,7 +47,6 @@ def usage() -> str:
     """The help text."""
     lines = [
         "usage: llama405b VERB …        (llama405b VERB --help for details)",
-        "",
         "Fully fine-tune Llama 3.1 405B on machines you reach over SSH.",
     ]
     for title, verbs in (("at your terminal", OPERATOR), ("on a GPU host", HOSTS)):

@@ -5,10 +5,10 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from llama405b.capacity import estimate
-from llama405b.contract import config, weights
+from llama405b.capacity.known import known_shape
+from llama405b.contract import config
 from llama405b.contract.schema import Config
 from llama405b_tools.doctor.host_facts import HostFacts, PeersReply
 from llama405b_tools.doctor.rules.findings import Finding, Peers
@@ -44,7 +44,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     needs = Needs(weights=path, cuda=asked.parallel.device != "cpu")
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)
-    if (llama := _shape(asked, preset)) is None:
+    if (llama := known_shape(asked, preset)) is None:
         return needs
     on_device, on_host = (each * llama.parameters // world for each in asked.parallel.state_bytes)
     if not needs.cuda:
@@ -56,15 +56,6 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     found = estimate.estimate(load)
     at_peak = found.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
     return dataclasses.replace(needs, gpu_peak_bytes=int(found.gpu_bytes), ram_peak_bytes=int(at_peak))
-
-
-def _shape(asked: Config, preset: str) -> weights.Llama | None:
-    """The requested model's shape; None: unknown."""
-    known = json.loads((config.PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))
-    directory = Path(asked.model.path)
-    if (directory / "config.json").is_file():
-        return weights.read_llama(directory)
-    return weights.parse_llama(known[preset], preset) if preset in known else None
 
 
 class _Questions:

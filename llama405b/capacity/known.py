@@ -1,0 +1,20 @@
+"""The shape of a model without its weights."""
+
+import json
+from pathlib import Path
+
+from llama405b.contract import config, weights
+from llama405b.contract.schema import Config
+
+
+def known_shape(asked: Config, preset: str) -> weights.Llama | None:
+    """Return the requested model's shape, from its directory or its preset; None: unknown.
+
+    Raises:
+        UserError: The directory's config.json cannot be used.
+    """
+    known = json.loads((config.PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))
+    directory = Path(asked.model.path)
+    if (directory / "config.json").is_file():
+        return weights.read_llama(directory, asked.model.layers)
+    return weights.parse_llama(known[preset], preset) if preset in known else None

@@ -1,0 +1,118 @@
+"""``llama405b plan``: the three questions that users ask, bad input, and what it writes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llama405b.contract import config
+from llama405b.contract.errors import GOOD, UNFIT, UserError
+from llama405b_tools.verbs import predict
+
+LARGE = ["--preset", "llama3.1-405b"]
+
+
+def asked(capsys, *words):
+    code = predict.main(words)
+    return code, capsys.readouterr().out
+
+
+def record(capsys, *words):
+    code, out = asked(capsys, *words, "--json")
+    return code, json.loads(out)
+
+
+def test_which_settings_on_four_hosts(capsys, tmp_path):
+    file = tmp_path / "best.toml"
+    words = [*LARGE, "--nodes", "4", "--ram", "2000GiB", "--search"]
+    code, out = asked(capsys, *words, "--write", str(file))
+    assert code == GOOD
+    table = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    assert table[0][0] == "offload"
+    verdicts = [" ".join(row[7:]) for row in table[1:]]
+    assert verdicts == sorted(verdicts, key=["fits", "MAY NOT FIT", "DOES NOT FIT"].index)
+    rates = [
+        float(row[6].replace(",", "")) for row, verdict in zip(table[1:], verdicts, strict=True) if verdict == "fits"
+    ]
+    assert rates == sorted(rates, reverse=True)
+    written = config.read_toml(file)
+    assert set(written) == {*predict.CHOSEN}  # and no data
+    config.resolve(config.read_preset("llama3.1-405b") | written | config.read_flags(["--data.paths=x"]))
+    with pytest.raises(UserError, match=r"--write: .*best\.toml exists; name another file"):
+        predict.main([*words, "--write", str(file)])
+    none = tmp_path / "none.toml"
+    assert asked(capsys, *LARGE, "--ram", "100GiB", "--search", "--write", str(none))[0] == UNFIT
+    assert not none.exists()
+    again = record(capsys, "--config", str(file), *words)[1]
+    assert [again["settings"]["offload"], str(again["settings"]["micro_batch_size"])] == [table[1][0], table[1][2]]
+    assert again["settings"] == again["search"][0]["settings"]
+
+
+def test_a_model_that_does_not_fit_is_said_so(capsys):
+    words = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
+    code, out = asked(capsys, *words)
+    assert (code, "of 40 GiB: DOES NOT FIT" in out) == (UNFIT, True)
+    assert record(capsys, *words)[1]["fits"] == "no"
+    assert record(capsys, *words, "--parallel.offload", "states", "--ram", "1TiB")[0] == GOOD
+    assert record(capsys, *words, "--parallel.offload", "states", "--ram", "300GiB")[0] == UNFIT
+
+
+def test_what_a_billion_tokens_cost(capsys):
+    words = [*LARGE, "--nodes", "8", "--tokens", "1e9"]
+    found = record(capsys, *words)[1]
+    assert found["gpu_hours"] == pytest.approx(64 * 1e9 / found["tokens_per_s"] / 3600)
+    out = asked(capsys, *words, "--price", "2")[1]
+    [line] = [line for line in out.splitlines() if line.startswith("1,000,000,000 tokens: ")]
+    cost = float(line.partition("GPU-hours, ")[2].split()[0].replace(",", ""))
+    assert cost == pytest.approx(2 * found["gpu_hours"], rel=0.01)
+
+
+def test_what_is_impossible_is_named(capsys):
+    words = [*LARGE, "--nodes", "8", "--measured"]
+    assert "a step of 4.1 s: the model's FLOPs alone take 10.2 s" in asked(capsys, *words, "4.1")[1]
+    assert "IMPOSSIBLE" not in asked(capsys, *words, "30")[1]
+
+
+def test_more_of_a_machine_is_never_slower_or_smaller(capsys):
+    def found(*more):
+        return record(capsys, *LARGE, "--nodes", "8", *more)[1]
+
+    slow, fast = found("--nic", "400Gb/s"), found("--nic", "400GB/s")
+    assert slow["time"]["step_s"] > fast["time"]["step_s"]
+    assert found("--gpu", "h200-141")["time"]["step_s"] < found()["time"]["step_s"]
+    assert found("--data.seq_len", "8192")["activations_bytes"] > found()["activations_bytes"]
+
+
+def test_a_gpu_of_the_users_own(capsys, tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text("[gpu.mine]\nmemory_gib = 1000\ntflops = 989\nhbm_gb_s = 3350\nnvlink_gb_s = 450\npcie_gb_s = 55\n")
+    own = ["--hardware", str(file), "--gpu", "mine", "--parallel.offload", "none"]
+    assert record(capsys, *LARGE, "--nodes", "8", *own)[0] == GOOD
+    file.write_text("[gpu.mine]\nmemory_gib = 1000\n")
+    with pytest.raises(UserError, match=r"--hardware: .*own\.toml: 'tflops'; write \[gpu\.NAME\] with the fields of "):
+        predict.main([*LARGE, *own])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "plan: which model\\? add --preset, or --config"),
+        ([*LARGE, "--gpu", "h100"], r"--gpu: 'h100' is not known \(did you mean 'h100-80'\?\); known are "),
+        ([*LARGE, "--ram", "lots"], "--ram: 'lots' is not a number with GiB or TiB; correct it"),
+        ([*LARGE, "--nic", "400"], "--nic: '400' is not a number with Gb/s or GB/s; correct it"),
+        ([*LARGE, "--nodes", "0"], "--nodes: 0 is too small; use 1 or more"),
+        ([*LARGE, "--tokens", "-1"], "--tokens: -1.0 is out of range"),
+        ([*LARGE, "--write", "a.toml"], "--write: writes what --search finds; add --search"),
+        ([*LARGE, "--nodes", "3"], "global_batch_size"),
+        (["--preset", "llama3.1-70b", "--serach"], "--serach"),
+    ],
+)
+def test_bad_input(words, message):
+    with pytest.raises(UserError, match=message):
+        predict.main(words)
+
+
+def test_it_needs_no_torch():
+    code = f"import sys; from llama405b_tools.verbs import predict; predict.main({LARGE!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
