@@ -1,6 +1,7 @@
 """Hardware as data: what a GPU is by its data sheet, from ``hardware.toml`` and a user's own file. Standard library alone."""
 
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from llama405b.contract.phrases import did_you_mean, reason_of
 
 TABLE = Path(__file__).with_name("hardware.toml")
 GIB = 1 << 30
+ABOUT = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Gpu:
     memory_bytes_per_s: float
     peers_bytes_per_s: float  # to the other GPUs of its host
     host_bytes_per_s: float  # to host memory
+    product: str = ""  # what nvidia-smi's name of it contains
 
 
 def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
@@ -45,13 +48,21 @@ def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
     return gpus[name]
 
 
+def gpu_like(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None:
+    """Return the GPU that nvidia-smi calls by this name, with about this much memory; None: it is not in the table."""
+    products = {word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word}
+    found = [gpu for gpu in gpus.values() if gpu.product.upper() in products]
+    near = [gpu for gpu in found if abs(gpu.memory_bytes / memory_bytes - 1) < ABOUT]
+    return min(near, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+
+
 def _parsed(file: Path) -> dict[str, Gpu]:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
         return {
             name: Gpu(
                 name, float(g["memory_gib"]) * GIB, float(g["tflops"]) * 1e12, float(g["hbm_gb_s"]) * 1e9,
-                float(g["nvlink_gb_s"]) * 1e9, float(g["pcie_gb_s"]) * 1e9,
+                float(g["nvlink_gb_s"]) * 1e9, float(g["pcie_gb_s"]) * 1e9, str(g.get("product", "")),
             )
             for name, g in table["gpu"].items()
         }  # fmt: skip

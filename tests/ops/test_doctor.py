@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from conftest import ROOT
 from hosts_rig import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -16,6 +17,27 @@ def doctor(operator, *args, code):
     done = operator("doctor", *args)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
+
+
+def test_plan_asks_the_hosts_what_they_are(hosts, operator):
+    shim = '#!/bin/sh\ncase "$*" in *memory.total*) cat /tmp/gpus.csv ;; esac\n'
+    try:
+        for i in range(1, N_HOSTS + 1):
+            hosts.exec(i, "install", "-m", "644", ROOT / "tests/data/doctor/good.csv", "/tmp/gpus.csv")
+            hosts.exec(
+                i, "sh", "-c", f"printf '%s' '{shim}' >/usr/local/bin/nvidia-smi; chmod 755 /usr/local/bin/nvidia-smi"
+            )
+        done = operator("plan", "hosts", "--preset", "llama3.1-8b")
+        assert done.returncode == 0, done.stdout + done.stderr
+        first, *others = done.stdout.splitlines()
+        assert re.match(r"8\.0 B parameters on 4 x \d h100-80, 3,200 Gbit/s a host; ", first)
+        assert others[-1] == "assumed      3,200 Gbit/s a host (no active RDMA link was found)"
+    finally:
+        for i in range(1, N_HOSTS + 1):
+            hosts.exec(i, "rm", "-f", "/usr/local/bin/nvidia-smi", "/tmp/gpus.csv")
+    bare = operator("plan", "hosts", "--preset", "llama3.1-8b")
+    assert bare.returncode == 2
+    assert "nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu" in bare.stderr
 
 
 def test_four_good_hosts(hosts, operator):

@@ -1,6 +1,7 @@
 """Predict whether a run fits, how long its steps take and what they cost, from shapes and data sheets.
 
-Needs no GPU and no host: say what the machines are. docs/plan.md shows how far to trust it. Exit code: 0 if it fits, 3 if it does not.
+With HOSTS, asks them what they are, as doctor does; without, needs no host: say what the machines are. docs/plan.md shows how far
+to trust it. Exit code: 0 if it fits, 3 if it does not.
 """
 
 import argparse
@@ -12,19 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.capacity.estimate import DISK_BYTES_PER_S, RUNTIME_BYTES, Cluster, Load
-from llama405b.capacity.hardware import GIB, gpu_named, read_gpus
+from llama405b.capacity.hardware import GIB, Gpu, gpu_named, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.outlook import MEMORY_SPREAD, TIME_SPREAD, Fit, Outlook, best, largest_micro_batch
 from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import GOOD, UNFIT, UserError
+from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.schema import Config
+from llama405b_tools.doctor.machines import Machines, machines_of
+from llama405b_tools.doctor.rules.of_host import Needs
+from llama405b_tools.doctor.visit import DEFAULT_PORT, look
+from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.run.request import source_flags
 
 FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
+USUAL = "h100-80"
+ASSUMED = Machines(1, 8, None, 0.0, 400e9)  # eight links of 400 Gbit/s
 SHOWN = 8  # of a search
 RATE = re.compile(r"([0-9.]+) *(Gb/s|GB/s)")
 SIZE = re.compile(r"([0-9.]+) *(GiB|TiB)")
@@ -40,12 +48,12 @@ def main(argv: Sequence[str]) -> int:
     asked = command.parse(
         [*source_flags(args), *settings, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])]
     )
-    outlook = _outlook(args, asked.config, args.preset)
+    outlook, assumed = _outlook(args, asked.config, args.preset)
     found = best(outlook) if args.search else []
     if args.json:
         print(json.dumps(_record(outlook, args) | {"search": [_record(each, args) for each in found]}))
     else:
-        for line in [*_lines(outlook, args), *_search_lines(found)]:
+        for line in [*_lines(outlook, args), *assumed, *_search_lines(found)]:
             print(line)
     code = UNFIT if (found[0] if found else outlook).fit is Fit.NO else GOOD
     if args.write and code == GOOD:
@@ -62,14 +70,15 @@ def _parser() -> OneLineParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file: ask its hosts for what is not said here")
     add("--preset", default="", help="preset of the planned run")
     add("--config", type=Path, help="TOML file with the settings of the planned run")
-    add("--nodes", type=int, default=1, help="number of hosts [1]")
-    add("--slots", type=int, default=8, help="GPUs of each [8]")
-    add("--gpu", default="h100-80", help=f"kind of GPU [h100-80]: {', '.join(read_gpus())}")
+    add("--nodes", type=int, help="number of hosts [1]")
+    add("--slots", type=int, help="GPUs of each [8]")
+    add("--gpu", help=f"kind of GPU [h100-80]: {', '.join(read_gpus())}")
     add("--hardware", type=Path, help="a file with more kinds, in the form of llama405b/capacity/hardware.toml")
     add("--ram", default="", help="memory of each host, like 2000GiB [not checked]")
-    add("--nic", default="3200Gb/s", help="all network links of a host, one direction [3200Gb/s]")
+    add("--nic", default="", help="all network links of a host, one direction [3200Gb/s]")
     add("--tokens", type=float, default=0.0, help="predict time and cost for so many, like 1e9")
     add("--price", type=float, default=0.0, help="of a GPU for an hour")
     add("--measured", type=float, default=0.0, help="seconds that a step is said to take: is it possible?")
@@ -94,7 +103,7 @@ def _check(args: argparse.Namespace) -> None:
         UserError: A number is out of range, or --write has nothing to write.
     """
     for name in ("nodes", "slots"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name}: {getattr(args, name)} is too small; use 1 or more")
     for name in ("tokens", "price", "measured"):
         if not 0 <= getattr(args, name) < float("inf"):
@@ -113,8 +122,8 @@ def _has_data(args: argparse.Namespace, settings: Sequence[str]) -> bool:
     return named or any(word.startswith("--data.paths") for word in settings)
 
 
-def _outlook(args: argparse.Namespace, asked: Config, preset: str) -> Outlook:
-    """Predict the planned run.
+def _outlook(args: argparse.Namespace, asked: Config, preset: str) -> tuple[Outlook, list[str]]:
+    """Predict the planned run; also returns lines about what was assumed.
 
     Raises:
         UserError: Something is not known: the model, the GPU, or a unit.
@@ -123,14 +132,44 @@ def _outlook(args: argparse.Namespace, asked: Config, preset: str) -> Outlook:
         raise UserError(
             f"--model.path: {asked.model.path} has no config.json; download it, or add the --preset of its shape"
         )
-    world = args.nodes * args.slots
+    gpus = read_gpus(args.hardware)
+    found = _asked_hosts(args.hosts, gpus) if args.hosts else ASSUMED
+    nodes, slots = args.nodes or found.nodes, args.slots or found.slots
+    if args.hosts and not (args.gpu or found.gpu):
+        raise UserError(
+            f"{args.hosts}: nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu"
+        )
+    gpu = gpu_named(args.gpu, gpus) if args.gpu else found.gpu or gpu_named(USUAL, gpus)
+    world = nodes * slots
     asked = config.on_ranks(asked, world)
     config.check_world(asked, world)
     if not asked.model.activation_checkpointing:
         raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
-    cluster = Cluster(gpu_named(args.gpu, read_gpus(args.hardware)), _number(args.nic, "--nic", RATE))
-    ram = _number(args.ram, "--ram", SIZE) if args.ram else 0.0
-    return Outlook.of(dataclasses.replace(Load.of(llama, asked, world), ranks_per_host=args.slots), cluster, ram)
+    nic = _number(args.nic, "--nic", RATE) if args.nic else found.nic_bytes_per_s or ASSUMED.nic_bytes_per_s
+    ram = _number(args.ram, "--ram", SIZE) if args.ram else found.ram_bytes
+    assumed = [f"{nic * 8 / 1e9:,.0f} Gbit/s a host" + " (no active RDMA link was found)" * bool(args.hosts)] * (
+        nodes > 1 and not args.nic and (not args.hosts or not found.nic_bytes_per_s)
+    )
+    assumed += [f"GPUs are {gpu.name}"] * (not args.gpu and not args.hosts)
+    lines = [f"assumed      {'; '.join(assumed)}"] if assumed else []
+    load = dataclasses.replace(Load.of(llama, asked, world), ranks_per_host=slots)
+    return Outlook.of(load, Cluster(gpu, nic), ram), lines
+
+
+def _asked_hosts(file: Path, gpus: dict[str, Gpu]) -> Machines:
+    """Ask the hosts of a file.
+
+    Raises:
+        UserError: They are not alike, or have no GPU that is known.
+        RunError: One does not answer.
+    """
+    hosts = read_hosts(file)
+    with Fleet(hosts) as fleet:
+        visit = look(fleet, DEFAULT_PORT, Needs())
+    if visit.lost:
+        name, why = next(iter(visit.lost.items()))
+        raise RunError(f"{name}: {why}; mend that, or describe the machines: --nodes, --gpu, --slots, --ram, --nic")
+    return machines_of(hosts, visit.facts, gpus)
 
 
 def _number(text: str, option: str, form: re.Pattern[str]) -> float:
@@ -146,7 +185,8 @@ def _lines(outlook: Outlook, args: argparse.Namespace) -> list[str]:
     """The prediction, for people."""
     load, needs, cluster = outlook.load, outlook.needs, outlook.cluster
     lines = [
-        f"{load.llama.parameters / 1e9:,.1f} B parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}; "
+        f"{load.llama.parameters / 1e9:,.1f} B parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}, "
+        f"{cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host; "
         f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
         f"{outlook.step_tokens:,} tokens a step",
         f"GPU memory   {_spread(needs.gpu_bytes / GIB, MEMORY_SPREAD)} of {cluster.gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}"
