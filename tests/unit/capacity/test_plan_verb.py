@@ -84,6 +84,24 @@ def test_more_of_a_machine_is_never_slower_or_smaller(capsys):
     assert found("--data.seq_len", "8192")["activations_bytes"] > found()["activations_bytes"]
 
 
+def test_other_machines_are_compared(capsys):
+    batch = ["--training.global_batch_size", "768"]
+    words = [*LARGE, *batch, "--nodes", "8", "--what-if", "nodes=12,16", "gpu=h200-141"]
+    found = record(capsys, *words)[1]
+    assert list(found["what_if"]) == ["nodes=12", "nodes=16", "gpu=h200-141"]
+    assert (
+        found["what_if"]["nodes=16"]["tokens_per_s"]
+        > found["what_if"]["nodes=12"]["tokens_per_s"]
+        > found["tokens_per_s"]
+    )
+    rows = [line.split() for line in asked(capsys, *words)[1].splitlines() if line.startswith("  ")]
+    assert [row[0] for row in rows] == ["what", "as", "nodes=12", "nodes=16", "gpu=h200-141"]
+    assert (
+        record(capsys, *LARGE, *batch, "--nodes", "12")[1]["tokens_per_s"]
+        == found["what_if"]["nodes=12"]["tokens_per_s"]
+    )
+
+
 def test_a_gpu_of_the_users_own(capsys, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text("[gpu.mine]\nmemory_gib = 1000\ntflops = 989\nhbm_gb_s = 3350\nnvlink_gb_s = 450\npcie_gb_s = 55\n")
@@ -105,6 +123,8 @@ def test_a_gpu_of_the_users_own(capsys, tmp_path):
         ([*LARGE, "--tokens", "-1"], "--tokens: -1.0 is out of range"),
         ([*LARGE, "--write", "a.toml"], "--write: writes what --search finds; add --search"),
         ([*LARGE, "--nodes", "3"], "global_batch_size"),
+        ([*LARGE, "--what-if", "hosts=3"], "--what-if: 'hosts=3' is none of nodes=N, "),
+        ([*LARGE, "--what-if", "nodes=0"], "--what-if: 'nodes=0' is none of nodes=N, "),
         (["--preset", "llama3.1-70b", "--serach"], "--serach"),
     ],
 )

@@ -20,6 +20,11 @@ class Machines:
     ram_bytes: float
     nic_bytes_per_s: float  # 0: no RDMA link is active
 
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.nodes * self.slots
+
 
 def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dict[str, Gpu]) -> Machines:
     """Return what the hosts have.

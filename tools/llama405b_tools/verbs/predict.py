@@ -6,16 +6,17 @@ to trust it. Exit code: 0 if it fits, 3 if it does not.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.capacity.estimate import DISK_BYTES_PER_S, RUNTIME_BYTES, Cluster, Load
+from llama405b.capacity.estimate import Cluster, Load
 from llama405b.capacity.hardware import GIB, Gpu, gpu_named, read_gpus
 from llama405b.capacity.known import known_shape
-from llama405b.capacity.outlook import MEMORY_SPREAD, TIME_SPREAD, Fit, Outlook, best, largest_micro_batch
+from llama405b.capacity.outlook import MEMORY_SPREAD, TIME_SPREAD, Fit, Outlook, best
 from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
@@ -28,12 +29,11 @@ from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.run.request import source_flags
+from llama405b_tools.text.predictions import Asked, comparison, prediction, ranking
 
-FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 USUAL = "h100-80"
 ASSUMED = Machines(1, 8, None, 0.0, 400e9)  # eight links of 400 Gbit/s
-SHOWN = 8  # of a search
 RATE = re.compile(r"([0-9.]+) *(Gb/s|GB/s)")
 SIZE = re.compile(r"([0-9.]+) *(GiB|TiB)")
 
@@ -48,13 +48,20 @@ def main(argv: Sequence[str]) -> int:
     asked = command.parse(
         [*source_flags(args), *settings, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])]
     )
-    outlook, assumed = _outlook(args, asked.config, args.preset)
+    machines, assumed = _machines(args)
+    predict = functools.partial(_outlook, _config(asked.config, machines), args.preset)
+    outlook = predict(machines)
     found = best(outlook) if args.search else []
+    compared = {word: predict(_changed(machines, word, args)) for word in _alternatives(args.what_if)}
     if args.json:
-        print(json.dumps(_record(outlook, args) | {"search": [_record(each, args) for each in found]}))
+        what_if = {word: _record(each, args) for word, each in compared.items()}
+        more = {"search": [_record(each, args) for each in found], "what_if": what_if}
+        print(json.dumps(_record(outlook, args) | more))
     else:
-        for line in [*_lines(outlook, args), *assumed, *_search_lines(found)]:
-            print(line)
+        lines = [*prediction(outlook, Asked(args.tokens, args.price, args.measured)), *assumed]
+        lines += ranking(found) if found else []
+        lines += comparison({"as planned": outlook} | compared) if compared else []
+        print("\n".join(lines))
     code = UNFIT if (found[0] if found else outlook).fit is Fit.NO else GOOD
     if args.write and code == GOOD:
         _write(args, settings, asked.config, found[0])
@@ -82,6 +89,13 @@ def _parser() -> OneLineParser:
     add("--tokens", type=float, default=0.0, help="predict time and cost for so many, like 1e9")
     add("--price", type=float, default=0.0, help="of a GPU for an hour")
     add("--measured", type=float, default=0.0, help="seconds that a step is said to take: is it possible?")
+    add(
+        "--what-if",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUES",
+        help="compare other machines, like nodes=12,16 gpu=h200-141",
+    )
     add(
         "--search",
         action="store_true",
@@ -122,38 +136,87 @@ def _has_data(args: argparse.Namespace, settings: Sequence[str]) -> bool:
     return named or any(word.startswith("--data.paths") for word in settings)
 
 
-def _outlook(args: argparse.Namespace, asked: Config, preset: str) -> tuple[Outlook, list[str]]:
-    """Predict the planned run; also returns lines about what was assumed.
+def _config(asked: Config, machines: Machines) -> Config:
+    """The configuration on these machines.
 
     Raises:
-        UserError: Something is not known: the model, the GPU, or a unit.
+        UserError: It cannot run on so many ranks, or is not predicted.
+    """
+    asked = config.on_ranks(asked, machines.world)
+    config.check_world(asked, machines.world)
+    if not asked.model.activation_checkpointing:
+        raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
+    return asked
+
+
+def _outlook(asked: Config, preset: str, machines: Machines) -> Outlook:
+    """Predict the planned run.
+
+    Raises:
+        UserError: The model's shape is not known.
     """
     if (llama := known_shape(asked, preset)) is None:
         raise UserError(
             f"--model.path: {asked.model.path} has no config.json; download it, or add the --preset of its shape"
         )
+    load = dataclasses.replace(Load.of(llama, asked, machines.world), ranks_per_host=machines.slots)
+    cluster = Cluster(machines.gpu, machines.nic_bytes_per_s) if machines.gpu else Cluster()
+    return Outlook.of(load, cluster, machines.ram_bytes)
+
+
+def _machines(args: argparse.Namespace) -> tuple[Machines, list[str]]:
+    """What is said of the machines, or found on the hosts; also returns lines about what is assumed.
+
+    Raises:
+        UserError: Something is not known, or the hosts are not alike.
+        RunError: A host does not answer.
+    """
     gpus = read_gpus(args.hardware)
     found = _asked_hosts(args.hosts, gpus) if args.hosts else ASSUMED
-    nodes, slots = args.nodes or found.nodes, args.slots or found.slots
     if args.hosts and not (args.gpu or found.gpu):
         raise UserError(
             f"{args.hosts}: nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu"
         )
-    gpu = gpu_named(args.gpu, gpus) if args.gpu else found.gpu or gpu_named(USUAL, gpus)
-    world = nodes * slots
-    asked = config.on_ranks(asked, world)
-    config.check_world(asked, world)
-    if not asked.model.activation_checkpointing:
-        raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
-    nic = _number(args.nic, "--nic", RATE) if args.nic else found.nic_bytes_per_s or ASSUMED.nic_bytes_per_s
-    ram = _number(args.ram, "--ram", SIZE) if args.ram else found.ram_bytes
-    assumed = [f"{nic * 8 / 1e9:,.0f} Gbit/s a host" + " (no active RDMA link was found)" * bool(args.hosts)] * (
-        nodes > 1 and not args.nic and (not args.hosts or not found.nic_bytes_per_s)
+    said = dataclasses.replace(
+        found, nodes=args.nodes or found.nodes, slots=args.slots or found.slots, gpu=found.gpu or gpu_named(USUAL, gpus)
     )
-    assumed += [f"GPUs are {gpu.name}"] * (not args.gpu and not args.hosts)
-    lines = [f"assumed      {'; '.join(assumed)}"] if assumed else []
-    load = dataclasses.replace(Load.of(llama, asked, world), ranks_per_host=slots)
-    return Outlook.of(load, Cluster(gpu, nic), ram), lines
+    for name in ("gpu", "ram", "nic"):
+        if value := getattr(args, name):
+            said = _changed(said, f"{name}={value}", args)
+    assumed = [] if args.gpu or args.hosts else [f"GPUs are {USUAL}"]
+    if not said.nic_bytes_per_s:
+        said = dataclasses.replace(said, nic_bytes_per_s=ASSUMED.nic_bytes_per_s)
+    if said.nodes > 1 and not args.nic and not (args.hosts and found.nic_bytes_per_s):
+        unseen = " (no active RDMA link was found)" if args.hosts else ""
+        assumed.append(f"{said.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host{unseen}")
+    return said, [f"assumed      {'; '.join(assumed)}"] if assumed else []
+
+
+def _alternatives(words: Sequence[str]) -> list[str]:
+    """``nodes=12,16`` as two."""
+    return [
+        f"{name}={value}" for name, _, values in (word.partition("=") for word in words) for value in values.split(",")
+    ]
+
+
+def _changed(machines: Machines, word: str, args: argparse.Namespace) -> Machines:
+    """Other machines, as a word says it: ``nodes=12``.
+
+    Raises:
+        UserError: It says nothing that is known.
+    """
+    name, _, value = word.partition("=")
+    if name == "nodes" and value.isdecimal() and int(value):
+        return dataclasses.replace(machines, nodes=int(value))
+    if name == "slots" and value.isdecimal() and int(value):
+        return dataclasses.replace(machines, slots=int(value))
+    if name == "gpu":
+        return dataclasses.replace(machines, gpu=gpu_named(value, read_gpus(args.hardware)))
+    if name == "ram":
+        return dataclasses.replace(machines, ram_bytes=_number(value, "--ram", SIZE))
+    if name == "nic":
+        return dataclasses.replace(machines, nic_bytes_per_s=_number(value, "--nic", RATE))
+    raise UserError(f"--what-if: {word!r} is none of nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s; correct it")
 
 
 def _asked_hosts(file: Path, gpus: dict[str, Gpu]) -> Machines:
@@ -179,82 +242,6 @@ def _number(text: str, option: str, form: re.Pattern[str]) -> float:
         known = " or ".join(unit for unit in units if form.fullmatch(f"1{unit}"))
         raise UserError(f"{option}: {text!r} is not a number with {known}; correct it")
     return float(found[1]) * units[found[2]]
-
-
-def _lines(outlook: Outlook, args: argparse.Namespace) -> list[str]:
-    """The prediction, for people."""
-    load, needs, cluster = outlook.load, outlook.needs, outlook.cluster
-    lines = [
-        f"{load.llama.parameters / 1e9:,.1f} B parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}, "
-        f"{cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host; "
-        f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
-        f"{outlook.step_tokens:,} tokens a step",
-        f"GPU memory   {_spread(needs.gpu_bytes / GIB, MEMORY_SPREAD)} of {cluster.gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}"
-        f" (states {needs.states_bytes / GIB:,.1f}, activations and gathered units {needs.activations_bytes / GIB:,.1f}, "
-        f"CUDA and NCCL {RUNTIME_BYTES / GIB:,.1f}); largest micro-batch that fits: {largest_micro_batch(outlook)}",
-    ]
-    if needs.host_bytes:
-        has = (
-            f" of {outlook.ram_bytes / GIB:,.0f} GiB: {FITS[outlook.ram]}"
-            if outlook.ram_bytes
-            else " GiB (say --ram to compare)"
-        )
-        lines.append(f"host memory  {_spread(needs.host_bytes / GIB, MEMORY_SPREAD)}{has}, per host")
-    lines += _time_lines(outlook, args)
-    each = load.checkpoint_bytes / load.hosts
-    lines.append(
-        f"disk         {needs.weights_bytes / GIB:,.0f} GiB of weights; a checkpoint is {load.checkpoint_bytes / GIB:,.0f} GiB, "
-        f"{each / GIB:,.0f} per host, {each / DISK_BYTES_PER_S:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s; "
-        f"{load.keep + 1} of them: {needs.checkpoints_bytes / GIB:,.0f} GiB"
-    )
-    return lines
-
-
-def _time_lines(outlook: Outlook, args: argparse.Namespace) -> list[str]:
-    time, lines = outlook.needs.time, list[str]()
-    if args.measured and args.measured < outlook.floor_s:
-        lines.append(
-            f"IMPOSSIBLE   a step of {args.measured:g} s: the model's FLOPs alone take {outlook.floor_s:.1f} s at the GPUs' peak; "
-            "check the sequence, the batch and the number of GPUs"
-        )
-    if not (time and outlook.tokens_per_s and outlook.mfu):
-        return [*lines, f"time         unknown: nobody has timed {outlook.load.numerics}"]
-    exposed, rate = time.forward_s + time.backward_s - time.compute_s, outlook.tokens_per_s
-    lines += [
-        f"step         {_spread(time.step_s, TIME_SPREAD)} s: compute {time.compute_s:.1f}, communication "
-        f"{time.communication_s:.1f} of which {exposed:.1f} is not hidden, update {time.optimizer_s:.1f}; "
-        f"never below {outlook.floor_s:.1f}",
-        f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU, MFU {100 * outlook.mfu:.0f}%",
-    ]
-    if args.tokens:
-        hours = args.tokens / outlook.tokens_per_s / 3600
-        cost = (
-            f", {_spread(args.price * hours * outlook.load.world, TIME_SPREAD)} at {args.price:g} a GPU-hour"
-            if args.price
-            else ""
-        )
-        days = f"{_spread(hours / 24, TIME_SPREAD)} days"
-        lines.append(f"{args.tokens:,.0f} tokens: {days}, {hours * outlook.load.world:,.0f} GPU-hours{cost}")
-    return lines
-
-
-def _search_lines(found: Sequence[Outlook]) -> list[str]:
-    if not found:
-        return []
-    lines = ["", "  offload  units   micro-batch  GPU GiB  RAM GiB   step s  tokens/s"]
-    for each in found[:SHOWN]:
-        units = "halves" if each.load.halves else "layers"
-        time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
-        lines.append(
-            f"  {each.load.offload:7}  {units:6}  {each.load.micro_batch:11}  {each.needs.gpu_bytes / GIB:7,.0f}  "
-            f"{each.needs.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
-        )
-    return lines
-
-
-def _spread(value: float, share: float) -> str:
-    digits = 0 if value >= 100 else 1
-    return f"{value:,.{digits}f} ({value * (1 - share):,.{digits}f} to {value * (1 + share):,.{digits}f})"
 
 
 def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, chosen: Outlook) -> None:
