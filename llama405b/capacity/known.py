@@ -1,5 +1,6 @@
 """The shape of a model without its weights."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,4 +18,7 @@ def known_shape(asked: Config, preset: str) -> weights.Llama | None:
     directory = Path(asked.model.path)
     if (directory / "config.json").is_file():
         return weights.read_llama(directory, asked.model.layers)
-    return weights.parse_llama(known[preset], preset) if preset in known else None
+    if preset not in known:
+        return None
+    llama = weights.parse_llama(known[preset], preset)
+    return dataclasses.replace(llama, layers=asked.model.layers or llama.layers)

@@ -55,8 +55,14 @@ class StepTime:
     forward_s: float
     backward_s: float  # with what is computed again
     compute_s: float  # of both
-    communication_s: float  # of both; what is not hidden is in the two above
+    communication_s: float  # of both; what is not hidden is in the first two
+    copies_s: float  # between GPU and host memory; the same
     optimizer_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Of communication and copies, what nothing hides."""
+        return max(0.0, self.forward_s + self.backward_s - self.compute_s)
 
     @property
     def step_s(self) -> float:
@@ -95,6 +101,7 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
         backward_s=setting.accumulate * one_backward,
         compute_s=setting.accumulate * (layers * (forward + backward) + 3 * (head + logits)),
         communication_s=setting.accumulate * layers * (gather + reduce),
+        copies_s=setting.accumulate * layers * copied * (setting.copied_forward + setting.copied_backward),
         optimizer_s=_optimizer_s(setting, rates, one_forward),
     )
 
