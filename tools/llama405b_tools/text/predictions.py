@@ -58,13 +58,13 @@ def _time(outlook: Outlook, asked: Asked) -> list[str]:
         )
     if not (time and outlook.tokens_per_s and outlook.mfu):
         return [*lines, f"time         unknown: nobody has timed {outlook.load.numerics}"]
-    rate, copies = (
-        outlook.tokens_per_s,
-        f" and copies to and from the host {time.copies_s:.1f}" if time.copies_s else "",
-    )
+    rate = outlook.tokens_per_s
+    moved = f"communication {time.communication_s:.1f}"
+    if time.copies_s:
+        moved += f" and copies to and from the host {time.copies_s:.1f}"
     lines += [
-        f"step         {_spread(time.step_s, TIME_SPREAD)} s: compute {time.compute_s:.1f}; communication {time.communication_s:.1f}{copies}, "
-        f"of which {time.exposed_s:.1f} is not hidden; update {time.optimizer_s:.1f}; never below {outlook.floor_s:.1f}",
+        f"step         {_spread(time.step_s, TIME_SPREAD)} s: compute {time.compute_s:.1f}; {moved}, of which {time.exposed_s:.1f} is not "
+        f"hidden; update {time.optimizer_s:.1f}; never below {outlook.floor_s:.1f}",
         f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU, MFU {100 * outlook.mfu:.0f}%",
     ]
     if asked.tokens:
