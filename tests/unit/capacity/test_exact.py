@@ -1,0 +1,51 @@
+"""Counts of the plan against the real modules, on the meta device: every preset."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+from llama405b.capacity.setting import Shape
+from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.weights import parse_llama
+from llama405b.model.llama import build_on_meta
+from llama405b.parallel.fsdp2 import checkpoint_activations
+
+PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
+S = 256
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameters_are_those_of_the_modules(name):
+    shape = Shape.of(parse_llama(PRESETS[name], name))
+    module = build_on_meta(LlamaConfig(**PRESETS[name]), "sdpa", torch.bfloat16)
+    if module.config.tie_word_embeddings:
+        module.lm_head.weight = module.model.embed_tokens.weight
+    assert shape.parameters == sum(p.numel() for p in module.parameters())
+    assert shape.layer_parameters == sum(p.numel() for p in module.model.layers[0].parameters())
+    linear = [m.weight.numel() for m in module.model.layers[0].modules() if isinstance(m, torch.nn.Linear)]
+    assert (shape.matrices, shape.narrow) == (sum(linear), module.model.layers[0].mlp.down_proj.weight.numel())
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_flops_are_those_that_torch_counts(name, again):
+    config = LlamaConfig(**PRESETS[name] | {"num_hidden_layers": 2})
+    shape = Shape.of(parse_llama(PRESETS[name] | {"num_hidden_layers": 2}, name))
+    module = build_on_meta(config, "eager", torch.bfloat16)
+    if again:
+        checkpoint_activations(module)
+    ids, mask = (
+        torch.zeros(1, S, dtype=torch.long, device="meta"),
+        torch.zeros(1, 1, S, S, device="meta", dtype=torch.bfloat16),
+    )
+    with FlopCounterMode(display=False) as counted:
+        module(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum().backward()
+    attention = 2 * shape.width * S * S  # the causal half, forward; the counter sees the whole
+    recomputed = (
+        2 * (2 * S * (shape.matrices - shape.narrow) + 2 * attention) if again else 0
+    )  # up to a layer's last product
+    expected = S * shape.model_flops(S) + 2 * 3 * attention + recomputed
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)  # beside the angles of rope
