@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from conftest import ROOT
 from hosts_rig import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -20,12 +19,17 @@ def doctor(operator, *args, code):
 
 
 def test_plan_asks_the_hosts_what_they_are(hosts, operator):
-    shim = '#!/bin/sh\ncase "$*" in *memory.total*) cat /tmp/gpus.csv ;; esac\n'
+    gpus = "".join(
+        f"{i}, NVIDIA H100 80GB HBM3, 81559, 4, 0, No, No, 1980, 700, 700, 0x1, 16, 16, 31, 570.1\n" for i in (0, 1)
+    )
+    shim = f'#!/bin/sh\ncase "$*" in *memory.total*) printf "{gpus}" ;; esac\n'
     try:
         for i in range(1, N_HOSTS + 1):
-            hosts.exec(i, "install", "-m", "644", ROOT / "tests/data/doctor/good.csv", "/tmp/gpus.csv")
             hosts.exec(
-                i, "sh", "-c", f"printf '%s' '{shim}' >/usr/local/bin/nvidia-smi; chmod 755 /usr/local/bin/nvidia-smi"
+                i,
+                "sh",
+                "-c",
+                f"cat <<'END' >/usr/local/bin/nvidia-smi && chmod 755 /usr/local/bin/nvidia-smi\n{shim}END\n",
             )
         done = operator("plan", "hosts", "--preset", "llama3.1-8b")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -34,7 +38,7 @@ def test_plan_asks_the_hosts_what_they_are(hosts, operator):
         assert others[-1] == "assumed      3,200 Gbit/s a host (no active RDMA link was found)"
     finally:
         for i in range(1, N_HOSTS + 1):
-            hosts.exec(i, "rm", "-f", "/usr/local/bin/nvidia-smi", "/tmp/gpus.csv")
+            hosts.exec(i, "rm", "-f", "/usr/local/bin/nvidia-smi")
     bare = operator("plan", "hosts", "--preset", "llama3.1-8b")
     assert bare.returncode == 2
     assert "nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu" in bare.stderr
