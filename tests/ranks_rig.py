@@ -17,10 +17,14 @@ def run_ranks(world, target, *args, timeout_s=150, may_fail=False):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # the server imports once what every rank needs
+    context.set_forkserver_preload(
+        ["transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim"]
+    )
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
-            context.Process(target=_rank, args=(rank, world, port, scratch, target, args)) for rank in range(world)
+            context.Process(target=_rank, args=(rank, world, port, scratch, dict(os.environ), target, args))
+            for rank in range(world)
         ]
         for process in processes:
             process.start()
@@ -48,8 +52,9 @@ def run_ranks(world, target, *args, timeout_s=150, may_fail=False):
         return [value for _, value in results]
 
 
-def _rank(rank, world, port, scratch, target, args):
+def _rank(rank, world, port, scratch, environment, target, args):
     os.environ.update(
+        environment,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         RANK=str(rank),
