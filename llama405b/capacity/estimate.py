@@ -1,24 +1,26 @@
 """Memory, disk and time of a training run, estimated from shapes. Nothing here has been measured on a GPU by this project.
 
-Sources. Activations: coefficients read from torch's FSDPMemTracker on fake groups, sequences of 512 to 16,384. Time: ``step_time``.
-Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
-
-h: hidden size; f: intermediate size; T: tokens of a micro-batch.
+Sources. Memory of a GPU: ``memory``. Time: ``step_time``. Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's
+shards on 64 ranks.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
+from llama405b.capacity.files import BYTES, Loading, Saving, loading, saving
 from llama405b.capacity.hardware import GIB, Gpu, read_gpus
+from llama405b.capacity.memory import Job, Peak, peak
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import Rates, StepTime, step_time
-from llama405b.contract.schema import COMPUTE_BYTES, Config, Moments, Numerics, Offload, Parallel
+from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Moments, Numerics, Offload, Parallel
 from llama405b.contract.weights import Llama
 
 RANKS_PER_HOST = 8
 RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
 DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
 PINNED = 1.19
-BYTES_PER_LOGIT = 12  # BF16, its FP32 copy, softmax and gradient
+
+KINDS = ("parameters", "gradients", "moments")
 GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
 
 
@@ -34,6 +36,7 @@ class Cluster:
 
     gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()["h100-80"])
     nic_bytes_per_s: float = 400e9  # of a host: eight links of 400 Gbit/s
+    disk_bytes_per_s: float = DISK_BYTES_PER_S  # of a host, reading weights and writing checkpoints
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Load:
     moments: Moments = "fp32"
     wrap: tuple[str, ...] = Parallel().wrap
     ranks_per_host: int = RANKS_PER_HOST
+    mtbf_s: float = Checkpoint().mtbf * 3600  # between failures of one rank
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int) -> "Load":
@@ -68,6 +72,7 @@ class Load:
             config.parallel.hides_update,
             config.parallel.moments,
             config.parallel.wrap,
+            mtbf_s=config.checkpoint.mtbf * 3600,
         )
 
     @property
@@ -102,14 +107,16 @@ class Load:
         return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.llama.parameters
 
     @property
-    def host_bytes_per_parameter(self) -> float:
-        """Bytes in host memory per parameter, as torch pins them."""
+    def host_bytes(self) -> dict[str, float]:
+        """Bytes in a host's memory, by what they are, as torch pins them."""
         weight, gradient = self.weight_bytes, GRADIENT[self.numerics]
-        if self.offload == "states":
-            return weight + gradient + self.moment_bytes
-        if self.offload == "full":
-            return (weight + gradient * (1 + self.sums_apart)) * PINNED + self.moment_bytes
-        return 0.0
+        parts = {
+            "none": (0.0, 0.0, 0.0),
+            "states": (weight, gradient, self.moment_bytes),
+            "full": (weight * PINNED, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
+        }[self.offload]
+        on_host = self.llama.parameters / self.hosts
+        return {name: size * on_host for name, size in zip(KINDS, parts, strict=True) if size}
 
     @property
     def update_bytes_per_parameter(self) -> int:
@@ -122,17 +129,23 @@ class Load:
 class Estimate:
     """What it takes, with activation checkpointing."""
 
-    states_bytes: float  # per GPU: weights, gradients and moments that stay there
-    activations_bytes: float  # per GPU: what lives only within a step, at its peak
-    host_bytes: float  # of RAM per host; 0: only what loading needs
+    peak: Peak  # of a GPU
+    held_by_host: Mapping[str, float]  # bytes of RAM per host
     weights_bytes: int  # of disk, for the files in BF16
     checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
     time: StepTime | None  # None: unknown for these numerics
+    loading: Loading
+    saving: Saving
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of RAM per host; 0: only what loading needs."""
+        return sum(self.held_by_host.values())
 
     @property
     def gpu_bytes(self) -> float:
         """Per GPU, at the peak, with CUDA's context and NCCL's buffers."""
-        return self.states_bytes + self.activations_bytes + RUNTIME_BYTES
+        return self.peak.total + RUNTIME_BYTES
 
     @property
     def step_s(self) -> float | None:
@@ -142,43 +155,37 @@ class Estimate:
 
 def estimate(load: Load, cluster: Cluster | None = None) -> Estimate:
     """Estimate what a run takes; by default on H100s."""
-    n, saved = load.llama.parameters, load.weight_bytes + load.moment_bytes
-    kept, gradients = {"none": (saved, GRADIENT[load.numerics]), "states": (2, 0), "full": (0, 0)}[load.offload]
-    on_gpu = n / load.world
+    cluster = cluster or Cluster()
+    time, disk = _time(load, cluster), cluster.disk_bytes_per_s
+    step_s = time.step_s if time else None
     return Estimate(
-        states_bytes=on_gpu * kept,
-        activations_bytes=_activations(load, on_gpu * gradients),
-        host_bytes=n / load.hosts * load.host_bytes_per_parameter,
-        weights_bytes=2 * n,
+        peak=peak(_job(load)),
+        held_by_host=load.host_bytes,
+        weights_bytes=BYTES * load.llama.parameters,
         checkpoints_bytes=(load.keep + 1) * load.checkpoint_bytes,
-        time=_time(load, cluster or Cluster()),
+        time=time,
+        loading=loading(load.llama, load.hosts, disk, cluster.nic_bytes_per_s),
+        saving=saving(load.checkpoint_bytes / load.hosts, disk, step_s, load.mtbf_s / load.world),
     )
 
 
-def _activations(load: Load, gradients: float) -> float:
-    """The peak of what lives only within a step: in a layer's backward, or at the logits."""
-    llama, compute = load.llama, COMPUTE_BYTES[load.numerics]
-    T, h, f = load.micro_batch * load.seq_len, llama.hidden, llama.intermediate
-    head = llama.vocab * h
-    per_layer = (llama.parameters - head * (2 - llama.tied)) / llama.layers
-    wide = compute / 2  # the coefficients are for BF16
-    gathered, mlp_waits, attention_waits = (
-        2 * per_layer,
-        per_layer,
-        per_layer,
-    )  # with what is prefetched, or being reduced
-    attention_has = per_layer
-    if load.halves:
-        attention_has = per_layer - 3 * h * f
-        gathered, mlp_waits, attention_waits = per_layer, attention_has, 3 * h * f
-    layer = compute * gathered + max(
-        compute * attention_has + 26 * wide * h * T + GRADIENT[load.numerics] * attention_waits,
-        compute * 3 * h * f + 43 * wide * h * T + GRADIENT[load.numerics] * mlp_waits,
-        compute * h * f + 67 * wide * h * T + GRADIENT[load.numerics] * mlp_waits,
+def _job(load: Load) -> Job:
+    kept = {
+        "none": (load.weight_bytes, GRADIENT[load.numerics], load.moment_bytes),
+        "states": (2, 0, 0),
+        "full": (0, 0, 0),
+    }[load.offload]
+    return Job(
+        load.llama,
+        load.world,
+        load.micro_batch * load.seq_len,
+        compute=COMPUTE_BYTES[load.numerics],
+        reduce=GRADIENT[load.numerics],
+        kept=dict(zip(KINDS, kept, strict=True)),
+        halves=load.halves,
+        embedding_apart="Embedding" in load.wrap,
+        sums=load.global_batch > load.micro_batch * load.world,
     )
-    logits = BYTES_PER_LOGIT * wide * llama.vocab * T + 2 * compute * head
-    inputs = llama.layers * T * h * compute
-    return max(inputs + layer, gradients + layer, inputs + logits)
 
 
 def _time(load: Load, cluster: Cluster) -> StepTime | None:
@@ -211,14 +218,13 @@ def describe_needs(load: Load) -> list[str]:
     return [
         f"estimate     {_gib(needs.gpu_bytes)} of GPU memory per rank, {ram}{time}; no GPU has confirmed this yet",
         f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {load.keep + 1} checkpoints",
-        _saving(load),
+        _saving(needs.saving),
     ]
 
 
-def _saving(load: Load) -> str:
-    each = load.checkpoint_bytes / load.hosts
+def _saving(found: Saving) -> str:
     return (
-        f"save         {_gib(each)} per host, {each / DISK_BYTES_PER_S:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, beside training; "
+        f"save         {_gib(found.n_bytes)} per host, {found.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, beside training; "
         "what is not written when its next update comes takes CPU memory, or delays it"
     )
 

@@ -4,14 +4,17 @@ The spreads are those of docs/plan.md: of step times of other programs, nine of 
 what fragments, which nobody has measured of this trainer.
 """
 
+import bisect
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator
 
 from llama405b.capacity.estimate import Cluster, Estimate, Load, estimate
 from llama405b.capacity.setting import Shape
 
 TIME_SPREAD, MEMORY_SPREAD = 0.15, 0.10
+LEAST_GAIN = 0.01
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 WHOLE, HALVES = ("LlamaDecoderLayer", "Embedding"), ("LlamaAttention", "LlamaMLP", "Embedding")
 
@@ -70,6 +73,10 @@ class Outlook:
         """Of all GPUs; None: unknown for these numerics."""
         return self.step_tokens / self.needs.step_s if self.needs.step_s else None
 
+    def gain(self, other: "Outlook") -> float:
+        """How much faster a GPU of this trains than one of another, as a share."""
+        return (self.tokens_per_s or 0) / self.load.world / (other.tokens_per_s or 1) * other.load.world - 1
+
     @property
     def floor_s(self) -> float:
         """What the model's FLOPs alone take at the GPUs' peak: no step is faster."""
@@ -80,6 +87,13 @@ class Outlook:
     def mfu(self) -> float | None:
         """Model FLOPs utilization (PaLM, appendix B, with causal attention)."""
         return self.floor_s / self.needs.step_s if self.needs.step_s else None
+
+    @property
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilization: with what is computed again."""
+        shape, seq_len = Shape.of(self.load.llama), self.load.seq_len
+        again = shape.recomputed_flops(seq_len) / shape.model_flops(seq_len)
+        return self.mfu * (1 + again) if self.mfu else None
 
 
 def variants(outlook: Outlook) -> Iterator[Outlook]:
@@ -104,10 +118,52 @@ def best(outlook: Outlook) -> list[Outlook]:
 
 def largest_micro_batch(outlook: Outlook) -> int:
     """Return the largest micro-batch that fits with these settings; 0: none."""
-    fitting = 0
-    for micro in range(1, 1025):
+
+    def fits(micro: int) -> bool:
         load = dataclasses.replace(outlook.load, micro_batch=micro)
-        if Outlook.of(load, outlook.cluster, outlook.ram_bytes).gpu is not Fit.YES:
-            break
-        fitting = micro
-    return fitting
+        return Outlook.of(load, outlook.cluster, outlook.ram_bytes).gpu is Fit.YES
+
+    return bisect.bisect_left(range(1, 1025), x=True, key=lambda micro: not fits(micro))
+
+
+def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
+    """Return single changes that help, the most helpful first: what they are, and what follows.
+
+    While it does not surely fit, those that fit better help; then those that make it faster by more than 1 %.
+    """
+    load, cluster = outlook.load, outlook.cluster
+    change = functools.partial(dataclasses.replace, load)
+    loads = {
+        f"smaller units (--parallel.wrap {','.join(HALVES)})": change(wrap=HALVES),
+        f"larger units (--parallel.wrap {','.join(WHOLE)})": change(wrap=WHOLE),
+        "--parallel.offload none": change(offload="none", moments="fp32"),
+        "--parallel.offload states": change(offload="states"),
+        "--parallel.offload full": change(offload="full"),
+        "--parallel.moments bf16 (with optimizer.betas of at most 0.99)": change(moments="bf16"),
+        "--parallel.numerics pure-bf16 (loses small updates)": change(numerics="pure-bf16", moments="fp32"),
+        f"--training.micro_batch_size {2 * load.micro_batch}": change(micro_batch=2 * load.micro_batch),
+        "twice the hosts": change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.world)),
+    }
+    found = {
+        words: Outlook.of(other, cluster, outlook.ram_bytes)
+        for words, other in loads.items()
+        if other != load and _runs(other)
+    }
+    faster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
+    if load.hosts > 1:
+        found["twice the network"] = Outlook.of(load, faster, outlook.ram_bytes)
+    helps = [
+        (words, other)
+        for words, other in found.items()
+        if other.fit > outlook.fit or (other.fit == outlook.fit == Fit.YES and other.gain(outlook) > LEAST_GAIN)
+    ]
+    return sorted(helps, key=lambda each: (-each[1].fit, -each[1].gain(outlook)))
+
+
+def _runs(load: Load) -> bool:
+    """Whether the trainer takes these settings."""
+    if load.offload == "states" and load.numerics != "fp32-master":
+        return False
+    if load.moments == "bf16" and (load.offload == "none" or load.numerics == "pure-bf16"):
+        return False
+    return load.global_batch % (load.micro_batch * load.world) == 0

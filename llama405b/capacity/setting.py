@@ -56,6 +56,10 @@ class Shape:
         """Return the FLOPs of training on one token: six per weight of a product, and causal attention (``Llama.flops_per_token``)."""
         return 6.0 * (self.layers * (self.matrices + self.width * seq_len) + self.head)
 
+    def recomputed_flops(self, seq_len: int) -> float:
+        """Return what checkpointing computes again for a token: the forward of each layer, up to its last product (early stop)."""
+        return 2.0 * self.layers * (self.matrices - self.narrow + self.width * seq_len)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:

@@ -44,8 +44,6 @@ def test_flops_are_those_that_torch_counts(name, again):
     with FlopCounterMode(display=False) as counted:
         module(input_ids=ids, attention_mask=mask, use_cache=False).logits.sum().backward()
     attention = 2 * shape.width * S * S  # the causal half, forward; the counter sees the whole
-    recomputed = (
-        2 * (2 * S * (shape.matrices - shape.narrow) + 2 * attention) if again else 0
-    )  # up to a layer's last product
+    recomputed = S * shape.recomputed_flops(S) + 2 * attention if again else 0
     expected = S * shape.model_flops(S) + 2 * 3 * attention + recomputed
     assert counted.get_total_flops() == pytest.approx(expected, rel=1e-4)  # beside the angles of rope

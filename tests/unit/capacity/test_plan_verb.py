@@ -1,6 +1,7 @@
 """``llama405b plan``: the three questions that users ask, bad input, and what it writes."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -28,7 +29,7 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     words = [*LARGE, "--nodes", "4", "--ram", "2000GiB", "--search"]
     code, out = asked(capsys, *words, "--write", str(file))
     assert code == GOOD
-    table = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    table = [line.split() for line in out.partition("\n\n")[2].splitlines() if line.startswith("  ")]
     assert table[0][0] == "offload"
     verdicts = [" ".join(row[7:]) for row in table[1:]]
     assert verdicts == sorted(verdicts, key=["fits", "MAY NOT FIT", "DOES NOT FIT"].index)
@@ -81,7 +82,28 @@ def test_more_of_a_machine_is_never_slower_or_smaller(capsys):
     slow, fast = found("--nic", "400Gb/s"), found("--nic", "400GB/s")
     assert slow["time"]["step_s"] > fast["time"]["step_s"]
     assert found("--gpu", "h200-141")["time"]["step_s"] < found()["time"]["step_s"]
-    assert found("--data.seq_len", "8192")["activations_bytes"] > found()["activations_bytes"]
+    assert found("--data.seq_len", "8192")["gpu_bytes"] > found()["gpu_bytes"]
+    quick, plain = (found("--disk", disk) for disk in ("50GB/s", "5GB/s"))
+    assert plain["loading"]["local_s"] == 10 * quick["loading"]["local_s"]
+    assert plain["loading"]["rank0_s"] > quick["loading"]["rank0_s"]
+    assert plain["saving"]["staged_bytes"] > quick["saving"]["staged_bytes"] == 0
+    assert plain["saving"]["best_interval_s"] > quick["saving"]["best_interval_s"]
+
+
+def test_what_helps_most_is_said_first(capsys):
+    words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
+    lines = asked(capsys, *words)[1].splitlines()
+    [first] = [line for line in lines if line.startswith("would help")]
+    assert "smaller units (--parallel.wrap LlamaAttention,LlamaMLP,Embedding): +0% tokens/s per GPU, 70 GiB" in first
+    assert first.endswith(", fits")
+    wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
+    found = record(capsys, *words, *wrap)[1]
+    assert (found["fits"], round(found["gpu_bytes"] / (1 << 30))) == ("yes", 70)
+    large = [*LARGE, "--nodes", "4", "--ram", "4000GiB"]
+    [best] = [line for line in asked(capsys, *large)[1].splitlines() if line.startswith("would help")]
+    gain = int(re.search(r"--training.micro_batch_size 2: \+(\d+)% tokens", best)[1])
+    one, two = (record(capsys, *large, "--training.micro_batch_size", n)[1]["tokens_per_s"] for n in ("1", "2"))
+    assert round(100 * (two / one - 1)) == gain
 
 
 def test_other_machines_are_compared(capsys):
@@ -94,7 +116,7 @@ def test_other_machines_are_compared(capsys):
         > found["what_if"]["nodes=12"]["tokens_per_s"]
         > found["tokens_per_s"]
     )
-    rows = [line.split() for line in asked(capsys, *words)[1].splitlines() if line.startswith("  ")]
+    rows = [line.split() for line in asked(capsys, *words)[1].partition("\n\n")[2].splitlines()]
     assert [row[0] for row in rows] == ["what", "as", "nodes=12", "nodes=16", "gpu=h200-141"]
     assert (
         record(capsys, *LARGE, *batch, "--nodes", "12")[1]["tokens_per_s"]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from llama405b.capacity.estimate import DISK_BYTES_PER_S
 from llama405b.capacity.hardware import Gpu, gpu_like
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import and_more
@@ -19,6 +20,7 @@ class Machines:
     gpu: Gpu | None  # None: nvidia-smi reports none
     ram_bytes: float
     nic_bytes_per_s: float  # 0: no RDMA link is active
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
 
     @property
     def world(self) -> int:

@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from llama405b.capacity.estimate import DISK_BYTES_PER_S, RUNTIME_BYTES
+from llama405b.capacity.estimate import RUNTIME_BYTES
 from llama405b.capacity.hardware import GIB
-from llama405b.capacity.outlook import MEMORY_SPREAD, TIME_SPREAD, Fit, Outlook, largest_micro_batch
+from llama405b.capacity.outlook import MEMORY_SPREAD, TIME_SPREAD, Fit, Outlook, largest_micro_batch, remedies
 
 FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
 SHOWN = 8  # of a search
+HELPS = 3  # changes
+SMALL = 0.05 * GIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,9 +30,9 @@ def prediction(outlook: Outlook, asked: Asked) -> list[str]:
         f"{cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host; "
         f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
         f"{outlook.step_tokens:,} tokens a step",
-        f"GPU memory   {_spread(needs.gpu_bytes / GIB, MEMORY_SPREAD)} of {cluster.gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}"
-        f" (states {needs.states_bytes / GIB:,.1f}, activations and gathered units {needs.activations_bytes / GIB:,.1f}, "
-        f"CUDA and NCCL {RUNTIME_BYTES / GIB:,.1f}); largest micro-batch that fits: {largest_micro_batch(outlook)}",
+        f"GPU memory   {_spread(needs.gpu_bytes / GIB, MEMORY_SPREAD)} of {cluster.gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}; "
+        f"most at {needs.peak.moment}; largest micro-batch that fits: {largest_micro_batch(outlook)}",
+        f"             {_parts({**needs.peak.held, 'CUDA and NCCL': RUNTIME_BYTES})}",
     ]
     if needs.host_bytes:
         has = (
@@ -38,15 +40,56 @@ def prediction(outlook: Outlook, asked: Asked) -> list[str]:
             if outlook.ram_bytes
             else " GiB (say --ram to compare)"
         )
-        lines.append(f"host memory  {_spread(needs.host_bytes / GIB, MEMORY_SPREAD)}{has}, per host")
-    lines += _time(outlook, asked)
-    each = load.checkpoint_bytes / load.hosts
-    lines.append(
-        f"disk         {needs.weights_bytes / GIB:,.0f} GiB of weights; a checkpoint is {load.checkpoint_bytes / GIB:,.0f} GiB, "
-        f"{each / GIB:,.0f} per host, {each / DISK_BYTES_PER_S:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s; "
-        f"{load.keep + 1} of them: {needs.checkpoints_bytes / GIB:,.0f} GiB"
+        lines.append(
+            f"host memory  {_spread(needs.host_bytes / GIB, MEMORY_SPREAD)}{has}, per host: {_parts(needs.held_by_host)}"
+        )
+    return [*lines, *_time(outlook, asked), *_files(outlook), *_remedies(outlook)]
+
+
+def _files(outlook: Outlook) -> list[str]:
+    """Loading and saving."""
+    load, needs = outlook.load, outlook.needs
+    loads, saves = needs.loading, needs.saving
+    reading = f"{_took(loads.rank0_s)} if the first host reads and sends them"
+    if load.hosts > 1:
+        more = f" (with {loads.host_bytes / GIB:,.0f} GiB more of its memory)"
+        reading += f"{more}, {_took(loads.local_s)} if each host reads its own rows"
+    staged = f", and up to {saves.staged_bytes / GIB:,.0f} GiB of its memory" if saves.staged_bytes else ""
+    writing = f"{_took(saves.write_s)} beside training, which waits {_took(saves.waits_s)}{staged}"
+    return [
+        f"loading      {needs.weights_bytes / GIB:,.0f} GiB of weights: {reading}",
+        f"saving       {load.checkpoint_bytes / GIB:,.0f} GiB a checkpoint, {saves.n_bytes / GIB:,.0f} of each host: {writing}; "
+        f"best every {_took(saves.best_interval_s)}",
+        f"disk         {needs.checkpoints_bytes / GIB:,.0f} GiB for {load.keep + 1} checkpoints; "
+        f"taken to read and write {outlook.cluster.disk_bytes_per_s / 1e9:g} GB/s of each host (--disk)",
+    ]
+
+
+def _remedies(outlook: Outlook) -> list[str]:
+    """What would help most."""
+    lines = []
+    for words, other in remedies(outlook)[:HELPS]:
+        gain = (
+            f"{100 * other.gain(outlook):+.0f}% tokens/s per GPU, "
+            if other.tokens_per_s and outlook.tokens_per_s
+            else ""
+        )
+        lines.append(f"{words}: {gain}{other.needs.gpu_bytes / GIB:,.0f} GiB of GPU memory, {FITS[other.fit]}")
+    return [f"{'would help' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
+
+
+def _parts(held: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / GIB:,.1f}" for name, size in held.items() if size >= SMALL)
+
+
+def _took(seconds: float) -> str:
+    return (
+        f"{seconds:,.0f} s"
+        if seconds < 600
+        else f"{seconds / 60:,.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:,.1f} h"
     )
-    return lines
 
 
 def _time(outlook: Outlook, asked: Asked) -> list[str]:
@@ -56,7 +99,7 @@ def _time(outlook: Outlook, asked: Asked) -> list[str]:
             f"IMPOSSIBLE   a step of {asked.measured:g} s: the model's FLOPs alone take {outlook.floor_s:.1f} s at the GPUs' peak; "
             "check the sequence, the batch and the number of GPUs"
         )
-    if not (time and outlook.tokens_per_s and outlook.mfu):
+    if not (time and outlook.tokens_per_s and outlook.mfu and outlook.hfu):
         return [*lines, f"time         unknown: nobody has timed {outlook.load.numerics}"]
     rate = outlook.tokens_per_s
     moved = f"communication {time.communication_s:.1f}"
@@ -65,7 +108,8 @@ def _time(outlook: Outlook, asked: Asked) -> list[str]:
     lines += [
         f"step         {_spread(time.step_s, TIME_SPREAD)} s: compute {time.compute_s:.1f}; {moved}, of which {time.exposed_s:.1f} is not "
         f"hidden; update {time.optimizer_s:.1f}; never below {outlook.floor_s:.1f}",
-        f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU, MFU {100 * outlook.mfu:.0f}%",
+        f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU, "
+        f"MFU {100 * outlook.mfu:.0f}%, HFU {100 * outlook.hfu:.0f}%",
     ]
     if asked.tokens:
         hours = asked.tokens / outlook.tokens_per_s / 3600

@@ -86,6 +86,7 @@ def _parser() -> OneLineParser:
     add("--hardware", type=Path, help="a file with more kinds, in the form of llama405b/capacity/hardware.toml")
     add("--ram", default="", help="memory of each host, like 2000GiB [not checked]")
     add("--nic", default="", help="all network links of a host, one direction [3200Gb/s]")
+    add("--disk", default="", help="what a host reads weights and writes checkpoints with [5GB/s]")
     add("--tokens", type=float, default=0.0, help="predict time and cost for so many, like 1e9")
     add("--price", type=float, default=0.0, help="of a GPU for an hour")
     add("--measured", type=float, default=0.0, help="seconds that a step is said to take: is it possible?")
@@ -160,7 +161,8 @@ def _outlook(asked: Config, preset: str, machines: Machines) -> Outlook:
             f"--model.path: {asked.model.path} has no config.json; download it, or add the --preset of its shape"
         )
     load = dataclasses.replace(Load.of(llama, asked, machines.world), ranks_per_host=machines.slots)
-    cluster = Cluster(machines.gpu, machines.nic_bytes_per_s) if machines.gpu else Cluster()
+    assert machines.gpu, "a kind of GPU was chosen"
+    cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
     return Outlook.of(load, cluster, machines.ram_bytes)
 
 
@@ -180,7 +182,7 @@ def _machines(args: argparse.Namespace) -> tuple[Machines, list[str]]:
     said = dataclasses.replace(
         found, nodes=args.nodes or found.nodes, slots=args.slots or found.slots, gpu=found.gpu or gpu_named(USUAL, gpus)
     )
-    for name in ("gpu", "ram", "nic"):
+    for name in ("gpu", "ram", "nic", "disk"):
         if value := getattr(args, name):
             said = _changed(said, f"{name}={value}", args)
     assumed = [] if args.gpu or args.hosts else [f"GPUs are {USUAL}"]
@@ -216,7 +218,11 @@ def _changed(machines: Machines, word: str, args: argparse.Namespace) -> Machine
         return dataclasses.replace(machines, ram_bytes=_number(value, "--ram", SIZE))
     if name == "nic":
         return dataclasses.replace(machines, nic_bytes_per_s=_number(value, "--nic", RATE))
-    raise UserError(f"--what-if: {word!r} is none of nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s; correct it")
+    if name == "disk":
+        return dataclasses.replace(machines, disk_bytes_per_s=_number(value, "--disk", RATE))
+    raise UserError(
+        f"--what-if: {word!r} is none of nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s, disk=5GB/s; correct it"
+    )
 
 
 def _asked_hosts(file: Path, gpus: dict[str, Gpu]) -> Machines:
@@ -265,10 +271,11 @@ def _record(outlook: Outlook, args: argparse.Namespace) -> dict[str, object]:
     hours = args.tokens / outlook.tokens_per_s / 3600 if args.tokens and outlook.tokens_per_s else None
     return {
         "fits": outlook.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": needs.host_bytes,
-        "states_bytes": needs.states_bytes, "activations_bytes": needs.activations_bytes,
+        "gpu_held_bytes": needs.peak.held, "peak_moment": needs.peak.moment, "host_held_bytes": needs.held_by_host,
+        "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
         "memory_spread": MEMORY_SPREAD, "time_spread": TIME_SPREAD,
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
-        "floor_s": outlook.floor_s, "tokens_per_s": outlook.tokens_per_s, "mfu": outlook.mfu,
+        "floor_s": outlook.floor_s, "tokens_per_s": outlook.tokens_per_s, "mfu": outlook.mfu, "hfu": outlook.hfu,
         "gpu_hours": hours * load.world if hours else None, "checkpoint_bytes": load.checkpoint_bytes,
         "settings": {"offload": load.offload, "wrap": load.wrap, "micro_batch_size": load.micro_batch},
     }  # fmt: skip

@@ -1,0 +1,96 @@
+"""What torch's FSDPMemTracker counts of the trainer's own step, on a fake process group and fake tensors: bytes per rank.
+
+Streams are not simulated, so nothing is said of what they keep alive; NCCL's and CUDA's own memory is not in it.
+"""
+
+import dataclasses
+import functools
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llama405b.model.kernels  # noqa: F401  # registers varlen
+from llama405b.axes import Axes
+from llama405b.batch import Batch
+from llama405b.contract.schema import Parallel
+from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
+from llama405b.step import nll_of
+
+ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = full
+NEITHER = ("Inputs", "Buffer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracked:
+    """Bytes of a rank."""
+
+    before: int  # the shards of the weights
+    after: int  # and of the gradients, after a backward
+    peak: int  # on the GPU
+
+
+class Tracker(FSDPMemTracker):
+    """It hooks every module of a unit by itself, and would let a unit of two be gathered and reduced twice: leave those their hooks."""
+
+    def __init__(self, model, elsewhere):
+        super().__init__(model)
+        self.elsewhere, self.peak_there = elsewhere, 0
+
+    def _instrument_fsdp_module(self):
+        states = {fully_shard.state(m) for m in self._root_mod.modules() if isinstance(m, FSDPModule)}
+        several = {state: state._fsdp_param_groups for state in states if len(state._modules) > 1}
+        for state in several:
+            state._fsdp_param_groups = []
+        super()._instrument_fsdp_module()
+        for state, groups in several.items():
+            state._fsdp_param_groups = groups
+            for group in groups:
+                self._instrument_fsdp_sharded_params_grads(group)
+                group.post_backward = functools.partial(self._then_see_gradients, group, group.post_backward)
+
+    def _then_see_gradients(self, group, post_backward, *args):
+        post_backward(*args)
+        self._instrument_fsdp_sharded_params_grads(group)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_there = max(self.peak_there, self.now(*self.elsewhere))
+        return outcome
+
+    def now(self, *less):
+        """Bytes at this moment, but for some categories."""
+        snapshot = self.get_tracker_snapshot("current")
+        return sum(
+            n_bytes
+            for categories in snapshot.values()
+            for kind, n_bytes in categories.items()
+            if str(getattr(kind, "value", kind)) not in ("Total", *NEITHER, *less)
+        )
+
+
+def track(config: dict, parallel: Parallel, world: int, seq_len: int, micro_batch: int) -> Tracked:
+    """Track a forward and a backward of a model, in the form of config.json."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        mesh = device_mesh(Axes(dp_shard=world), "cpu")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            torch.set_default_dtype(shard_dtype(parallel))
+            model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="varlen")).train()
+            torch.set_default_dtype(torch.float32)
+            shard(model, parallel, torch.device("cpu"), mesh)
+            checkpoint_activations(model)
+            tracker = Tracker(model, ON_HOST if parallel.offload == "full" else ())
+            ids_BS = torch.zeros(micro_batch, seq_len, dtype=torch.long)
+            tracker.track_inputs((ids_BS,))
+            with tracker:
+                before = tracker.now()
+                nll_of(model, Batch(ids_BS, ids_BS)).backward()
+            return Tracked(before, tracker.now(), tracker.peak_there)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        dist.destroy_process_group()

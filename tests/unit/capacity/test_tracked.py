@@ -1,0 +1,54 @@
+"""The plan's memory against what torch's memory tracker counts of the trainer's own modules: shards to the byte, peaks within 1 %."""
+
+import itertools
+import json
+
+import pytest
+
+from llama405b.capacity.estimate import Load, estimate
+from llama405b.capacity.memory import shard_elements
+from llama405b.capacity.outlook import HALVES, WHOLE
+from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.schema import Parallel
+from llama405b.contract.weights import parse_llama
+from tracked import track
+
+PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
+MODELS = [
+    ("llama3.2-1b", 4, 3),
+    ("llama3.1-8b", 4, 8),
+    ("llama3.1-70b", 5, 16),
+    ("llama3.1-405b", 3, 64),
+    ("llama3.1-405b", 2, 1),
+]
+NUMERICS, PLACES = ("pure-bf16", "fp32-master", "fp32"), ("none", "full")
+BATCHES = [(512, 1), (4096, 1), (8192, 2)]  # length and number of sequences
+GRID = list(itertools.product(MODELS, NUMERICS, PLACES, (WHOLE, HALVES), BATCHES))
+SOME = GRID[::5]  # 5 shares no factor with the sides of the grid but the models': every pair of the others meets
+
+
+def _compare(model, numerics, offload, wrap, batch):
+    (name, layers, world), (seq_len, micro_batch) = model, batch
+    config = PRESETS[name] | ({"num_hidden_layers": layers} if layers else {})
+    tracked = track(config, Parallel(numerics=numerics, offload=offload, wrap=wrap), world, seq_len, micro_batch)
+    llama = parse_llama(config, name)
+    load = Load(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
+    shards = load.weight_bytes * shard_elements(llama, world)
+    assert (tracked.before, tracked.after) == (shards, 2 * shards)
+    found = estimate(load)
+    moments = found.peak.held.get("moments", 0)  # the tracker sees no optimizer
+    assert moments == (load.moment_bytes * shard_elements(llama, world) if offload == "none" else 0)
+    assert found.peak.total - moments == pytest.approx(tracked.peak, rel=0.01)
+
+
+@pytest.mark.parametrize(("model", "numerics", "offload", "wrap", "batch"), SOME)
+def test_a_step_takes_what_torch_tracks(model, numerics, offload, wrap, batch):
+    _compare(model, numerics, offload, wrap, batch)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("wrap", [WHOLE, HALVES])
+@pytest.mark.parametrize("offload", PLACES)
+def test_all_126_layers_take_what_torch_tracks(offload, wrap):
+    _compare(("llama3.1-405b", 0, 64), "pure-bf16", offload, wrap, (4096, 1))
