@@ -47,6 +47,7 @@ class Plan:
     slurm_job: str = ""  # the job it runs in, if any
     replicates: bool = False  # checkpoints are copied from host to host
     spread: bool = False  # each host has a part of them
+    expected_step_s: float = 0.0  # as predicted; 0: nothing is
 
     @property
     def trains(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 
 import pytest
@@ -18,27 +19,44 @@ def doctor(operator, *args, code):
     return done.stdout
 
 
-def test_plan_asks_the_hosts_what_they_are(hosts, operator):
-    gpus = "".join(
-        f"{i}, NVIDIA H100 80GB HBM3, 81559, 4, 0, No, No, 1980, 700, 700, 0x1, 16, 16, 31, 570.1\n" for i in (0, 1)
-    )
-    shim = f'#!/bin/sh\ncase "$*" in *memory.total*) printf "{gpus}" ;; esac\n'
+def test_plan_asks_the_hosts_what_they_are_and_launch_refuses_what_cannot_fit(hosts, operator, demo):
+    gpus = [f"{i}, NVIDIA H100 80GB HBM3, 81559, 4, 0, No, No, 1980, 700, 700, 0x1, 16, 16, 31, 570.1" for i in (0, 1)]
+    answers = {
+        "*query-gpu=index*": gpus,
+        "*name,memory.total*": ["NVIDIA H100 80GB HBM3, 81559"] * 2,
+        "-L": ["GPU 0: NVIDIA", "GPU 1: "],
+    }
+    cases = "".join(f'{words}) printf "%s\\n" {shlex.join(lines)} ;;\n' for words, lines in answers.items())
+    smi = shlex.quote(f'#!/bin/sh\ncase "$*" in\n{cases}esac\n')
+    bin_ = "/usr/local/bin/nvidia-smi"
     try:
         for i in range(1, N_HOSTS + 1):
-            hosts.exec(
-                i,
-                "sh",
-                "-c",
-                f"cat <<'END' >/usr/local/bin/nvidia-smi && chmod 755 /usr/local/bin/nvidia-smi\n{shim}END\n",
-            )
+            hosts.exec(i, "sh", "-c", f"printf %s {smi} >{bin_}; chmod 755 {bin_}; cp -r {demo} {hosts.workdir(i)}/m")
         done = operator("plan", "hosts", "--preset", "llama3.1-8b")
         assert done.returncode == 0, done.stdout + done.stderr
         first, *others = done.stdout.splitlines()
         assert re.match(r"8\.0 B parameters on 4 x \d h100-80, 3,200 Gbit/s a host; ", first)
         assert others[-1] == "assumed      3,200 Gbit/s a host (no active RDMA link was found)"
+        large = [
+            "--checkpoint.every",
+            "0",
+            "--training.micro_batch_size",
+            "10000000",
+            "--training.global_batch_size",
+            "0",
+        ]
+        refused = operator(
+            "launch", "--run", "big", "--model.path", "m", "--data.paths", "stdlib", "--data.seq_len", "64", *large
+        )
+        assert refused.returncode == 2, refused.stdout + refused.stderr
+        assert re.match(
+            r"llama405b: a GPU has 80 GiB, but a rank would take about [\d,]+ at the loss; ", refused.stderr
+        )
+        assert refused.stderr.endswith("--allow-misfit starts it nonetheless. Nothing was started\n")
+        assert hosts.exec(1, "ls", f"{hosts.workdir(1)}/runs", check=False).stdout == ""
     finally:
         for i in range(1, N_HOSTS + 1):
-            hosts.exec(i, "rm", "-f", "/usr/local/bin/nvidia-smi")
+            hosts.exec(i, "rm", "-rf", bin_, f"{hosts.workdir(i)}/m")
     bare = operator("plan", "hosts", "--preset", "llama3.1-8b")
     assert bare.returncode == 2
     assert "nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu" in bare.stderr

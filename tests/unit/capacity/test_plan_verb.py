@@ -69,6 +69,16 @@ def test_what_a_billion_tokens_cost(capsys):
     assert cost == pytest.approx(2 * found["gpu_hours"], rel=0.01)
 
 
+@pytest.mark.parametrize("name", ["llama3.1-405b", "llama3.1-70b", "llama3.1-8b", "llama3.2-1b"])
+def test_the_comments_of_presets_are_predictions(capsys, name):
+    comment = (config.PRESET_DIR / f"{name}.toml").read_text().splitlines()[1]
+    words = re.match(r"# `llama405b plan (--preset \S+ --nodes (\d+))`: ", comment)
+    found, gib = record(capsys, *words[1].split())[1], 1 << 30
+    ram = f", {found['host_bytes'] / gib:,.0f} GiB of each host's memory" if found["host_bytes"] else ""
+    told = f"{found['gpu_bytes'] / gib:,.0f} GiB of each of {8 * int(words[2])} H100s{ram}"
+    assert comment == f"{words[0]}{told}, about {found['time']['step_s']:.0f} s a step."
+
+
 def test_what_is_impossible_is_named(capsys):
     words = [*LARGE, "--nodes", "8", "--measured"]
     assert "a step of 4.1 s: the model's FLOPs alone take 10.2 s" in asked(capsys, *words, "4.1")[1]

@@ -1,18 +1,21 @@
 import dataclasses
+import json
 import shutil
-import types
 
 import pytest
 from fakes import FakeFleet
 
+from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import Node
+from llama405b.contract.weights import parse_llama
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import launch_facts
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
 from llama405b_tools.run import preflight
+from llama405b_tools.run.expect import expected, misfit
 from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import Way
 from llama405b_tools.run.rehearse import trial_of
@@ -20,6 +23,7 @@ from llama405b_tools.run.request import parse
 from llama405b_tools.run.room import room_faults
 
 A = Host("a", "hosts:1")
+LARGE = parse_llama(json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"], "405B")
 OWN = {
     "a": [("eth0", "172.31.1.5"), ("ib0", "10.0.0.1")],
     "b": [("eth0", "172.31.2.5"), ("ib0", "10.0.0.2")],
@@ -144,12 +148,12 @@ def test_the_head_is_asked_for_checkpoints_only_if_none_is_resumed(monkeypatch, 
 
 def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch_facts.weights, "check_checkpoint", lambda *_, **__: types.SimpleNamespace(parameters=7))
+    monkeypatch.setattr(launch_facts.weights, "check_checkpoint", lambda *_, **__: LARGE)
     monkeypatch.setattr(launch_facts.corpus, "check_paths", lambda _: None)
     (tmp_path / "c/step-00000040").mkdir(parents=True)
     seen = [launch_facts._look_at(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
     assert seen[0][0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
-    assert seen[1:] == [("", 7), ("", 7)]
+    assert seen[1:] == [("", LARGE), ("", LARGE)]
     without, _ = launch_facts._look_at(InputCheck("m", 64, 0, False, (), template="none.jinja"))
     assert without.startswith("--data.chat_template: none.jinja: cannot be read (No such file")
 
@@ -250,19 +254,21 @@ def note(*flags, has=(812, 812, 812), mbit="25000"):
     return loading_note(*planned(flags, [{"weights_bytes": size * 10**9} for size in has], mbit))
 
 
-def room_of(*free_gb, parameters=405_853_388_800):
+def room_of(*free_gb, llama=LARGE):
     """What three hosts with so much room say."""
     places = [{"--checkpoint.dir": RunPlace("/c", free_bytes=size * 10**9)} for size in free_gb]
-    return [{"places": each, "parameters": parameters} for each in places]
+    return [{"places": each, "llama": llama} for each in places]
 
 
-def room(*flags, free_gb=(5000, 5000, 5000), parameters=405_853_388_800):
+def room(*flags, free_gb=(5000, 5000, 5000), llama=LARGE):
     """What launch says of three hosts' disks for checkpoints."""
-    return room_faults(*planned(flags, room_of(*free_gb, parameters=parameters)))
+    return room_faults(*planned(flags, room_of(*free_gb, llama=llama)))
 
 
 def test_a_rehearsal_needs_room_for_its_first_checkpoints():
-    request, plan, said = planned(("--checkpoint.dir", "/c"), room_of(300, 0, 0, parameters=10_600_000_000))
+    request, plan, said = planned(
+        ("--checkpoint.dir", "/c"), room_of(300, 0, 0, llama=dataclasses.replace(LARGE, layers=2))
+    )
     trial = trial_of(request)
     assert trial.config.checkpoint.keep == 1000
     assert room_faults(trial, plan, said) == {}
@@ -290,7 +296,37 @@ def test_disks_are_counted_before_a_launch():
     assert list(room_faults(request, plan, said)) == ["a", "b"]
     assert room("--checkpoint.dir", "/c", "--resume", "auto") == {}
     assert room("--checkpoint.dir", "/c", "--checkpoint.every", "0") == {}
-    assert room("--checkpoint.dir", "/c", parameters=0) == {}
+    assert room("--checkpoint.dir", "/c", llama=None) == {}
+
+
+def outlook(*flags, gpu="NVIDIA H100 80GB HBM3", mib=81559, llama=LARGE, ram_gib=2000, **more):
+    """What launch expects of a run on three hosts of eight such GPUs."""
+    has = {"gpu": gpu, "gpu_bytes": mib << 20, "llama": llama, "memory_bytes": ram_gib << 30, **more}
+    return expected(*planned(("--training.global_batch_size", "24", *flags), [has] * 3))
+
+
+def test_what_cannot_fit_is_known_before_a_launch():
+    offloaded = ("--parallel.offload", "states")
+    found = outlook(*offloaded, ram_gib=4000)
+    assert (misfit(found), found.load.hosts, found.load.ranks_per_host) == ("", 3, 8)
+    assert found.cluster.gpu.name == "h100-80"
+    assert found.cluster.nic_bytes_per_s == 25e9 / 8  # its link's, without RDMA
+    assert outlook(*offloaded, mib=0) is None
+    assert misfit(outlook()).startswith("a GPU has 80 GiB, but a rank would take about 2")
+    assert misfit(outlook(*offloaded)) == ""  # 2,016 of 2,000 GiB: within what the prediction may be wrong
+    assert (
+        misfit(outlook(*offloaded, ram_gib=1500))
+        == "a host has 1,500 GiB of memory, but the run would take about 2,016"
+    )
+    assert misfit(
+        outlook("--parallel.offload", "full", "--data.seq_len", "8192", gpu="NVIDIA L40S", mib=46068, ram_gib=9000)
+    ).endswith("about 67 at the backward of a layer's norm")
+    assert outlook("--parallel.device", "cpu") is None
+    assert outlook("--model.activation_checkpointing", "false") is None
+    assert outlook(gpu="NVIDIA Q9000") is None
+    assert outlook(llama=None) is None
+    request, plan, said = planned((), [{"llama": LARGE, "gpu": name, "gpu_bytes": 1 << 36} for name in "abc"])
+    assert expected(request, plan, said) is None
 
 
 def test_launch_says_how_loading_would_be_faster():

@@ -391,6 +391,16 @@ def broken(frame, path, value):
     return frame
 
 
+@pytest.mark.parametrize(("told", "shown"), [(5.5, 5.5), (0.0, None), (-1.0, None)])
+def test_the_plan_tells_what_a_step_was_expected_to_take(told, shown):
+    def change(event):
+        if "nodes" in (event.get("frame", {}).get("run") or {}):
+            event["frame"]["run"]["expected_step_s"] = told
+        return event
+
+    assert play(change=change)[1].training.expected_step_s == shown
+
+
 def test_no_frame_however_broken_ends_it():
     events = [event for event in simulate.incident(2, seconds=60) if "frame" in event]
     full, after = events[-4]["frame"], events[-2]["frame"]

@@ -59,7 +59,9 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
     }
     plan, disk = read_plan(run), os.statvfs("runs" if Path("runs").exists() else ".")
     own = addresses()
-    fault, parameters = _look_at(request.inputs)
+    fault, llama = _look_at(request.inputs)
+    gpus = n_gpus()
+    gpu, gpu_bytes = first_gpu() if gpus else ("", 0)
     others = [path.name for path in run.path.parent.glob("*") if path.name != run.name and is_alive(RunDir(path), host)]
     return LaunchFacts(
         versions=versions,
@@ -73,7 +75,10 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         others=tuple(others),
         leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
         machine=_machine_id(),
-        gpus=n_gpus(),
+        gpus=gpus,
+        gpu=gpu,
+        gpu_bytes=gpu_bytes,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         rdma=rdma(),
         cores=len(os.sched_getaffinity(0)),
         port_fault="",
@@ -86,7 +91,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         free_bytes=disk.f_bavail * disk.f_frsize,
         free_files=disk.f_favail if disk.f_files else None,
         input_fault=fault,
-        parameters=parameters,
+        llama=llama,
         has_program=has_program(request.program),
         stopped_by=stopped_by(run, host),
         uid=os.getuid(),
@@ -176,6 +181,13 @@ def n_gpus() -> int:
     return sum(line.startswith("GPU ") for line in said.splitlines())
 
 
+def first_gpu() -> tuple[str, int]:
+    """The first GPU's name and memory in bytes; '' and 0 if nvidia-smi does not say."""
+    said: str = hostprobe.run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]) or ""  # type: ignore[no-untyped-call]
+    name, _, size = said.partition("\n")[0].rpartition(", ")
+    return (name, int(size) << 20) if name and size.isdecimal() else ("", 0)
+
+
 def has_program(program: Sequence[str]) -> bool:
     """Whether torchrun finds a program here, in the working directory; runs nothing of it."""
     match program:
@@ -187,16 +199,16 @@ def has_program(program: Sequence[str]) -> bool:
     return True
 
 
-def _look_at(check: InputCheck | None) -> tuple[str, int]:
-    """'' if rank 0 can use the checkpoint, the data and where it will save, else the trainer's own sentence; and the model's parameters."""
-    parameters = 0
+def _look_at(check: InputCheck | None) -> tuple[str, weights.Llama | None]:
+    """'' if rank 0 can use the checkpoint, the data and where it will save, else the trainer's own sentence; and the model's shape."""
+    llama = None
     if check is None:
-        return "", parameters
+        return "", llama
     try:
         if check.model != DEMO_MODEL or Path(check.model).exists():  # rank 0 creates the demo's
-            parameters = weights.check_checkpoint(
+            llama = weights.check_checkpoint(
                 Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
-            ).parameters
+            )
         corpus.check_paths(check.data)
         if check.template:
             corpus.check_template(Path(check.template))
@@ -204,5 +216,5 @@ def _look_at(check: InputCheck | None) -> tuple[str, int]:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
                 refuse_held(Path(directory), committed(Path(directory)))
     except UserError as error:
-        return str(error), parameters
-    return "", parameters
+        return str(error), llama
+    return "", llama

@@ -11,6 +11,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import hosts_argument
 from llama405b_tools.machine.sameness import one_machine
+from llama405b_tools.run.expect import expected, misfit
 from llama405b_tools.run.guard_record import asked_for
 from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import check_training, fault_list, nccl_lines, part_of, plan_of, probe_hosts
@@ -19,6 +20,7 @@ from llama405b_tools.run.room import room_faults
 from llama405b_tools.run.screen import show
 from llama405b_tools.run.start import start_run
 from llama405b_tools.text.fold import fold_names
+from llama405b_tools.text.predictions import expectation
 
 UNPROVED = (
     "note: CUDA and NCCL are marked 'never run' in the README's proof table; --rehearse tries them on these hosts first"
@@ -53,6 +55,12 @@ def launch(
     check_training(request, plan)
     if faults := room_faults(request, plan, answers):
         raise RunError(fault_list(faults, len(hosts)))
+    if outlook := expected(request, plan, answers):
+        if (why := misfit(outlook)) and not (request.allow_misfit or again):
+            raise UserError(
+                f"{why}; `llama405b plan` says what would fit, and --allow-misfit starts it nonetheless. Nothing was started"
+            )
+        plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
     guard = asked_for(request) if request.restart and not again else None
     start_run(plan, request.secrets, fleet, again=again, guard=guard, hosts=hosts_argument(request.hosts_file))
     took = f"up in {time.monotonic() - began:.1f} s"
@@ -67,6 +75,8 @@ def launch(
         say(f"  {line}")
     if request.config and (note := loading_note(request, plan, answers)):
         say(note)
+    if outlook:
+        say(expectation(outlook))
     if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):
         say(UNPROVED)
     return plan

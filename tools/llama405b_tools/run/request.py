@@ -51,6 +51,7 @@ class LaunchRequest:
     notify_every_s: float  # 0: only if something happens
     rehearse: bool
     allow_sockets: bool
+    allow_misfit: bool
     slurm: str | None  # sbatch's options; None: by SSH
     places: Mapping[str, str]  # cache and scratch on a job's nodes, like cache= and scratch= in a hosts file
     config: Config | None  # None: a program of the user's own
@@ -127,6 +128,7 @@ def _parser() -> OneLineParser:
     add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
+    add("--allow-misfit", action="store_true", help="start what `llama405b plan` predicts not to fit")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where, without connecting")
     _add_guard(parser.add_argument_group("guard the run"))
@@ -205,6 +207,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         notify_every_s=seconds(known.notify_every, "--notify-every"),
         rehearse=known.rehearse,
         allow_sockets=known.allow_sockets,
+        allow_misfit=known.allow_misfit,
         slurm=known.slurm,
         places={key: path for key, path in (("cache", known.cache), ("scratch", known.scratch)) if path},
         config=resolved,

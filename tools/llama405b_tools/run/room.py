@@ -17,8 +17,11 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
     head = plan.nodes[0]
     if not request.saves or request.resume != "no":
         return {}
+    llama = answers[head.name].llama
     checkpoint, parallel = request.settings.checkpoint, request.settings.parallel
-    each_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * answers[head.name].parameters
+    each_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * (
+        llama.parameters if llama else 0
+    )
     if checkpoint.place == "shared":
         takes = {head.name: each_bytes}
     else:

@@ -92,6 +92,16 @@ def _took(seconds: float) -> str:
     )
 
 
+def expectation(outlook: Outlook) -> str:
+    """Tell in a line what a run that begins is expected to take."""
+    needs = outlook.needs
+    step = f"a step in {_spread(needs.step_s, TIME_SPREAD)} s, " if needs.step_s else ""
+    return (
+        f"expected: {step}{needs.gpu_bytes / GIB:,.0f} of {outlook.cluster.gpu.memory_bytes / GIB:,.0f} GiB of each GPU; "
+        "no GPU has confirmed these predictions yet"
+    )
+
+
 def _time(outlook: Outlook, asked: Asked) -> list[str]:
     time, lines = outlook.needs.time, list[str]()
     if asked.measured and asked.measured < outlook.floor_s:

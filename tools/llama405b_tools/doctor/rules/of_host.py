@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+from llama405b.capacity.outlook import MEMORY_SPREAD, Fit
 from llama405b.contract.phrases import and_more, counted
 from llama405b_tools.doctor.host_facts import NO_DISKS, NOBODY, HostFacts
 from llama405b_tools.machine import fabric, gpus
@@ -21,6 +22,10 @@ MIN_DRIVER = {"12": 525, "13": 580}  # CUDA's major version: the driver branch i
 SWITCHED = ("H100", "H200", "B200", "A100-SXM")  # eight in a host are behind an NVSwitch, unless they are PCIe cards
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph")
 ROOMIER = 4  # times the working directory's free space: worth a remark
+PREDICTED = {
+    Fit.NO: (BAD, f"that is more than the prediction may be wrong by ({100 * MEMORY_SPREAD:.0f}%)"),
+    Fit.MAYBE: (WARN, f"that is too close: the prediction may be wrong by {100 * MEMORY_SPREAD:.0f}%"),
+}
 REPLACE = "reset that GPU or reboot; if the error returns, replace the GPU"
 
 
@@ -165,10 +170,10 @@ def _gpu(gpu: gpus.Gpu, needs: Needs) -> Remarks:
     if room and room < needs.gpu_bytes:
         what = f"{where}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
         yield BAD, what, "use more ranks, --parallel.offload full, or pure-bf16"
-    elif room and room < needs.gpu_peak_bytes:
+    elif room and (fit := Fit.of(needs.gpu_peak_bytes, room)) is not Fit.YES:
         what = f"{where}: {room / GIB:.0f} GiB, but a rank takes about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
-        less = "--parallel.offload full, pure-bf16, or --parallel.wrap LlamaAttention,LlamaMLP,Embedding"
-        yield WARN, what, f"that is an estimate: --rehearse tries it; or use more ranks, {less}"
+        level, remedy = PREDICTED[fit]
+        yield level, what, f"{remedy}; `llama405b plan` says what would help"
 
 
 def _fabric(facts: HostFacts) -> Remarks:
@@ -192,9 +197,10 @@ def _memory(facts: HostFacts, needs: Needs) -> Remarks:
     if memory and needs.ram_bytes > memory.total:
         what = f"{memory.total / GIB:.0f} GiB of RAM, but the run needs {needs.ram_bytes / GIB:.0f}"
         yield BAD, what, f"use more hosts, {less}"
-    elif memory and needs.ram_peak_bytes > memory.total:
+    elif memory and (fit := Fit.of(needs.ram_peak_bytes, memory.total)) is not Fit.YES:
         what = f"{memory.total / GIB:.0f} GiB of RAM, but the run takes about {needs.ram_peak_bytes / GIB:.0f} with pinning"
-        yield WARN, what, f"that is an estimate: --rehearse cannot try it; use more hosts, {less}"
+        level, remedy = PREDICTED[fit]
+        yield level, what, f"{remedy}; use more hosts, {less}"
     if memory and memory.shm_free < MIN_SHM:
         what = f"/dev/shm has {memory.shm_free / GIB:.1f} GiB free"
         yield WARN, what, "mount -o remount,size=16G /dev/shm (docker: --shm-size)"

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from llama405b.contract.weights import Llama
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 
@@ -102,4 +103,7 @@ class LaunchFacts:
     user: str = ""  # its name
     weights_bytes: int = 0  # of the checkpoint's tensors, or of a part's; 0: it is not here, or was not looked for
     runs: str = ""  # equal on hosts that share the directory of runs
-    parameters: int = 0  # of the model, on the head; 0: not known
+    llama: Llama | None = None  # the model's shape, on the head; None: not known
+    gpu: str = ""  # the first one's name
+    gpu_bytes: int = 0  # its memory
+    memory_bytes: int = 0  # of the host

@@ -117,6 +117,7 @@ def _progress(run: Training, width: int) -> Text:
         split += f" update {number(run.update_s, '.2f')} of which waited {number(run.exposed_s, '.2f')}"
     parts = [
         (0, _marked(f"{number(run.step_s, '.2f')} s/step", run, "step_s")),
+        (2, Text(f"(plan {run.expected_step_s:.1f})" if run.expected_step_s else "")),
         (3, Text(f"({split})")),
         (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
         (2, Text(f"MFU {number(run.mfu_pct and run.mfu_pct / 100, '.0%')}")),

@@ -129,6 +129,7 @@ class RunFrame:
     nodes: Nodes | None = None  # only if the plan is new
     trains: bool = True  # with ``nodes``: whether it runs our trainer, which writes heartbeats
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
+    expected_step_s: float = 0.0  # with ``nodes``: as predicted; 0: nothing is
     metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
     max_steps: int | None = None  # only from the head
     unsaved: str = ""  # only from the head: why the newest save failed

@@ -215,6 +215,7 @@ class Training:
     evaluation_loss: float | None = None  # the last on data that is not trained on
     evaluated_step: int | None = None  # after which it was that
     step_s: float | None = None  # median of the last steps
+    expected_step_s: float | None = None  # as predicted
     data_s: float | None = None
     forward_s: float | None = None
     backward_s: float | None = None

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from llama405b_tools.machine import gpus
 from llama405b_tools.top.state import steps
-from llama405b_tools.top.state.frames import StepMetrics
+from llama405b_tools.top.state.frames import RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
 from llama405b_tools.top.state.moment import MOVING, Moment
 from llama405b_tools.top.state.picture import GuardShown, RunPhase, Training, known
@@ -46,6 +47,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | No
         checkpoint_step=max(known(run.checkpoint_step for run in found.heard.values() or runs), default=None),
         copied_step=min(known(run.copied_step for run in found.heard.values() or runs), default=None),
         network=_network(found),
+        expected_step_s=max((plan.expected_step_s for plan in _plans(found) if plan.expected_step_s > 0), default=None),
         guard=guard,
         others=tuple(sorted(others)),
         odd_in=tuple(field for note in found.run_notes for field in note.fields),
@@ -112,13 +114,16 @@ def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float |
     return 100 * share if share <= 1 else None
 
 
+def _plans(found: Moment) -> Iterator[RunFrame]:
+    return (plan for host in found.ours if (plan := host.plans.get(found.run)))
+
+
 def _network(found: Moment) -> str:
     """Return what the training's collectives use: "IB 8x400", "SOCKET"; "" if unknown."""
     said = {run.net for run in found.heard.values()} - {""}
     if "SOCKET" in said:
         return "SOCKET"
-    told = (plan.nccl for host in found.ours if (plan := host.plans.get(found.run)))
-    named = next(told, {}).get("NCCL_IB_HCA", "")
+    named = next((plan.nccl for plan in _plans(found)), {}).get("NCCL_IB_HCA", "")
     if said or named:
         return min(said, default="IB") + _ports(found.ours[0], named)
     if found.ours and all(not host.gpus and host.frame.pci_gpus is not None for host in found.ours):

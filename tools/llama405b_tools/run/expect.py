@@ -1,0 +1,48 @@
+"""What to expect of a run on hosts that have answered: whether it fits, and how long its steps take. Pure."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from llama405b.capacity.estimate import Cluster, Load
+from llama405b.capacity.hardware import GIB, gpu_like, read_gpus
+from llama405b.capacity.outlook import Fit, Outlook
+from llama405b.contract.config import on_ranks
+from llama405b.contract.plan import Plan
+from llama405b_tools.machine.fabric import training_ports
+from llama405b_tools.remote.messages.launch import LaunchFacts
+from llama405b_tools.run.request import LaunchRequest
+
+
+def expected(request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts]) -> Outlook | None:
+    """Return what to expect of it; None if that is not known: of CPUs, of GPUs that differ or are in no table, of other programs."""
+    asked, llama = request.config, answers[plan.nodes[0].name].llama
+    kinds = {(answer.gpu, answer.gpu_bytes) for answer in answers.values()}
+    if asked is None or llama is None or request.on_cpu or not asked.model.activation_checkpointing or len(kinds) != 1:
+        return None
+    [(name, n_bytes)] = kinds
+    if not n_bytes or (gpu := gpu_like(name, n_bytes, read_gpus())) is None:
+        return None
+    load = Load.of(llama, on_ranks(asked, plan.world), plan.world)
+    load = dataclasses.replace(load, ranks_per_host=max(node.slots for node in plan.nodes))
+    cluster = Cluster(gpu, min(_link(answers[node.name], node.interface) for node in plan.nodes))
+    return Outlook.of(load, cluster, min(answer.memory_bytes for answer in answers.values()))
+
+
+def misfit(outlook: Outlook) -> str:
+    """Say what does not fit, by more than the prediction may be wrong; '' if nothing."""
+    needs, has = outlook.needs, outlook.cluster.gpu.memory_bytes / GIB
+    if outlook.gpu is Fit.NO:
+        return (
+            f"a GPU has {has:,.0f} GiB, but a rank would take about {needs.gpu_bytes / GIB:,.0f} at {needs.peak.moment}"
+        )
+    if outlook.ram is Fit.NO:
+        has = outlook.ram_bytes / GIB
+        return f"a host has {has:,.0f} GiB of memory, but the run would take about {needs.host_bytes / GIB:,.0f}"
+    return ""
+
+
+def _link(answer: LaunchFacts, interface: str) -> float:
+    """Bytes/s that a host sends at most to others; the default where its kernel does not say."""
+    gbit = sum(port.gbit for port in training_ports(answer.rdma.ports))
+    speeds = [int(each.mbit) / 1000 for each in answer.own if each.interface == interface and each.mbit.isdecimal()]
+    return (gbit or max(speeds, default=0.0)) * 1e9 / 8 or Cluster().nic_bytes_per_s
