@@ -1,6 +1,9 @@
-"""How much CPU memory is free."""
+"""How much CPU memory is free, and how much memory this rank has held at most."""
 
+import resource
 from pathlib import Path
+
+import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -17,3 +20,10 @@ def free_bytes() -> int:
     if limit == "max":
         return free
     return max(0, min(free, int(limit) - int(used) + int(caches.get("inactive_file", 0))))
+
+
+def peak_bytes(*, on_gpu: bool) -> int:
+    """Return the most that this rank held so far: of its GPU, with what the allocator keeps; else of CPU memory."""
+    if on_gpu:
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

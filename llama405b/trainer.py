@@ -29,6 +29,7 @@ from llama405b.evaluate import evaluate
 from llama405b.heartbeat import Pulse
 from llama405b.inbox import MAX_STEPS, Inbox
 from llama405b.journal import Journal
+from llama405b.memory import peak_bytes
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.ranks import Ranks
 from llama405b.saver import Saver
@@ -169,6 +170,7 @@ class Trainer:
             step_tokens=result.n_targets,
             flops_per_token=self.flops_per_token,
             attempt=self.me.attempt,
+            peak_bytes=peak_bytes(on_gpu=self.me.on_gpu),
             **(dataclasses.asdict(work) if work else {}),
         )
 

@@ -136,6 +136,7 @@ class Estimate:
     time: StepTime | None  # None: unknown for these numerics
     loading: Loading
     saving: Saving
+    runtime_bytes: float = RUNTIME_BYTES  # of a GPU, beside the peak
 
     @property
     def host_bytes(self) -> float:
@@ -145,7 +146,7 @@ class Estimate:
     @property
     def gpu_bytes(self) -> float:
         """Per GPU, at the peak, with CUDA's context and NCCL's buffers."""
-        return self.peak.total + RUNTIME_BYTES
+        return self.peak.total + self.runtime_bytes
 
     @property
     def step_s(self) -> float | None:

@@ -1,6 +1,7 @@
 """Hardware as data: what a GPU is by its data sheet, from ``hardware.toml`` and a user's own file. Standard library alone."""
 
 import dataclasses
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -24,6 +25,11 @@ class Gpu:
     peers_bytes_per_s: float  # to the other GPUs of its host
     host_bytes_per_s: float  # to host memory
     product: str = ""  # what nvidia-smi's name of it contains
+
+    @classmethod
+    def of_cpu(cls, memory_bytes: float) -> "Gpu":
+        """Return what stands in for a GPU where ranks train on CPUs, of which no data sheet tells anything."""
+        return cls("cpu", memory_bytes, *(math.inf,) * 4)
 
 
 def read_gpus(own: Path | None = None) -> dict[str, Gpu]:

@@ -10,6 +10,8 @@ import enum
 import functools
 from collections.abc import Iterator
 
+from llama405b.capacity import calibration
+from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Cluster, Estimate, Load, estimate
 from llama405b.capacity.setting import Shape
 
@@ -27,11 +29,11 @@ class Fit(enum.IntEnum):
     YES = 2
 
     @classmethod
-    def of(cls, needs: float, has: float) -> "Fit":
+    def of(cls, needs: float, has: float, spread: float = MEMORY_SPREAD) -> "Fit":
         """Compare bytes."""
-        if needs * (1 + MEMORY_SPREAD) <= has:
+        if needs * (1 + spread) <= has:
             return cls.YES
-        return cls.MAYBE if needs * (1 - MEMORY_SPREAD) <= has else cls.NO
+        return cls.MAYBE if needs * (1 - spread) <= has else cls.NO
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,16 +44,33 @@ class Outlook:
     cluster: Cluster
     ram_bytes: float  # of a host; 0: unknown
     needs: Estimate
+    calibration: Calibration | None = None  # that ``needs`` takes into account
 
     @classmethod
     def of(cls, load: Load, cluster: Cluster, ram_bytes: float = 0.0) -> "Outlook":
         """Predict it."""
         return cls(load, cluster, ram_bytes, estimate(load, cluster))
 
+    def calibrated(self, found: Calibration) -> "Outlook":
+        """Return it with what was measured of this run; unchanged if that was another."""
+        if not found.fits(self.load):
+            return self
+        return dataclasses.replace(self, needs=found.applied(self.needs), calibration=found)
+
+    @property
+    def time_spread(self) -> float:
+        """How far off times may be, as a share."""
+        return calibration.TIME_SPREAD if self.calibration else TIME_SPREAD
+
+    @property
+    def memory_spread(self) -> float:
+        """The same of memory."""
+        return calibration.MEMORY_SPREAD if self.calibration else MEMORY_SPREAD
+
     @property
     def gpu(self) -> Fit:
         """Whether a GPU's memory is enough."""
-        return Fit.of(self.needs.gpu_bytes, self.cluster.gpu.memory_bytes)
+        return Fit.of(self.needs.gpu_bytes, self.cluster.gpu.memory_bytes, self.memory_spread)
 
     @property
     def ram(self) -> Fit:

@@ -54,20 +54,23 @@ class StepTime:
 
     forward_s: float
     backward_s: float  # with what is computed again
-    compute_s: float  # of both
-    communication_s: float  # of both; what is not hidden is in the first two
-    copies_s: float  # between GPU and host memory; the same
     optimizer_s: float
+    data_s: float = 0.0  # waiting for data
+    compute_s: float | None = None  # of forward and backward; None: measured as a whole, as is what follows
+    communication_s: float = 0.0  # of both; what is not hidden is in the first two
+    copies_s: float = 0.0  # between GPU and host memory; the same
 
     @property
-    def exposed_s(self) -> float:
+    def exposed_s(self) -> float | None:
         """Of communication and copies, what nothing hides."""
+        if self.compute_s is None:
+            return None
         return max(0.0, self.forward_s + self.backward_s - self.compute_s)
 
     @property
     def step_s(self) -> float:
         """All of it."""
-        return self.forward_s + self.backward_s + self.optimizer_s
+        return self.data_s + self.forward_s + self.backward_s + self.optimizer_s
 
 
 def step_time(setting: Setting, rates: Rates) -> StepTime:

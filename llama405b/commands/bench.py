@@ -1,6 +1,6 @@
 """``llama405b bench``: measure against a named baseline in the same run, and print ratios.
 
-``bench fleet``, ``bench logs``, ``bench top`` and ``bench copies`` measure the operator's side; see their --help.
+``bench fleet``, ``bench logs``, ``bench top``, ``bench copies`` and ``bench plan`` measure the operator's side; see their --help.
 """
 
 import argparse

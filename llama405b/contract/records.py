@@ -115,6 +115,10 @@ class Metrics:
         None  # nats per target token of the data held out, after this step; None: not evaluated
     )
 
+    peak_bytes: int = (
+        0  # the most that rank 0 held so far: of its GPU, with what the allocator keeps; else of CPU memory
+    )
+
     def __post_init__(self) -> None:
         """Refuse what cannot be true.
 

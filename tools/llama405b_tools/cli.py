@@ -141,7 +141,7 @@ def _verb(verb: str, args: list[str]) -> int:
 
 def _benchmark(args: list[str]) -> tuple[str, list[str]]:
     """Return the module of a benchmark and its arguments: those of the operator's side need no torch here."""
-    if args[:1] in (["fleet"], ["logs"], ["top"], ["copies"]):
+    if args[:1] in (["fleet"], ["logs"], ["top"], ["copies"], ["plan"]):
         return "llama405b_tools.bench.command", args
     if args[:1] == ["gpu"] and args[1:] and not args[1].startswith("-"):
         return "llama405b_tools.bench.ladder", args[1:]

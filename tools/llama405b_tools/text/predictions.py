@@ -1,11 +1,12 @@
 """A prediction of the plan, as lines for people. Pure."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
-from llama405b.capacity.estimate import RUNTIME_BYTES
 from llama405b.capacity.hardware import GIB
-from llama405b.capacity.outlook import MEMORY_SPREAD, TIME_SPREAD, Fit, Outlook, largest_micro_batch, remedies
+from llama405b.capacity.outlook import Fit, Outlook, largest_micro_batch, remedies
+from llama405b.capacity.step_time import StepTime
 
 FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
 SHOWN = 8  # of a search
@@ -24,26 +25,46 @@ class Asked:
 
 def prediction(outlook: Outlook, asked: Asked) -> list[str]:
     """Tell a prediction."""
-    load, needs, cluster = outlook.load, outlook.needs, outlook.cluster
-    lines = [
-        f"{load.llama.parameters / 1e9:,.1f} B parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}, "
-        f"{cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host; "
-        f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
-        f"{outlook.step_tokens:,} tokens a step",
-        f"GPU memory   {_spread(needs.gpu_bytes / GIB, MEMORY_SPREAD)} of {cluster.gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}; "
-        f"most at {needs.peak.moment}; largest micro-batch that fits: {largest_micro_batch(outlook)}",
-        f"             {_parts({**needs.peak.held, 'CUDA and NCCL': RUNTIME_BYTES})}",
-    ]
+    needs = outlook.needs
+    lines = [_what(outlook), *_memory(outlook)]
     if needs.host_bytes:
         has = (
             f" of {outlook.ram_bytes / GIB:,.0f} GiB: {FITS[outlook.ram]}"
             if outlook.ram_bytes
             else " GiB (say --ram to compare)"
         )
+        spread = _spread(needs.host_bytes / GIB, outlook.memory_spread)
+        lines.append(f"host memory  {spread}{has}, per host: {_parts(needs.held_by_host)}")
+    lines += [*_time(outlook, asked), *_files(outlook)]
+    if outlook.calibration:
+        layers = " and ".join(f"{point.layers}" for point in (outlook.calibration.few, outlook.calibration.more))
         lines.append(
-            f"host memory  {_spread(needs.host_bytes / GIB, MEMORY_SPREAD)}{has}, per host: {_parts(needs.held_by_host)}"
+            f"measured     step and memory, on these hosts on {outlook.calibration.made}, with {layers} layers"
         )
-    return [*lines, *_time(outlook, asked), *_files(outlook), *_remedies(outlook)]
+        return lines
+    return [*lines, *_remedies(outlook)]
+
+
+def _what(outlook: Outlook) -> str:
+    load, cluster, n = outlook.load, outlook.cluster, outlook.load.llama.parameters
+    size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
+    network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if cluster.gpu.flops < math.inf else ""
+    return (
+        f"{size} parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}; "
+        f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
+        f"{outlook.step_tokens:,} tokens a step"
+    )
+
+
+def _memory(outlook: Outlook) -> list[str]:
+    needs, gpu = outlook.needs, outlook.cluster.gpu
+    name, runtime = ("GPU memory", "CUDA and NCCL") if gpu.flops < math.inf else ("rank memory", "PyTorch")
+    has = f"of {gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}"
+    largest = "" if outlook.calibration else f"; largest micro-batch that fits: {largest_micro_batch(outlook)}"
+    return [
+        f"{name:12} {_spread(needs.gpu_bytes / GIB, outlook.memory_spread)} {has}; most at {needs.peak.moment}{largest}",
+        f"             {_parts({**needs.peak.held, runtime: needs.runtime_bytes})}",
+    ]
 
 
 def _files(outlook: Outlook) -> list[str]:
@@ -95,7 +116,7 @@ def _took(seconds: float) -> str:
 def expectation(outlook: Outlook) -> str:
     """Tell in a line what a run that begins is expected to take."""
     needs = outlook.needs
-    step = f"a step in {_spread(needs.step_s, TIME_SPREAD)} s, " if needs.step_s else ""
+    step = f"a step in {_spread(needs.step_s, outlook.time_spread)} s, " if needs.step_s else ""
     return (
         f"expected: {step}{needs.gpu_bytes / GIB:,.0f} of {outlook.cluster.gpu.memory_bytes / GIB:,.0f} GiB of each GPU; "
         "no GPU has confirmed these predictions yet"
@@ -109,28 +130,40 @@ def _time(outlook: Outlook, asked: Asked) -> list[str]:
             f"IMPOSSIBLE   a step of {asked.measured:g} s: the model's FLOPs alone take {outlook.floor_s:.1f} s at the GPUs' peak; "
             "check the sequence, the batch and the number of GPUs"
         )
-    if not (time and outlook.tokens_per_s and outlook.mfu and outlook.hfu):
+    if not (time and outlook.tokens_per_s):
         return [*lines, f"time         unknown: nobody has timed {outlook.load.numerics}"]
     rate = outlook.tokens_per_s
-    moved = f"communication {time.communication_s:.1f}"
-    if time.copies_s:
-        moved += f" and copies to and from the host {time.copies_s:.1f}"
+    used = f", MFU {100 * outlook.mfu:.0f}%, HFU {100 * outlook.hfu:.0f}%" if outlook.mfu and outlook.hfu else ""
     lines += [
-        f"step         {_spread(time.step_s, TIME_SPREAD)} s: compute {time.compute_s:.1f}; {moved}, of which {time.exposed_s:.1f} is not "
-        f"hidden; update {time.optimizer_s:.1f}; never below {outlook.floor_s:.1f}",
-        f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU, "
-        f"MFU {100 * outlook.mfu:.0f}%, HFU {100 * outlook.hfu:.0f}%",
+        f"step         {_spread(time.step_s, outlook.time_spread)} s: {_split(time)}; never below {outlook.floor_s:.1f}",
+        f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU{used}",
     ]
     if asked.tokens:
         hours = asked.tokens / outlook.tokens_per_s / 3600
         cost = (
-            f", {_spread(asked.price * hours * outlook.load.world, TIME_SPREAD)} at {asked.price:g} a GPU-hour"
+            f", {_spread(asked.price * hours * outlook.load.world, outlook.time_spread)} at {asked.price:g} a GPU-hour"
             if asked.price
             else ""
         )
-        days = f"{_spread(hours / 24, TIME_SPREAD)} days"
+        days = f"{_spread(hours / 24, outlook.time_spread)} days"
         lines.append(f"{asked.tokens:,.0f} tokens: {days}, {hours * outlook.load.world:,.0f} GPU-hours{cost}")
     return lines
+
+
+def _split(time: StepTime) -> str:
+    if time.compute_s is None or time.exposed_s is None:
+        parts = {
+            "forward": time.forward_s,
+            "backward": time.backward_s,
+            "update": time.optimizer_s,
+            "data": time.data_s,
+        }
+        return ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
+    moved = f"communication {time.communication_s:.1f}"
+    if time.copies_s:
+        moved += f" and copies to and from the host {time.copies_s:.1f}"
+    hidden = f"of which {time.exposed_s:.1f} is not hidden"
+    return f"compute {time.compute_s:.1f}; {moved}, {hidden}; update {time.optimizer_s:.1f}"
 
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
@@ -164,5 +197,5 @@ def comparison(outlooks: Mapping[str, Outlook]) -> list[str]:
 
 
 def _spread(value: float, share: float) -> str:
-    digits = 0 if value >= 100 else 1
+    digits = 0 if value >= 100 else 1 if value >= 1 else 3
     return f"{value:,.{digits}f} ({value * (1 - share):,.{digits}f} to {value * (1 + share):,.{digits}f})"

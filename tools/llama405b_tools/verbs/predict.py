@@ -10,13 +10,15 @@ import functools
 import itertools
 import json
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Cluster, Load
 from llama405b.capacity.hardware import GIB, Gpu, gpu_named, read_gpus
 from llama405b.capacity.known import known_shape
-from llama405b.capacity.outlook import MEMORY_SPREAD, TIME_SPREAD, Fit, Outlook, best
+from llama405b.capacity.outlook import Fit, Outlook, best
 from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
@@ -28,6 +30,8 @@ from llama405b_tools.doctor.visit import DEFAULT_PORT, look
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.run import request as asked_launch
+from llama405b_tools.run.calibrate import calibrate, keep, kept
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.text.predictions import Asked, comparison, prediction, ranking
 
@@ -48,9 +52,17 @@ def main(argv: Sequence[str]) -> int:
     asked = command.parse(
         [*source_flags(args), *settings, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])]
     )
-    machines, assumed = _machines(args)
+    machines, assumed = _machines(args, on_cpu=asked.config.parallel.device == "cpu")
     predict = functools.partial(_outlook, _config(asked.config, machines), args.preset)
     outlook = predict(machines)
+    if args.calibrate:
+        keep(args.hosts, _calibrated(args, settings, outlook.load))
+    if args.hosts and (measured := kept(args.hosts)):
+        outlook = outlook.calibrated(measured)
+    if outlook.cluster.gpu == Gpu.of_cpu(outlook.cluster.gpu.memory_bytes) and not outlook.calibration:
+        raise UserError(
+            "--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate"
+        )
     found = best(outlook) if args.search else []
     compared = {word: predict(_changed(machines, word, args)) for word in _alternatives(args.what_if)}
     if args.json:
@@ -58,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
         more = {"search": [_record(each, args) for each in found], "what_if": what_if}
         print(json.dumps(_record(outlook, args) | more))
     else:
+        assumed = [] if outlook.calibration else assumed
         lines = [*prediction(outlook, Asked(args.tokens, args.price, args.measured)), *assumed]
         lines += ranking(found) if found else []
         lines += comparison({"as planned": outlook} | compared) if compared else []
@@ -107,6 +120,11 @@ def _parser() -> OneLineParser:
         type=Path,
         help="with --search: write the first one's settings, if it fits, to a new TOML file for --config",
     )
+    add(
+        "--calibrate",
+        action="store_true",
+        help="measure on HOSTS what steps of this run take, with few of its layers; kept, and used from then on",
+    )
     add("--json", action="store_true", help="print the numbers as JSON")
     return parser
 
@@ -123,6 +141,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("tokens", "price", "measured"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use a number of at least 0")
+    if args.calibrate and not args.hosts:
+        raise UserError("--calibrate: measures on hosts; name a hosts file")
     if args.write and not args.search:
         raise UserError("--write: writes what --search finds; add --search")
     if args.write and args.write.exists():
@@ -166,7 +186,23 @@ def _outlook(asked: Config, preset: str, machines: Machines) -> Outlook:
     return Outlook.of(load, cluster, machines.ram_bytes)
 
 
-def _machines(args: argparse.Namespace) -> tuple[Machines, list[str]]:
+def _calibrated(args: argparse.Namespace, settings: Sequence[str], load: Load) -> Calibration:
+    """Measure the planned run's steps on the hosts.
+
+    Raises:
+        UserError: It cannot be launched there as it is, or is not measured.
+        RunError: It fails there.
+    """
+    words = [str(args.hosts), "--run", f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}", *source_flags(args), *settings]
+    request = asked_launch.parse([*words, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])], time.time())
+    if request.on_cpu and load.offload != "none":
+        raise UserError("--calibrate: on CPUs it measures --parallel.offload none alone; use that")
+    hosts = read_hosts(args.hosts)
+    with Fleet(hosts) as fleet:
+        return calibrate(request, hosts, fleet, load, time.strftime("%Y-%m-%d"))
+
+
+def _machines(args: argparse.Namespace, *, on_cpu: bool) -> tuple[Machines, list[str]]:
     """What is said of the machines, or found on the hosts; also returns lines about what is assumed.
 
     Raises:
@@ -175,6 +211,8 @@ def _machines(args: argparse.Namespace) -> tuple[Machines, list[str]]:
     """
     gpus = read_gpus(args.hardware)
     found = _asked_hosts(args.hosts, gpus) if args.hosts else ASSUMED
+    if on_cpu:
+        found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / found.slots))
     if args.hosts and not (args.gpu or found.gpu):
         raise UserError(
             f"{args.hosts}: nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu"
@@ -273,7 +311,7 @@ def _record(outlook: Outlook, args: argparse.Namespace) -> dict[str, object]:
         "fits": outlook.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": needs.host_bytes,
         "gpu_held_bytes": needs.peak.held, "peak_moment": needs.peak.moment, "host_held_bytes": needs.held_by_host,
         "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
-        "memory_spread": MEMORY_SPREAD, "time_spread": TIME_SPREAD,
+        "memory_spread": outlook.memory_spread, "time_spread": outlook.time_spread, "calibrated": bool(outlook.calibration),
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
         "floor_s": outlook.floor_s, "tokens_per_s": outlook.tokens_per_s, "mfu": outlook.mfu, "hfu": outlook.hfu,
         "gpu_hours": hours * load.world if hours else None, "checkpoint_bytes": load.checkpoint_bytes,
