@@ -198,6 +198,7 @@ def _time(load: Load, cluster: Cluster) -> StepTime | None:
     setting = Setting(
         Shape.of(load.llama), cluster.gpu, load.world, load.ranks_per_host, cluster.nic_bytes_per_s, load.seq_len, load.micro_batch,
         max(1, load.global_batch // (load.micro_batch * load.world)), gradient,
+        units=1 + load.halves,
         update_bytes=load.update_bytes_per_parameter,
         updates_on_host=load.offload != "none",
         norm_bytes=gradient * load.overlap,

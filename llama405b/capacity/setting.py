@@ -85,6 +85,7 @@ class Setting:
     )
     copied_forward: float = 0.0  # bytes per parameter from host memory, of a micro-batch
     copied_backward: float = 0.0  # the same, from and to host memory
+    units: int = 1  # of FSDP in a layer
 
     @property
     def tokens(self) -> int:

@@ -92,8 +92,11 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
     head, logits = _products_s(setting, rates, shape.head), _logits_s(setting, rates)
     rest = (shape.parameters - layers * shape.layer_parameters) / layers  # embedding and head, beside each layer
     unit = shape.layer_parameters + rest
-    gather = collective_s(setting, rates, COMPUTE_BYTES * unit)
-    reduce = collective_s(setting, rates, setting.reduce_bytes * unit) + gather * setting.reshard
+    gather, scatter = (
+        setting.units * collective_s(setting, rates, size * unit / setting.units)
+        for size in (COMPUTE_BYTES, setting.reduce_bytes)
+    )
+    reduce = scatter + gather * setting.reshard
     copied = unit / setting.gpus / setting.gpu.host_bytes_per_s
     one_forward = layers * max(hidden_s(forward, gather, rates), setting.copied_forward * copied) + head + logits
     one_backward = layers * max(hidden_s(backward, reduce, rates), setting.copied_backward * copied) + 2 * (

@@ -100,6 +100,16 @@ def test_more_of_a_machine_is_never_slower_or_smaller(capsys):
     assert plain["saving"]["best_interval_s"] > quick["saving"]["best_interval_s"]
 
 
+def test_smaller_units_take_more_and_smaller_collectives(capsys):
+    few, many = (
+        record(capsys, *LARGE, "--nodes", "64", "--training.global_batch_size", "512", "--parallel.wrap", wrap)[1][
+            "time"
+        ]
+        for wrap in ("LlamaDecoderLayer,Embedding", "LlamaAttention,LlamaMLP,Embedding")
+    )
+    assert few["communication_s"] < many["communication_s"] < 1.2 * few["communication_s"]
+
+
 def test_what_helps_most_is_said_first(capsys):
     words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
     lines = asked(capsys, *words)[1].splitlines()
@@ -158,6 +168,13 @@ def test_a_gpu_of_the_users_own(capsys, tmp_path):
         ([*LARGE, "--what-if", "hosts=3"], "--what-if: 'hosts=3' is none of nodes=N, "),
         ([*LARGE, "--what-if", "nodes=0"], "--what-if: 'nodes=0' is none of nodes=N, "),
         (["--preset", "llama3.1-70b", "--serach"], "--serach"),
+        (["--preset", "llama3.1-8b", "--parallel.fsdp", "fsdp1"], "--parallel.fsdp: plan predicts fsdp2; use that"),
+        ([*LARGE, "--calibrate"], "--calibrate: measures on hosts; name a hosts file"),
+        (
+            ["--preset", "llama3.1-8b", "--parallel.device", "cpu"],
+            "no data sheet tells how fast a CPU trains; measure it",
+        ),
+        ([*LARGE, "--disk", "fast"], "--disk: 'fast' is not a number with Gb/s or GB/s; correct it"),
     ],
 )
 def test_bad_input(words, message):

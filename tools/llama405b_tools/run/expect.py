@@ -17,7 +17,9 @@ def expected(request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFac
     """Return what to expect of it; None if that is not known: of CPUs, of GPUs that differ or are in no table, of other programs."""
     asked, llama = request.config, answers[plan.nodes[0].name].llama
     kinds = {(answer.gpu, answer.gpu_bytes) for answer in answers.values()}
-    if asked is None or llama is None or request.on_cpu or not asked.model.activation_checkpointing or len(kinds) != 1:
+    if asked is None or llama is None or request.on_cpu or len(kinds) != 1:
+        return None
+    if asked.parallel.fsdp == "fsdp1" or not asked.model.activation_checkpointing:
         return None
     [(name, n_bytes)] = kinds
     if not n_bytes or (gpu := gpu_like(name, n_bytes, read_gpus())) is None:

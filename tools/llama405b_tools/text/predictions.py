@@ -91,7 +91,7 @@ def _remedies(outlook: Outlook) -> list[str]:
     lines = []
     for words, other in remedies(outlook)[:HELPS]:
         gain = (
-            f"{100 * other.gain(outlook):+.0f}% tokens/s per GPU, "
+            f"{round(100 * other.gain(outlook)):+d}% tokens/s per GPU, "
             if other.tokens_per_s and outlook.tokens_per_s
             else ""
         )

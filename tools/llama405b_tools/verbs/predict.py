@@ -165,6 +165,8 @@ def _config(asked: Config, machines: Machines) -> Config:
     """
     asked = config.on_ranks(asked, machines.world)
     config.check_world(asked, machines.world)
+    if asked.parallel.fsdp == "fsdp1":
+        raise UserError("--parallel.fsdp: plan predicts fsdp2; use that")
     if not asked.model.activation_checkpointing:
         raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
     return asked
