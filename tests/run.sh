@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Set up everything, then run the tests.
 #   bash tests/run.sh [PYTEST ARGS]    the quick ones
-#   bash tests/run.sh quick            only the unit tests, in half a minute
+#   bash tests/run.sh quick            only the unit tests, in two minutes
 #   bash tests/run.sh --all            also slow ones and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
-#   bash tests/run.sh --soak           random kills, for a quarter of an hour; never in CI
+#   bash tests/run.sh --soak           random kills, and all 126 layers against the memory tracker, for 20 minutes; never in CI
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh
@@ -15,7 +15,7 @@ need_programs "${needed[@]}" || exit 2
 need_venv train,dev || exit 2
 if [ "${1:-}" = quick ]; then
     shift
-    exec .venv/bin/python -m pytest -q -m "not slow and not gpu" tests/unit "$@"
+    exec .venv/bin/python -m pytest -q -m "not slow and not gpu and not soak" tests/unit "$@"
 fi
 bash tests/check.sh || exit 1
 marks=(-m "not slow and not gpu and not soak")
