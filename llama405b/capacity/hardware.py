@@ -62,15 +62,22 @@ def gpu_like(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None
     return min(near, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
 
 
+def _number(gpu: dict[str, object], key: str) -> float:
+    found = float(str(gpu[key]))
+    if not 0 < found < math.inf:
+        raise ValueError(f"{key} is {found:g}")
+    return found
+
+
 def _parsed(file: Path) -> dict[str, Gpu]:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
         return {
             name: Gpu(
-                name, float(g["memory_gib"]) * GIB, float(g["tflops"]) * 1e12, float(g["hbm_gb_s"]) * 1e9,
-                float(g["nvlink_gb_s"]) * 1e9, float(g["pcie_gb_s"]) * 1e9, str(g.get("product", "")),
+                name, _number(gpu, "memory_gib") * GIB, _number(gpu, "tflops") * 1e12, _number(gpu, "hbm_gb_s") * 1e9,
+                _number(gpu, "nvlink_gb_s") * 1e9, _number(gpu, "pcie_gb_s") * 1e9, str(gpu.get("product", "")),
             )
-            for name, g in table["gpu"].items()
+            for name, gpu in table["gpu"].items()
         }  # fmt: skip
     except OSError as error:
         raise UserError(f"--hardware: {file}: cannot be read ({reason_of(error)}); correct the path") from None

@@ -114,7 +114,10 @@ def test_what_helps_most_is_said_first(capsys):
     words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
     lines = asked(capsys, *words)[1].splitlines()
     [first] = [line for line in lines if line.startswith("would help")]
-    assert "smaller units (--parallel.wrap LlamaAttention,LlamaMLP,Embedding): +0% tokens/s per GPU, 70 GiB" in first
+    assert (
+        "smaller units (--parallel.wrap LlamaAttention,LlamaMLP,Embedding): +0% tokens/s per GPU, 70 GiB of each GPU"
+        in first
+    )
     assert first.endswith(", fits")
     wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
     found = record(capsys, *words, *wrap)[1]
@@ -152,6 +155,14 @@ def test_a_gpu_of_the_users_own(capsys, tmp_path):
     file.write_text("[gpu.mine]\nmemory_gib = 1000\n")
     with pytest.raises(UserError, match=r"--hardware: .*own\.toml: 'tflops'; write \[gpu\.NAME\] with the fields of "):
         predict.main([*LARGE, *own])
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf", '"fast"', "[1]"])
+def test_hardware_that_cannot_be(tmp_path, number):
+    file = tmp_path / "own.toml"
+    file.write_text(f"[gpu.mine]\nmemory_gib = 80\ntflops = {number}\nhbm_gb_s = 1\nnvlink_gb_s = 1\npcie_gb_s = 1\n")
+    with pytest.raises(UserError, match=r"--hardware: .*own\.toml: .*write \[gpu\.NAME\] with the fields of "):
+        predict.main([*LARGE, "--hardware", str(file), "--gpu", "mine"])
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,8 @@ def _remedies(outlook: Outlook) -> list[str]:
             if other.tokens_per_s and outlook.tokens_per_s
             else ""
         )
-        lines.append(f"{words}: {gain}{other.needs.gpu_bytes / GIB:,.0f} GiB of GPU memory, {FITS[other.fit]}")
+        ram = f" and {other.needs.host_bytes / GIB:,.0f} of each host" if other.needs.host_bytes else ""
+        lines.append(f"{words}: {gain}{other.needs.gpu_bytes / GIB:,.0f} GiB of each GPU{ram}, {FITS[other.fit]}")
     return [f"{'would help' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
 
 
