@@ -69,7 +69,7 @@ class Load:
             config.training.micro_batch_size,
             config.training.global_batch_size,
             config.checkpoint.keep,
-            config.parallel.hides_update,
+            config.parallel.overlap and config.parallel.fsdp == "fsdp2",
             config.parallel.moments,
             config.parallel.wrap,
             mtbf_s=config.checkpoint.mtbf * 3600,

@@ -122,6 +122,10 @@ def test_what_helps_most_is_said_first(capsys):
     wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
     found = record(capsys, *words, *wrap)[1]
     assert (found["fits"], round(found["gpu_bytes"] / (1 << 30))) == ("yes", 70)
+    small = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
+    [other] = [line for line in asked(capsys, *small)[1].splitlines() if "--parallel.offload full: " in line]
+    away, there = (record(capsys, *small, "--parallel.offload", place)[1]["tokens_per_s"] for place in ("full", "none"))
+    assert f"offload full: {round(100 * (away / there - 1)):+d}% tokens" in other
     large = [*LARGE, "--nodes", "4", "--ram", "4000GiB"]
     [best] = [line for line in asked(capsys, *large)[1].splitlines() if line.startswith("would help")]
     gain = int(re.search(r"--training.micro_batch_size 2: \+(\d+)% tokens", best)[1])

@@ -59,10 +59,15 @@ def main(argv: Sequence[str]) -> int:
         keep(args.hosts, _calibrated(args, settings, outlook.load))
     if args.hosts and (measured := kept(args.hosts)):
         outlook = outlook.calibrated(measured)
-    if outlook.cluster.gpu == Gpu.of_cpu(outlook.cluster.gpu.memory_bytes) and not outlook.calibration:
+    on_cpu = outlook.cluster.gpu == Gpu.of_cpu(outlook.cluster.gpu.memory_bytes)
+    if on_cpu and (args.search or args.what_if):
+        raise UserError("--search and --what-if compare data sheets, and there are none of CPUs; remove them")
+    if on_cpu and not outlook.calibration:
         raise UserError(
             "--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate"
         )
+    if outlook.calibration and (args.search or args.what_if):
+        outlook = predict(machines)  # others are not measured, and would be compared with what is
     found = best(outlook) if args.search else []
     compared = {word: predict(_changed(machines, word, args)) for word in _alternatives(args.what_if)}
     if args.json:
