@@ -86,6 +86,8 @@ class Setting:
     copied_forward: float = 0.0  # bytes per parameter from host memory, of a micro-batch
     copied_backward: float = 0.0  # the same, from and to host memory
     units: int = 1  # of FSDP in a layer
+    sharded_over: int = 0  # GPUs that share one copy of the weights, neighbors; 0: all; fewer: HSDP; 1: DDP
+    prefetches: bool = True  # a unit is gathered while the one before computes, and reduced while the next does
 
     @property
     def tokens(self) -> int:
@@ -96,3 +98,8 @@ class Setting:
     def hosts(self) -> int:
         """Hosts, the last of which may have fewer GPUs."""
         return math.ceil(self.gpus / self.gpus_per_host)
+
+    @property
+    def shards(self) -> int:
+        """GPUs that share one copy of the weights."""
+        return self.sharded_over or self.gpus

@@ -92,16 +92,14 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
     head, logits = _products_s(setting, rates, shape.head), _logits_s(setting, rates)
     rest = (shape.parameters - layers * shape.layer_parameters) / layers  # embedding and head, beside each layer
     unit = shape.layer_parameters + rest
-    gather, scatter = (
-        setting.units * collective_s(setting, rates, size * unit / setting.units)
-        for size in (COMPUTE_BYTES, setting.reduce_bytes)
-    )
+    gather = setting.units * ring_s(setting, rates, COMPUTE_BYTES * unit / setting.units, setting.shards)
+    scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
     reduce = scatter + gather * setting.reshard
-    copied = unit / setting.gpus / setting.gpu.host_bytes_per_s
-    one_forward = layers * max(hidden_s(forward, gather, rates), setting.copied_forward * copied) + head + logits
-    one_backward = layers * max(hidden_s(backward, reduce, rates), setting.copied_backward * copied) + 2 * (
-        head + logits
-    )
+    copied = unit / setting.shards / setting.gpu.host_bytes_per_s
+    beside = hidden_s if setting.prefetches else in_turn_s
+    one_forward = layers * max(beside(forward, gather, rates), setting.copied_forward * copied) + head + logits
+    one_backward = layers * max(beside(backward, reduce, rates), setting.copied_backward * copied)
+    one_backward += 2 * (head + logits)
     return StepTime(
         forward_s=setting.accumulate * one_forward,
         backward_s=setting.accumulate * one_backward,
@@ -117,14 +115,30 @@ def hidden_s(compute: float, communication: float, rates: Rates) -> float:
     return max(compute + rates.interference * min(compute, communication), communication)
 
 
-def collective_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
-    """Return the time of an all-gather or reduce-scatter of so many bytes in all: a ring over NVLink and the hosts' links."""
-    n, within = setting.gpus, setting.gpu.peers_bytes_per_s * rates.peers
+def in_turn_s(compute: float, communication: float, _: Rates) -> float:
+    """Return how long they take one after the other."""
+    return compute + communication
+
+
+def ring_s(setting: Setting, rates: Rates, n_bytes: float, n: int, stride: int = 1) -> float:
+    """Return the time of an all-gather or reduce-scatter of so many bytes in all, over NVLink and the hosts' links.
+
+    ``n``: GPUs in the ring, each so many (``stride``) after the one before; the rings between them share a host's links.
+    """
+    within, rings = setting.gpu.peers_bytes_per_s * rates.peers, min(stride, setting.gpus_per_host)
     if n == 1:
         return 0.0
-    if setting.hosts == 1:
+    if n * stride <= setting.gpus_per_host or setting.hosts == 1:
         return n_bytes * (n - 1) / n / within
-    return n_bytes * (n - 1) / n / min(within, setting.nic_bytes_per_s * rates.network) + (n - 1) * rates.hop_s
+    link = setting.nic_bytes_per_s * rates.network / rings
+    return n_bytes * (n - 1) / n / min(within, link) + (n - 1) * rates.hop_s
+
+
+def reduce_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
+    """Return the time to sum so many bytes of gradients: a reduce-scatter over the shards, and with HSDP an all-reduce over the copies."""
+    copies = setting.gpus // setting.shards
+    between = ring_s(setting, rates, n_bytes / setting.shards, copies, setting.shards)
+    return ring_s(setting, rates, n_bytes, setting.shards) + 2 * between
 
 
 def _layer_s(setting: Setting, rates: Rates) -> float:
@@ -161,7 +175,7 @@ def _logits_s(setting: Setting, rates: Rates) -> float:
 def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float:
     """What an update takes of a step: bound by memory, on the GPU or in the host, where the next forward may hide it."""
     if not setting.updates_on_host:
-        per_gpu = setting.update_bytes * setting.shape.parameters / setting.gpus
+        per_gpu = setting.update_bytes * setting.shape.parameters / setting.shards
         return per_gpu / (setting.gpu.memory_bytes_per_s * rates.memory)
     per_byte = setting.shape.parameters / setting.hosts / HOST_BYTES_PER_S
     update, norm = setting.update_bytes * per_byte, setting.norm_bytes * per_byte
