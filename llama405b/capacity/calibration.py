@@ -1,16 +1,21 @@
-"""A planned run's own steps, measured on its hosts with few of its layers: what they tell of all of them. Pure.
+"""What was measured of a planned run on its hosts, and what it tells of that run and of others there. Pure.
 
-What a layer takes is a difference of two measurements, so it holds whatever these hosts do: kernels, links, what hides what.
+Two kinds: the run's own steps with few of its layers, whose difference is what a layer takes, whatever these hosts do; and rates,
+each measured alone on all ranks, which take the place of data sheets for other settings.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
-from llama405b.capacity.estimate import Estimate, Load, estimate
-from llama405b.capacity.step_time import StepTime
+from llama405b.capacity.estimate import Cluster, Estimate, Load, estimate, setting_of
+from llama405b.capacity.hardware import Gpu
+from llama405b.capacity.step_time import Rates, StepTime, layer_s
 
 FEW, MORE = 1, 3  # layers
+WHOLE = (0.5, 2.0)  # the span of what a layer may take of what its parts do alone, before it is taken for noise
 TIME_SPREAD, MEMORY_SPREAD = 0.10, 0.05  # of docs/measurements/plan.md on CPUs; no GPU was calibrated yet
+SIGN = "rates "  # before the line in which a program tells ``Alone``
 
 
 def measured_layers(layers: int) -> tuple[int, int]:
@@ -23,11 +28,14 @@ class Point:
     """What steps with so many layers took, in the median."""
 
     layers: int
+    micro_batch: int
+    global_batch: int
     data_s: float
     forward_s: float
     backward_s: float
     optimizer_s: float
     peak_bytes: int  # of rank 0: its GPU, with what the allocator keeps, or its process
+    waited_s: float = 0.0  # of the forward, for updates in host memory
 
     @property
     def step_s(self) -> float:
@@ -36,37 +44,121 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Alone:
+    """Rates in bytes/s, each measured alone while all ranks do the same; the slowest rank's."""
+
+    layer_s: float  # a decoder layer of a micro-batch, forward, and backward with what is computed again
+    device_update: float  # AdamW, clipping and the norm, where a rank trains
+    host_update: float  # AdamW in the memory of a host, by all its ranks
+    copies: float  # of each rank between its device and host memory, the slower way
+    gather: float  # bus bandwidth of an all-gather of a unit, as nccl-tests define it; 0: one rank
+    scatter: float  # the same of a reduce-scatter
+    hop_s: float  # of a small all-gather, by ranks but one
+    disk: float  # a host writes checkpoints
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Calibration:
-    """Two measurements, and of what; fewer layers than the run has, if it has three."""
+    """Measurements of steps, with fewer layers than the run has, if it has three, and rates; and of what."""
 
     load: Load  # the planned run
     few: Point
     more: Point
+    other: Point | None  # as ``more``, with another micro-batch; None: that failed
+    alone: Alone
     made: str = ""  # the day
 
     def fits(self, load: Load) -> bool:
-        """Whether it was made for such a run: only how many checkpoints are kept may differ."""
+        """Whether its steps are those of such a run: only how many checkpoints are kept may differ."""
         return dataclasses.replace(load, keep=self.load.keep, mtbf_s=self.load.mtbf_s) == self.load
 
+    def knows(self, load: Load) -> bool:
+        """Whether its rates hold for such a run: the model, the sequence and the numerics are the same."""
+        ours = self.load
+        return (load.llama, load.seq_len, load.numerics) == (ours.llama, ours.seq_len, ours.numerics)
+
     def applied(self, needs: Estimate) -> Estimate:
-        """Return the run's estimate with what was measured in place of what is assumed."""
-        layers = self.load.llama.layers
+        """Return the run's estimate with its own steps in place of what rates give."""
         time = StepTime(
-            forward_s=self._at(layers, lambda point: point.forward_s),
-            backward_s=self._at(layers, lambda point: point.backward_s),
-            optimizer_s=self._at(layers, lambda point: point.optimizer_s),
-            data_s=self._at(layers, lambda point: point.data_s),
+            forward_s=self._at_all(lambda point: point.forward_s),
+            backward_s=self._at_all(lambda point: point.backward_s),
+            optimizer_s=self._at_all(lambda point: point.optimizer_s),
+            data_s=self._at_all(lambda point: point.data_s),
         )
-        runtime = self.more.peak_bytes - self._walked(self.more.layers)
-        return dataclasses.replace(needs, time=time, runtime_bytes=max(0.0, runtime))
+        return dataclasses.replace(needs, time=time)
 
-    def _at(self, layers: int, of: Callable[[Point], float]) -> float:
-        """The line through both, which does not fall."""
+    def measured(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with what its ranks attain, and what steps took there beside that."""
+        paced = self._paced(cluster)
+        assert paced.rates
+        whole, delay_s = self._beside(paced)
+        return dataclasses.replace(
+            paced,
+            rates=dataclasses.replace(paced.rates, whole=whole, delay_s=delay_s),
+            runtime_bytes=max(0.0, self.more.peak_bytes - estimate(self._load_of(self.more)).peak.total),
+        )
+
+    def _beside(self, paced: Cluster) -> tuple[float, float]:
+        """What steps of two micro-batches took beside the rates: a share of the time these give, and a delay of every layer."""
+
+        def given(point: Point) -> float:
+            """Seconds of a micro-batch and layer."""
+            time = estimate(self._load_of(point), paced).time
+            assert time
+            return (time.forward_s + time.backward_s) / self._passes(point)
+
+        def took(point: Point) -> float:
+            return (point.forward_s - point.waited_s + point.backward_s) / self._passes(point)
+
+        one, other = self.more, self.other
+        if other and given(one) != given(other):
+            whole = (took(one) - took(other)) / (given(one) - given(other))
+            delay_s = took(one) - whole * given(one)
+            if WHOLE[0] <= whole <= WHOLE[1] and delay_s >= 0:
+                return whole, delay_s
+        return took(one) / given(one), 0.0
+
+    def _load_of(self, point: Point) -> Load:
+        llama = dataclasses.replace(self.load.llama, layers=point.layers)
+        return dataclasses.replace(
+            self.load, llama=llama, micro_batch=point.micro_batch, global_batch=point.global_batch
+        )
+
+    def _passes(self, point: Point) -> float:
+        """Forwards of a layer in a step."""
+        return point.layers * max(1, point.global_batch // (point.micro_batch * self.load.world))
+
+    def _paced(self, cluster: Cluster) -> Cluster:
+        """The cluster with the rates that were measured alone."""
+        alone, sheet, one_host = self.alone, cluster.gpu, self.load.hosts == 1
+        rates = dataclasses.replace(_all_of(sheet), host_bytes_per_s=alone.host_update)
+        peers, nic = sheet.peers_bytes_per_s * Rates.read().peers, cluster.nic_bytes_per_s
+        if alone.gather:
+            rates = dataclasses.replace(rates, scatter=alone.scatter / alone.gather)
+            peers = alone.gather if one_host or sheet.is_cpu else peers
+        if alone.gather and not one_host:
+            rates, nic = dataclasses.replace(rates, network=1.0, hop_s=alone.hop_s), alone.gather
+        pace = Gpu(sheet.name, sheet.memory_bytes, self._flops(cluster), alone.device_update, peers, alone.copies)
+        return dataclasses.replace(cluster, nic_bytes_per_s=nic, disk_bytes_per_s=alone.disk, pace=pace, rates=rates)
+
+    def _flops(self, cluster: Cluster) -> float:
+        """What a layer attains per second in the time that its elementwise work leaves, of which at least half counts."""
+
+        def layer(flops: float, memory: float) -> float:
+            gpu = dataclasses.replace(cluster.gpu, flops=flops, memory_bytes_per_s=memory)
+            setting = setting_of(self.load, dataclasses.replace(cluster, pace=gpu))
+            return sum(layer_s(setting, _all_of(gpu)))
+
+        whole = self.alone.layer_s
+        return layer(1.0, math.inf) / max(whole / 2, whole - layer(math.inf, self.alone.device_update))
+
+    def _at_all(self, of: Callable[[Point], float]) -> float:
+        """The line through both, which does not fall, at all the run's layers."""
         slope = max(0.0, (of(self.more) - of(self.few)) / max(1, self.more.layers - self.few.layers))
-        return of(self.more) + slope * (layers - self.more.layers)
+        return of(self.more) + slope * (self.load.llama.layers - self.more.layers)
 
-    def _walked(self, layers: int) -> float:
-        """What the formulas count of that measurement."""
-        return estimate(
-            dataclasses.replace(self.load, llama=dataclasses.replace(self.load.llama, layers=layers))
-        ).peak.total
+
+def _all_of(gpu: Gpu) -> Rates:
+    """The fitted rates, but all of what a GPU's sheet says is attained."""
+    whole = {gpu.name: 1.0}
+    return dataclasses.replace(Rates.read(), matmul=whole, attention=whole, memory=1.0, peers=1.0)

@@ -37,6 +37,9 @@ class Cluster:
     gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()["h100-80"])
     nic_bytes_per_s: float = 400e9  # of a host: eight links of 400 Gbit/s
     disk_bytes_per_s: float = DISK_BYTES_PER_S  # of a host, reading weights and writing checkpoints
+    pace: Gpu | None = None  # what its GPUs attain, measured; None: shares of their data sheet
+    rates: Rates | None = None  # of that pace; None: the fitted ones
+    runtime_bytes: float = RUNTIME_BYTES  # of a GPU, beside the peak
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class Estimate:
     time: StepTime | None  # None: unknown for these numerics
     loading: Loading
     saving: Saving
-    runtime_bytes: float = RUNTIME_BYTES  # of a GPU, beside the peak
+    runtime_bytes: float  # of a GPU, beside the peak
 
     @property
     def host_bytes(self) -> float:
@@ -167,6 +170,7 @@ def estimate(load: Load, cluster: Cluster | None = None) -> Estimate:
         time=time,
         loading=loading(load.llama, load.hosts, disk, cluster.nic_bytes_per_s),
         saving=saving(load.checkpoint_bytes / load.hosts, disk, step_s, load.mtbf_s / load.world),
+        runtime_bytes=cluster.runtime_bytes,
     )
 
 
@@ -191,21 +195,26 @@ def _job(load: Load) -> Job:
 
 def _time(load: Load, cluster: Cluster) -> StepTime | None:
     """The time of a step; None for numerics that nobody timed."""
-    if load.numerics == "fp32":
+    if load.numerics == "fp32" and not cluster.rates:
         return None
+    return step_time(setting_of(load, cluster), cluster.rates or Rates.read())
+
+
+def setting_of(load: Load, cluster: Cluster) -> Setting:
+    """Return what is trained on what, as the model of a step's time takes it."""
     gradient = GRADIENT[load.numerics]
     weights = load.weight_bytes if load.offload == "full" else 0
-    setting = Setting(
-        Shape.of(load.llama), cluster.gpu, load.world, load.ranks_per_host, cluster.nic_bytes_per_s, load.seq_len, load.micro_batch,
-        max(1, load.global_batch // (load.micro_batch * load.world)), gradient,
+    return Setting(
+        Shape.of(load.llama), cluster.pace or cluster.gpu, load.world, load.ranks_per_host, cluster.nic_bytes_per_s, load.seq_len,
+        load.micro_batch, max(1, load.global_batch // (load.micro_batch * load.world)), gradient,
         units=1 + load.halves,
         update_bytes=load.update_bytes_per_parameter,
         updates_on_host=load.offload != "none",
         norm_bytes=gradient * load.overlap,
         copied_forward=weights,
         copied_backward=weights + gradient * (load.offload != "none"),
+        compute_bytes=COMPUTE_BYTES[load.numerics],
     )  # fmt: skip
-    return step_time(setting, Rates.read())
 
 
 def describe_needs(load: Load) -> list[str]:

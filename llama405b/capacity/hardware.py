@@ -31,6 +31,11 @@ class Gpu:
         """Return what stands in for a GPU where ranks train on CPUs, of which no data sheet tells anything."""
         return cls("cpu", memory_bytes, *(math.inf,) * 4)
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it only stands in for one."""
+        return math.isinf(self.flops)
+
 
 def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
     """Return the GPUs of the table, and of a file of the user's in the same form, by name.

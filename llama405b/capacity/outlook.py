@@ -52,20 +52,28 @@ class Outlook:
         return cls(load, cluster, ram_bytes, estimate(load, cluster))
 
     def calibrated(self, found: Calibration) -> "Outlook":
-        """Return it with what was measured of this run; unchanged if that was another."""
-        if not found.fits(self.load):
+        """Return it with what was measured there; unchanged if that was with another model, sequence or numerics."""
+        if not found.knows(self.load):
             return self
-        return dataclasses.replace(self, needs=found.applied(self.needs), calibration=found)
+        cluster = found.measured(self.cluster)
+        needs = estimate(self.load, cluster)
+        needs = found.applied(needs) if found.fits(self.load) else needs
+        return Outlook(self.load, cluster, self.ram_bytes, needs, found)
 
     @property
     def time_spread(self) -> float:
         """How far off times may be, as a share."""
-        return calibration.TIME_SPREAD if self.calibration else TIME_SPREAD
+        return calibration.TIME_SPREAD if self._measured else TIME_SPREAD
 
     @property
     def memory_spread(self) -> float:
         """The same of memory."""
-        return calibration.MEMORY_SPREAD if self.calibration else MEMORY_SPREAD
+        return calibration.MEMORY_SPREAD if self._measured else MEMORY_SPREAD
+
+    @property
+    def _measured(self) -> bool:
+        """Whether this very run was."""
+        return self.calibration is not None and self.calibration.fits(self.load)
 
     @property
     def gpu(self) -> Fit:
@@ -121,6 +129,8 @@ def variants(outlook: Outlook) -> Iterator[Outlook]:
     for offload in ("none", "states", "full"):
         if offload == "states" and load.numerics != "fp32-master":
             continue
+        if offload != "none" and outlook.cluster.gpu.is_cpu:
+            continue
         moments = load.moments if offload != "none" else "fp32"
         for wrap in (WHOLE, HALVES):
             for micro in MICRO_BATCHES:
@@ -163,10 +173,12 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
         f"--training.micro_batch_size {2 * load.micro_batch}": change(micro_batch=2 * load.micro_batch),
         "twice the hosts": change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.world)),
     }
+    if cluster.rates:
+        del loads["--parallel.numerics pure-bf16 (loses small updates)"]  # measured were others
     found = {
         words: Outlook.of(other, cluster, outlook.ram_bytes)
         for words, other in loads.items()
-        if other != load and _runs(other)
+        if other != load and _runs(other, cluster)
     }
     faster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
     if load.hosts > 1:
@@ -179,8 +191,10 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
     return sorted(helps, key=lambda each: (-each[1].fit, -each[1].gain(outlook)))
 
 
-def _runs(load: Load) -> bool:
-    """Whether the trainer takes these settings."""
+def _runs(load: Load, cluster: Cluster) -> bool:
+    """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
+    if cluster.gpu.is_cpu and load.offload != "none":
+        return False
     if load.offload == "states" and load.numerics != "fp32-master":
         return False
     if load.moments == "bf16" and (load.offload == "none" or load.numerics == "pure-bf16"):

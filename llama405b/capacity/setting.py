@@ -10,7 +10,6 @@ from llama405b.contract.weights import Llama
 Checkpointing = Literal[
     "none", "op", "layer", "full"
 ]  # op: every second matrix product is kept; layer: every second layer
-COMPUTE_BYTES = 2  # BF16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +87,7 @@ class Setting:
     units: int = 1  # of FSDP in a layer
     sharded_over: int = 0  # GPUs that share one copy of the weights, neighbors; 0: all; fewer: HSDP; 1: DDP
     prefetches: bool = True  # a unit is gathered while the one before computes, and reduced while the next does
+    compute_bytes: int = 2  # of a gathered weight: BF16
 
     @property
     def tokens(self) -> int:

@@ -9,9 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from llama405b.capacity.setting import COMPUTE_BYTES, Setting
+from llama405b.capacity.setting import Setting
 
-HOST_BYTES_PER_S = 200e9  # of one host's memory, as AdamW attains: Lambda's published 405B run, 4 s on 8 hosts
 COEFFICIENTS = Path(__file__).with_name("coefficients.json")
 NEAREST = {
     "h200-141": "h100-80",
@@ -23,7 +22,7 @@ NEAREST = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rates:
-    """What share of a data sheet's rate is attained."""
+    """What share of a data sheet's rate is attained, and what no data sheet tells."""
 
     matmul: Mapping[str, float]  # by GPU: matrix products, of its FLOPs
     interference: float  # of the shorter of compute and communication, the share that delays the longer
@@ -33,6 +32,14 @@ class Rates:
     attention: Mapping[str, float]  # by GPU; a prior
     memory: float = 0.75  # of the GPU's memory, by elementwise work; a prior
     peers: float = 0.75  # of NVLink; a prior
+    scatter: float = 1.0  # a reduce-scatter's rate, of an all-gather's; a prior
+    host_bytes_per_s: float = (
+        200e9  # of one host's memory, as AdamW attains: Lambda's published 405B run, 4 s on 8 hosts
+    )
+    whole: float = 1.0  # forward and backward, measured, of what the rates above give
+    delay_s: float = (
+        0.0  # of a layer and micro-batch, that nothing hides, measured: launches, hooks, the rest of communication
+    )
 
     @classmethod
     def read(cls) -> "Rates":
@@ -74,25 +81,13 @@ class StepTime:
 
 
 def step_time(setting: Setting, rates: Rates) -> StepTime:
-    """Predict a step.
-
-    Per layer: forward, backward (twice the products, 2.5 times flash attention: arXiv:2307.08691), and what checkpointing computes
-    again. Non-reentrant checkpointing stops before a layer's last product, so that full recomputation is not a plain third.
-    """
+    """Predict a step: every layer beside the communication of its units, then the head and the loss."""
     shape, layers = setting.shape, setting.shape.layers
-    forward = _layer_s(setting, rates)
-    again = {
-        "none": 0.0,
-        "op": _products_s(setting, rates, shape.matrices / 2) + _elementwise_s(setting, rates),
-        "layer": (forward - _products_s(setting, rates, shape.narrow)) / 2,
-        "full": forward - _products_s(setting, rates, shape.narrow),
-    }[setting.checkpointing]
-    backward = 2 * _products_s(setting, rates, shape.matrices) + 2.5 * _attention_s(setting, rates)
-    backward += 2 * _elementwise_s(setting, rates) + again
+    forward, backward = layer_s(setting, rates)
     head, logits = _products_s(setting, rates, shape.head), _logits_s(setting, rates)
     rest = (shape.parameters - layers * shape.layer_parameters) / layers  # embedding and head, beside each layer
     unit = shape.layer_parameters + rest
-    gather = setting.units * ring_s(setting, rates, COMPUTE_BYTES * unit / setting.units, setting.shards)
+    gather = setting.units * ring_s(setting, rates, setting.compute_bytes * unit / setting.units, setting.shards)
     scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
     reduce = scatter + gather * setting.reshard
     copied = unit / setting.shards / setting.gpu.host_bytes_per_s
@@ -100,6 +95,8 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
     one_forward = layers * max(beside(forward, gather, rates), setting.copied_forward * copied) + head + logits
     one_backward = layers * max(beside(backward, reduce, rates), setting.copied_backward * copied)
     one_backward += 2 * (head + logits)
+    one_forward = rates.whole * one_forward + layers * rates.delay_s / 3
+    one_backward = rates.whole * one_backward + layers * rates.delay_s * 2 / 3
     return StepTime(
         forward_s=setting.accumulate * one_forward,
         backward_s=setting.accumulate * one_backward,
@@ -108,6 +105,24 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
         copies_s=setting.accumulate * layers * copied * (setting.copied_forward + setting.copied_backward),
         optimizer_s=_optimizer_s(setting, rates, one_forward),
     )
+
+
+def layer_s(setting: Setting, rates: Rates) -> tuple[float, float]:
+    """Return what a layer computes of a micro-batch: forward; and backward with what checkpointing computes again.
+
+    A backward has twice the products, and 2.5 times flash attention (arXiv:2307.08691). Non-reentrant checkpointing stops before a
+    layer's last product, so that full recomputation is not a plain third.
+    """
+    shape, elementwise = setting.shape, _elementwise_s(setting, rates)
+    products, attention = _products_s(setting, rates, shape.matrices), _attention_s(setting, rates)
+    forward = products + attention + elementwise
+    again = {
+        "none": 0.0,
+        "op": products / 2 + elementwise,
+        "layer": (forward - _products_s(setting, rates, shape.narrow)) / 2,
+        "full": forward - _products_s(setting, rates, shape.narrow),
+    }[setting.checkpointing]
+    return forward, 2 * products + 2.5 * attention + 2 * elementwise + again
 
 
 def hidden_s(compute: float, communication: float, rates: Rates) -> float:
@@ -138,12 +153,7 @@ def reduce_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
     """Return the time to sum so many bytes of gradients: a reduce-scatter over the shards, and with HSDP an all-reduce over the copies."""
     copies = setting.gpus // setting.shards
     between = ring_s(setting, rates, n_bytes / setting.shards, copies, setting.shards)
-    return ring_s(setting, rates, n_bytes, setting.shards) + 2 * between
-
-
-def _layer_s(setting: Setting, rates: Rates) -> float:
-    products = _products_s(setting, rates, setting.shape.matrices)
-    return products + _attention_s(setting, rates) + _elementwise_s(setting, rates)
+    return ring_s(setting, rates, n_bytes, setting.shards) / rates.scatter + 2 * between
 
 
 def _products_s(setting: Setting, rates: Rates, weights: float) -> float:
@@ -177,6 +187,6 @@ def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float
     if not setting.updates_on_host:
         per_gpu = setting.update_bytes * setting.shape.parameters / setting.shards
         return per_gpu / (setting.gpu.memory_bytes_per_s * rates.memory)
-    per_byte = setting.shape.parameters / setting.hosts / HOST_BYTES_PER_S
+    per_byte = setting.shape.parameters / setting.hosts / rates.host_bytes_per_s
     update, norm = setting.update_bytes * per_byte, setting.norm_bytes * per_byte
     return norm + max(0.0, update - norm - next_forward_s) if norm else update

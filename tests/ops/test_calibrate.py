@@ -1,6 +1,7 @@
 """plan --calibrate: the planned run's own steps, measured on two nodes of this machine, kept and used."""
 
 import json
+import re
 
 import pytest
 
@@ -29,18 +30,30 @@ def test_a_calibrated_plan_is_kept_and_used(work, cli, demo):
     lines = found.stdout.splitlines()
     assert "on 2 x 1 cpu; fp32, offload none, micro-batch 4 of 64 tokens, 512 tokens a step" in lines[0]
     assert lines[1].startswith("rank memory  0.")
-    assert lines[-1].startswith("measured     step and memory, on these hosts on 20")
+    [made] = [i for i, line in enumerate(lines) if line.startswith("measured     on these hosts on 20")]
+    assert lines[made].endswith("step and memory, with 1 and 2 layers")
+    assert re.search(
+        r"a layer 0\.\d+ s; GB/s: AdamW .* copies .*, all-gather .*, reduce-scatter .*, writing ", lines[made + 1]
+    )
     assert list((work / "runs").glob("*/checkpoints/step-*")) == []
+    assert list((work / "runs").glob("*/checkpoints/.rates-*")) == []
     kept = json.loads((work / "hosts.calibration.json").read_text())
     assert [kept[name]["layers"] for name in ("few", "more")] == [1, 2]
     assert kept["few"]["forward_s"] > 0
     assert kept["more"]["peak_bytes"] > 100 << 20
-    again = cli(work, "plan", "hosts", *SMALL, "--json")
-    assert json.loads(again.stdout)["calibrated"] is True
-    steps = {name: value for name, value in json.loads(again.stdout)["time"].items() if name in ("forward_s", "step_s")}
-    assert all(value > 0 for value in steps.values())
-    other = cli(work, "plan", "hosts", *SMALL, "--training.micro_batch_size", "2")
-    assert other.returncode == 2  # measured was another run
+    assert all(rate > 0 for rate in kept["alone"].values())
+    again = json.loads(cli(work, "plan", "hosts", *SMALL, "--json").stdout)
+    assert again["calibrated"] is True
+    assert all(again["time"][name] > 0 for name in ("forward_s", "step_s"))
+    smaller = cli(work, "plan", "hosts", *SMALL, "--training.micro_batch_size", "2", "--search", "--json")
+    other = json.loads(smaller.stdout)
+    assert (other["time_spread"], other["time"]["data_s"]) == (0.15, 0)
+    assert other["time"]["communication_s"] > again["time"]["communication_s"]  # twice as often
+    assert {each["settings"]["offload"] for each in other["search"]} == {"none"}
+    longer = cli(work, "plan", "hosts", *SMALL, "--data.seq_len", "32")
+    assert (longer.returncode, "plan HOSTS --calibrate" in longer.stderr) == (2, True)  # measured was another sequence
+    described = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--nic", "10Gb/s")
+    assert (described.returncode, "--nic: --calibrate measures that" in described.stderr) == (2, True)
     refused = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--parallel.offload", "full")
     assert (refused.returncode, "measures --parallel.offload none alone" in refused.stderr) == (2, True)
     lost = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--data.paths", "nosuch")

@@ -1,23 +1,40 @@
-"""Calibrations: lines through two measurements, and to which runs they apply."""
+"""Calibrations: lines through two measurements, rates for other settings, and to which runs they apply."""
 
 import dataclasses
 
 import pytest
 
-from llama405b.capacity.calibration import Calibration, Point, measured_layers
+from llama405b.capacity.calibration import Alone, Calibration, Point, measured_layers
 from llama405b.capacity.estimate import Cluster, Load, estimate
-from llama405b.capacity.hardware import Gpu
-from llama405b.capacity.outlook import Fit, Outlook
+from llama405b.capacity.hardware import Gpu, read_gpus
+from llama405b.capacity.outlook import Fit, Outlook, best, remedies
 from llama405b.contract import reader
 from llama405b.contract.weights import Llama
 
 LLAMA = Llama(12, 256, 704, 4, 2, 64, 2048, False, False, False, 1024)
 LOAD = Load(LLAMA, "fp32", "none", 2, 256, 4, 8, ranks_per_host=1)
 MIB = 1 << 20
+ALONE = Alone(0.2, 30e9, 20e9, 12e9, 1e9, 0.5e9, 1e-4, 2e9)
+BIG = Load(
+    Llama(80, 8192, 28672, 64, 8, 128, 128256, False, False, False, 8192), "fp32-master", "states", 32, 4096, 1, 32
+)
 
 
 def calibration(few=(0.01, 0.1, 0.2, 0.01, 600 * MIB), more=(0.01, 0.2, 0.5, 0.02, 700 * MIB)):
-    return Calibration(LOAD, Point(1, *few), Point(3, *more), "today")
+    return Calibration(LOAD, Point(1, 4, 8, *few), Point(3, 4, 8, *more), None, ALONE, "today")
+
+
+RATES = Alone(0.12, 2e12, 150e9, 40e9, 150e9, 120e9, 2e-5, 4e9)
+
+
+def measured(load=BIG, layer_s=0.2, delay_s=0.0, alone=RATES):
+    """Of a run on H100s whose layers take ``layer_s`` and ``delay_s``: points that the rates explain but for the delay."""
+
+    def point(layers, micro):
+        step_s = layers * (micro * (layer_s - delay_s) + delay_s)
+        return Point(layers, micro, micro * load.world, 0.0, step_s / 3, step_s * 2 / 3, 0.1, 30 << 30)
+
+    return Calibration(load, point(1, 1), point(3, 1), point(3, 2), alone, "today")
 
 
 def outlook(load=LOAD, has=4096 * MIB):
@@ -53,15 +70,115 @@ def test_what_fits_is_judged_by_what_was_measured():
 def test_it_is_used_for_the_run_that_it_was_made_for_alone():
     found = calibration()
     assert outlook().calibrated(found).calibration == found
-    assert outlook(dataclasses.replace(LOAD, keep=9)).calibrated(found).calibration == found
-    for change in (
-        {"seq_len": 128},
-        {"micro_batch": 2},
-        {"world": 4},
-        {"llama": dataclasses.replace(LLAMA, layers=13)},
-    ):
+    for change in ({"keep": 9}, {"mtbf_s": 9.0}):
+        assert (
+            outlook(dataclasses.replace(LOAD, **change)).calibrated(found).needs.time
+            == found.applied(estimate(LOAD)).time
+        )
+    for change in ({"micro_batch": 2}, {"world": 4}, {"wrap": ("LlamaAttention", "LlamaMLP", "Embedding")}):
+        other = outlook(dataclasses.replace(LOAD, **change)).calibrated(found)
+        assert other.calibration == found
+        assert other.needs.time.data_s == 0
+        assert (other.time_spread, other.memory_spread) == (outlook().time_spread, outlook().memory_spread)
+    for change in ({"seq_len": 128}, {"numerics": "pure-bf16"}, {"llama": dataclasses.replace(LLAMA, layers=13)}):
         other = outlook(dataclasses.replace(LOAD, **change))
         assert other.calibrated(found) == other
+
+
+def step(load, found, **change):
+    cluster = found.measured(Cluster())
+    return estimate(dataclasses.replace(load, **change), cluster).time
+
+
+def test_rates_give_the_layer_that_was_measured():
+    found = measured().measured(Cluster())
+    alone = dataclasses.replace(found.rates, whole=1.0, delay_s=0.0)
+    computed = estimate(BIG, dataclasses.replace(found, rates=alone)).time.compute_s
+    head = 3 * 2 * 128256 * 8192 * 4096 / found.pace.flops
+    assert computed == pytest.approx(80 * 0.12 + head, rel=0.02)
+
+
+@pytest.mark.parametrize(("whole", "delay_s"), [(1.0, 0.0), (0.9, 0.03), (1.3, 0.0), (1.1, 0.2)])
+def test_steps_of_two_micro_batches_tell_a_share_from_a_delay(whole, delay_s):
+    truth = measured().measured(Cluster())
+    truth = dataclasses.replace(truth, rates=dataclasses.replace(truth.rates, whole=whole, delay_s=delay_s))
+
+    def point(layers, micro):
+        shape = dataclasses.replace(BIG.llama, layers=layers)
+        time = estimate(dataclasses.replace(BIG, llama=shape, micro_batch=micro, global_batch=32 * micro), truth).time
+        return Point(layers, micro, 32 * micro, 0.0, time.forward_s, time.backward_s, 0.1, 30 << 30)
+
+    found = Calibration(BIG, point(1, 1), point(3, 1), point(3, 2), RATES)
+    rates = found.measured(Cluster()).rates
+    assert (rates.whole, rates.delay_s) == pytest.approx((whole, delay_s), abs=1e-9)
+    once = dataclasses.replace(found, other=None).measured(Cluster()).rates
+    assert once.delay_s == 0
+    assert once.whole > whole if delay_s else once.whole == pytest.approx(whole)
+
+
+def test_noise_is_not_taken_for_a_delay():
+    found = measured()
+    for took in (0.1, 3.0):  # twice the tokens, faster; and four times as slow
+        other = dataclasses.replace(found.other, forward_s=took, backward_s=took)
+        rates = dataclasses.replace(found, other=other).measured(Cluster()).rates
+        assert rates == dataclasses.replace(found, other=None).measured(Cluster()).rates
+
+
+def test_other_settings_follow_from_the_rates():
+    found = measured()
+    planned = step(BIG, found)
+    twice = step(BIG, found, micro_batch=2, global_batch=64)
+    assert 1 < (twice.forward_s + twice.backward_s) / (planned.forward_s + planned.backward_s) <= 2
+    assert twice.compute_s == pytest.approx(2 * planned.compute_s)
+    assert twice.communication_s == pytest.approx(planned.communication_s)
+    full = step(BIG, found, offload="full")
+    moved = (4 + 4 + 4) * BIG.llama.parameters / 32  # weights twice, gradients once
+    assert full.copies_s == pytest.approx(moved / 40e9, rel=0.01)
+    between = step(BIG, found, overlap=False)
+    assert between.optimizer_s == pytest.approx(BIG.update_bytes_per_parameter * BIG.llama.parameters / 4 / 150e9)
+    on_gpu = step(BIG, found, offload="none")
+    assert on_gpu.optimizer_s == pytest.approx(28 * BIG.llama.parameters / 32 / 2e12)
+
+
+@pytest.mark.parametrize(
+    ("change", "slower"),
+    [
+        ("gather", "communication_s"),
+        ("scatter", "communication_s"),
+        ("hop_s", "communication_s"),
+        ("copies", "copies_s"),
+    ],
+)
+def test_a_slower_part_is_slower(change, slower):
+    usual = measured().alone
+    worse = dataclasses.replace(usual, **{change: getattr(usual, change) * (10 if change == "hop_s" else 0.1)})
+    assert getattr(step(BIG, measured(alone=worse)), slower) > getattr(step(BIG, measured()), slower)
+
+
+def test_links_between_hosts_and_within_one_are_told_apart():
+    assert measured().measured(Cluster()).nic_bytes_per_s == 150e9
+    one_host = dataclasses.replace(BIG, world=8, global_batch=8)
+    found = measured(one_host).measured(Cluster())
+    assert found.nic_bytes_per_s == Cluster().nic_bytes_per_s
+    assert found.pace.peers_bytes_per_s == 150e9
+    one_rank = dataclasses.replace(BIG, world=1, global_batch=1, ranks_per_host=1)
+    found = measured(
+        one_rank, alone=dataclasses.replace(measured().alone, gather=0.0, scatter=0.0, hop_s=0.0)
+    ).measured(Cluster())
+    assert found.nic_bytes_per_s == Cluster().nic_bytes_per_s
+    assert found.pace.peers_bytes_per_s == pytest.approx(0.75 * read_gpus()["h100-80"].peers_bytes_per_s)
+    assert estimate(one_rank, found).time.communication_s == 0
+
+
+def test_a_search_where_it_was_measured_compares_what_cpus_can_do():
+    found = outlook().calibrated(calibration())
+    ranked = best(found)
+    assert {each.load.offload for each in ranked} == {"none"}
+    assert all(each.needs.step_s > 0 for each in ranked)
+    assert len({each.load.micro_batch for each in ranked}) > 1
+    words = " ".join(words for words, _ in remedies(found))
+    assert "offload" not in words
+    assert "numerics" not in words
 
 
 @pytest.mark.parametrize(("layers", "measured"), [(126, (1, 3)), (4, (1, 3)), (3, (1, 2)), (2, (1, 2)), (1, (1, 1))])
@@ -71,3 +188,12 @@ def test_fewer_layers_are_measured_than_the_run_has(layers, measured):
 
 def test_it_survives_being_kept():
     assert reader.loads(Calibration, reader.dumps(calibration()), "it") == calibration()
+
+
+def test_waiting_for_updates_is_not_taken_for_the_forward():
+    found = measured()
+    waits = [
+        dataclasses.replace(point, forward_s=point.forward_s + 0.5, waited_s=0.5) for point in (found.more, found.other)
+    ]
+    waited = dataclasses.replace(found, more=waits[0], other=waits[1])
+    assert waited.measured(Cluster()).rates == found.measured(Cluster()).rates

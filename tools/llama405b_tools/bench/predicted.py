@@ -1,21 +1,31 @@
-"""``llama405b bench plan``: what a calibrated plan predicts for the demo on these hosts, beside what its run takes."""
+"""``llama405b bench plan``: what a calibrated plan predicts for the demo on these hosts, beside what its runs take."""
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import Point
-from llama405b.capacity.estimate import Estimate, Load, estimate
+from llama405b.capacity.estimate import Cluster, Estimate, Load
+from llama405b.capacity.hardware import Gpu
 from llama405b.capacity.known import known_shape
+from llama405b.capacity.outlook import Outlook
 from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import GOOD, RunError
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
 from llama405b_tools.run.calibrate import calibrate, point
+from llama405b_tools.run.request import LaunchRequest
 
 GB = 1e9
 TIMES = ("forward_s", "backward_s", "optimizer_s", "step_s")
+OTHERS = {  # settings that are predicted from what was measured of the demo's own
+    "micro-batch 2": ("--training.micro_batch_size", "2"),
+    "halves": ("--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"),
+    "micro-batch 8": ("--training.micro_batch_size", "8", "--training.global_batch_size", "16"),
+    "micro-batch 1": ("--training.micro_batch_size", "1"),
+    "both": ("--training.micro_batch_size", "2", "--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"),
+}
 
 
 def predicted(hosts: Sequence[Host], file: Path, repeat: int) -> int:
@@ -29,23 +39,37 @@ def predicted(hosts: Sequence[Host], file: Path, repeat: int) -> int:
     print(f"the demo on {len(hosts)} hosts, {world} ranks; with few of its layers, predicted for all of them")
     with Fleet(hosts) as fleet:
         for number in range(1, repeat + 1):
-            run = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-            request = asked.parse([str(file), "--run", run, "--preset", "demo"], time.time())
-            assert request.config
+            request = _request(file)
             whole = point(request, hosts, fleet, 0)
-            if (llama := known_shape(request.config, "demo")) is None:
-                raise RunError("the demo's model is not on this machine; run this where the first host runs")
-            load = Load.of(llama, on_ranks(request.config, world), world)
-            _tell(number, calibrate(request, hosts, fleet, load, "").applied(estimate(load)), whole)
+            plan = _uncalibrated(request, world)
+            found = calibrate(request, hosts, fleet, plan.load, "")
+            _tell(f"{number}", plan.calibrated(found).needs, whole)
+            for name, flags in OTHERS.items():
+                other = _request(file, *flags)
+                needs = _uncalibrated(other, world).calibrated(found).needs
+                _tell(f"{number}  {name}", needs, point(other, hosts, fleet, 0))
     return GOOD
 
 
-def _tell(number: int, needs: Estimate, whole: Point) -> None:
+def _request(file: Path, *flags: str) -> LaunchRequest:
+    run = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    return asked.parse([str(file), "--run", run, "--preset", "demo", *flags], time.time())
+
+
+def _uncalibrated(request: LaunchRequest, world: int) -> Outlook:
+    assert request.config
+    if (llama := known_shape(request.config, "demo")) is None:
+        raise RunError("the demo's model is not on this machine; run this where the first host runs")
+    cluster = Cluster(Gpu.of_cpu(0.0)) if request.on_cpu else Cluster()
+    return Outlook.of(Load.of(llama, on_ranks(request.config, world), world), cluster)
+
+
+def _tell(what: str, needs: Estimate, whole: Point) -> None:
     assert needs.time
     pairs = [(name, getattr(needs.time, name), getattr(whole, name)) for name in TIMES]
     pairs.append(("memory_gb", needs.gpu_bytes / GB, whole.peak_bytes / GB))
     for name, predicted, measured in pairs:
         print(
-            f"{number}  {name:11}  predicted {predicted:7.4f}  measured {measured:7.4f}  ratio {predicted / measured:.2f}",
+            f"{what}  {name:11}  predicted {predicted:7.4f}  measured {measured:7.4f}  ratio {predicted / measured:.2f}",
             flush=True,
         )

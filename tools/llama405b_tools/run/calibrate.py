@@ -1,71 +1,71 @@
-"""``plan HOSTS --calibrate``: a planned run's own steps, with random weights and few of its layers, timed on its hosts."""
+"""``plan HOSTS --calibrate``: a planned run's own steps, with random weights and few of its layers, timed on its hosts; and rates."""
 
 import contextlib
 import dataclasses
 import io
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.capacity.calibration import Calibration, Point, measured_layers
+from llama405b.capacity.calibration import SIGN, Alone, Calibration, Point, measured_layers
 from llama405b.capacity.estimate import Load
 from llama405b.contract import command, reader
+from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import RunError
-from llama405b.contract.files import write_atomic
+from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run.endings import failure_words
-from llama405b_tools.run.follow import SLACK_S, Limits, watch_run
+from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
 from llama405b_tools.run.ladder import end_everywhere
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 
 WARM, STEPS = 3, 15  # steps before those that are timed, and all
-STEP_LIMIT_S = 120.0
+STEP_LIMIT_S, RATES_LIMIT_S = 120.0, 240.0
 
 
 def calibrate(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Load, made: str) -> Calibration:
-    """Measure the run's steps with few of its layers; nothing is left running. ``load``: the run as planned.
+    """Measure the run's steps with few of its layers, and the hosts' rates; nothing is left running. ``load``: the run as planned.
 
     Raises:
         UserError: The request is wrong; nothing was started.
         RunError: A host is not fit, or it fails there.
     """
     few, more = (point(request, hosts, fleet, layers) for layers in measured_layers(load.llama.layers))
-    return Calibration(load, few, more, made)
-
-
-def keep(hosts_file: Path, found: Calibration) -> None:
-    """Keep it beside the hosts file."""
-    write_atomic(_file_of(hosts_file), reader.dumps(found) + "\n")
-
-
-def kept(hosts_file: Path) -> Calibration | None:
-    """Return what was kept there; None: nothing, or of another version."""
+    micro_batch = load.micro_batch // 2 or 2
     try:
-        return reader.loads(Calibration, _file_of(hosts_file).read_text(encoding="utf-8"), "a calibration")
-    except (OSError, UnicodeDecodeError, reader.MalformedError):
-        return None
+        other = point(request, hosts, fleet, more.layers, micro_batch, micro_batch * load.world)
+    except RunError:  # it may not fit
+        other = None
+    return Calibration(load, few, more, other, alone(request, hosts, fleet, load), made)
 
 
-def _file_of(hosts_file: Path) -> Path:
-    return hosts_file.with_name(f"{hosts_file.name}.calibration.json")
-
-
-def point(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, layers: int) -> Point:
-    """Take steps with so many layers, 0: with all; returns their medians.
+def point(
+    request: LaunchRequest,
+    hosts: Sequence[Host],
+    fleet: Fleet,
+    layers: int,
+    micro_batch: int = 0,
+    global_batch: int = 0,
+) -> Point:
+    """Take steps with so many layers, 0: with all, and batches, 0: as planned; returns their medians.
 
     Raises:
         UserError: See ``calibrate``.
         RunError: See ``calibrate``.
     """
-    trial = _trial_of(request, layers)
+    settings: dict[str, object] = {"model.layers": layers}
+    if micro_batch:
+        settings |= {"training.micro_batch_size": micro_batch, "training.global_batch_size": global_batch}
+    trial = _trial_of(request, f"{layers or 'all'}-{micro_batch}" if micro_batch else f"{layers or 'all'}", settings)
     assert trial.config
     plan = launch(trial, hosts, fleet, say=lambda _: None)
     limits = Limits(STEP_LIMIT_S, trial.config.timeouts.load + SLACK_S)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with _quiet():
             watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= STEPS)
     finally:
         end_everywhere(plan, fleet, discard=True)
@@ -73,12 +73,60 @@ def point(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, layers: i
         worst = watch.worst()
         why = f"{worst.host}: {failure_words(worst)}" if worst else f"it ended before step {STEPS}"
         raise RunError(f"with {layers or 'all'} layers, {why}; `{fleet.typed('logs', plan.run)}` shows every rank")
-    return _median(layers, [each for each in watch.metrics if each.step > WARM])
+    training = on_ranks(trial.config, plan.world).training
+    steps = [each for each in watch.metrics if each.step > WARM]
+    return _median(layers, training.micro_batch_size, training.global_batch_size, steps)
 
 
-def _trial_of(request: LaunchRequest, layers: int) -> LaunchRequest:
+def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Load) -> Alone:
+    """Measure what every part of a step attains on all ranks at once.
+
+    Raises:
+        RunError: See ``calibrate``.
+    """
+    assert request.config
+    run = f"{request.run}-rates"
+    checkpoints = request.config.checkpoint.dir or str(RunDir(Path("runs", run)).checkpoints)
+    options = [
+        "--load",
+        reader.dumps(load),
+        "--attention",
+        request.config.model.attention,
+        "--checkpoints",
+        checkpoints,
+    ]
+    program = ("-m", "llama405b.commands.rates", *options, "--device", request.config.parallel.device)
+    trial = dataclasses.replace(
+        request, run=run, config=None, flags=(), program=program, hides_gpus=request.on_cpu, restart=0
+    )
+    plan, began = launch(trial, hosts, fleet, say=lambda _: None), time.monotonic()
+
+    def told(watch: Watch) -> list[Alone]:
+        return [reader.loads(Alone, line.removeprefix(SIGN), "rates") for line in watch.said if line.startswith(SIGN)]
+
+    try:
+        with _quiet():
+            watch = watch_run(
+                fleet, plan, until=lambda watch: bool(told(watch)) or time.monotonic() - began > RATES_LIMIT_S
+            )
+    finally:
+        end_everywhere(plan, fleet)
+    if found := told(watch):
+        return found[0]
+    worst = watch.worst()
+    why = f"{worst.host}: {failure_words(worst)}" if worst else f"no rates after {RATES_LIMIT_S:.0f} s"
+    raise RunError(f"measuring rates, {why}; `{fleet.typed('logs', plan.run)}` shows every rank")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _trial_of(request: LaunchRequest, name: str, settings: Mapping[str, object]) -> LaunchRequest:
     settings = {
-        "model.layers": layers,
+        **settings,
         "model.weights": "random",
         "training.max_steps": STEPS,
         "checkpoint.every": 0,
@@ -86,16 +134,20 @@ def _trial_of(request: LaunchRequest, layers: int) -> LaunchRequest:
     if request.config and request.config.evaluation.every:
         settings["evaluation.every"] = 10 * STEPS  # after the last step alone
     flags = (*request.flags, *(f"--{key}={value}" for key, value in settings.items()))
-    run = f"{request.run}-{layers or 'all'}"
+    run = f"{request.run}-{name}"
     return dataclasses.replace(
         request, run=run, config=command.parse(flags).config, flags=flags, allow_misfit=True, restart=0
     )
 
 
-def _median(layers: int, steps: Sequence[Metrics]) -> Point:
+def _median(layers: int, micro_batch: int, global_batch: int, steps: Sequence[Metrics]) -> Point:
     def of(name: str) -> float:
         return float(statistics.median(getattr(each, name) for each in steps))
 
+    waited = statistics.median(
+        max(0.0, (each.exposed_s or 0.0) - each.optimizer_s) for each in steps
+    )  # beside the norm
     return Point(
-        layers, of("data_s"), of("forward_s"), of("backward_s"), of("optimizer_s"), max(s.peak_bytes for s in steps)
-    )
+        layers, micro_batch, global_batch, of("data_s"), of("forward_s"), of("backward_s"), of("optimizer_s"),
+        max(each.peak_bytes for each in steps), waited,
+    )  # fmt: skip

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Mapping
 
+from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Cluster, Load
-from llama405b.capacity.hardware import GIB, gpu_like, read_gpus
+from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook
 from llama405b.contract.config import on_ranks
 from llama405b.contract.plan import Plan
@@ -13,21 +14,33 @@ from llama405b_tools.remote.messages.launch import LaunchFacts
 from llama405b_tools.run.request import LaunchRequest
 
 
-def expected(request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts]) -> Outlook | None:
-    """Return what to expect of it; None if that is not known: of CPUs, of GPUs that differ or are in no table, of other programs."""
+def expected(
+    request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts], measured: Calibration | None
+) -> Outlook | None:
+    """Return what to expect of it, with what was ``measured`` on its hosts; None if that is not known.
+
+    It is not of CPUs, unless they were measured, of GPUs that differ or are in no table, and of other programs.
+    """
     asked, llama = request.config, answers[plan.nodes[0].name].llama
     kinds = {(answer.gpu, answer.gpu_bytes) for answer in answers.values()}
-    if asked is None or llama is None or request.on_cpu or len(kinds) != 1:
+    if asked is None or llama is None:
         return None
     if asked.parallel.fsdp == "fsdp1" or not asked.model.activation_checkpointing:
         return None
-    [(name, n_bytes)] = kinds
-    if not n_bytes or (gpu := gpu_like(name, n_bytes, read_gpus())) is None:
+    slots = max(node.slots for node in plan.nodes)
+    ram_bytes = min(answer.memory_bytes for answer in answers.values())
+    name, n_bytes = next(iter(kinds))
+    gpu = gpu_like(name, n_bytes, read_gpus()) if n_bytes and len(kinds) == 1 else None
+    if request.on_cpu:
+        gpu = Gpu.of_cpu(ram_bytes / slots)
+    if gpu is None:
         return None
     load = Load.of(llama, on_ranks(asked, plan.world), plan.world)
-    load = dataclasses.replace(load, ranks_per_host=max(node.slots for node in plan.nodes))
+    load = dataclasses.replace(load, ranks_per_host=slots)
     cluster = Cluster(gpu, min(_link(answers[node.name], node.interface) for node in plan.nodes))
-    return Outlook.of(load, cluster, min(answer.memory_bytes for answer in answers.values()))
+    outlook = Outlook.of(load, cluster, ram_bytes)
+    outlook = outlook.calibrated(measured) if measured else outlook
+    return None if gpu.is_cpu and not outlook.calibration else outlook
 
 
 def misfit(outlook: Outlook) -> str:

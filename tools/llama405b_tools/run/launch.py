@@ -11,6 +11,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import hosts_argument
 from llama405b_tools.machine.sameness import one_machine
+from llama405b_tools.run.calibrations import kept
 from llama405b_tools.run.expect import expected, misfit
 from llama405b_tools.run.guard_record import asked_for
 from llama405b_tools.run.loading import loading_note
@@ -55,7 +56,7 @@ def launch(
     check_training(request, plan)
     if faults := room_faults(request, plan, answers):
         raise RunError(fault_list(faults, len(hosts)))
-    if outlook := expected(request, plan, answers):
+    if outlook := expected(request, plan, answers, kept(request.hosts_file)):
         if (why := misfit(outlook)) and not (request.allow_misfit or again):
             raise UserError(
                 f"{why}; `llama405b plan` says what would fit, and --allow-misfit starts it nonetheless. Nothing was started"

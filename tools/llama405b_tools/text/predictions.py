@@ -1,9 +1,10 @@
 """A prediction of the plan, as lines for people. Pure."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
+from llama405b.capacity.calibration import Calibration
+from llama405b.capacity.estimate import Load
 from llama405b.capacity.hardware import GIB
 from llama405b.capacity.outlook import Fit, Outlook, largest_micro_batch, remedies
 from llama405b.capacity.step_time import StepTime
@@ -37,18 +38,14 @@ def prediction(outlook: Outlook, asked: Asked) -> list[str]:
         lines.append(f"host memory  {spread}{has}, per host: {_parts(needs.held_by_host)}")
     lines += [*_time(outlook, asked), *_files(outlook)]
     if outlook.calibration:
-        layers = " and ".join(f"{point.layers}" for point in (outlook.calibration.few, outlook.calibration.more))
-        lines.append(
-            f"measured     step and memory, on these hosts on {outlook.calibration.made}, with {layers} layers"
-        )
-        return lines
+        lines += _measured(outlook.load, outlook.calibration)
     return [*lines, *_remedies(outlook)]
 
 
 def _what(outlook: Outlook) -> str:
     load, cluster, n = outlook.load, outlook.cluster, outlook.load.llama.parameters
     size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
-    network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if cluster.gpu.flops < math.inf else ""
+    network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
     return (
         f"{size} parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}; "
         f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
@@ -58,13 +55,32 @@ def _what(outlook: Outlook) -> str:
 
 def _memory(outlook: Outlook) -> list[str]:
     needs, gpu = outlook.needs, outlook.cluster.gpu
-    name, runtime = ("GPU memory", "CUDA and NCCL") if gpu.flops < math.inf else ("rank memory", "PyTorch")
+    name, runtime = ("rank memory", "PyTorch") if gpu.is_cpu else ("GPU memory", "CUDA and NCCL")
     has = f"of {gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}"
-    largest = "" if outlook.calibration else f"; largest micro-batch that fits: {largest_micro_batch(outlook)}"
+    largest = f"; largest micro-batch that fits: {largest_micro_batch(outlook)}"
     return [
         f"{name:12} {_spread(needs.gpu_bytes / GIB, outlook.memory_spread)} {has}; most at {needs.peak.moment}{largest}",
         f"             {_parts({**needs.peak.held, runtime: needs.runtime_bytes})}",
     ]
+
+
+def _measured(load: Load, found: Calibration) -> list[str]:
+    """What was measured of it."""
+    what = "a run of other settings, whose rates these are"
+    if found.fits(load):
+        what = f"step and memory, with {found.few.layers} and {found.more.layers} layers"
+    alone, links = found.alone, ""
+    if alone.gather:
+        links = f", all-gather {_rate(alone.gather)}, reduce-scatter {_rate(alone.scatter)}"
+    return [
+        f"measured     on these hosts on {found.made}: {what}",
+        f"             a layer {alone.layer_s:.3f} s; GB/s: AdamW {_rate(alone.device_update)} of a rank, {_rate(alone.host_update)} "
+        f"in a host's memory, copies {_rate(alone.copies)}{links}, writing {_rate(alone.disk)}",
+    ]
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.3g}"
 
 
 def _files(outlook: Outlook) -> list[str]:
@@ -82,7 +98,7 @@ def _files(outlook: Outlook) -> list[str]:
         f"saving       {load.checkpoint_bytes / GIB:,.0f} GiB a checkpoint, {saves.n_bytes / GIB:,.0f} of each host: {writing}; "
         f"best every {_took(saves.best_interval_s)}",
         f"disk         {needs.checkpoints_bytes / GIB:,.0f} GiB for {load.keep + 1} checkpoints; "
-        f"taken to read and write {outlook.cluster.disk_bytes_per_s / 1e9:g} GB/s of each host (--disk)",
+        f"read and written at {_rate(outlook.cluster.disk_bytes_per_s)} GB/s of each host (--disk)",
     ]
 
 
@@ -118,10 +134,10 @@ def expectation(outlook: Outlook) -> str:
     """Tell in a line what a run that begins is expected to take."""
     needs = outlook.needs
     step = f"a step in {_spread(needs.step_s, outlook.time_spread)} s, " if needs.step_s else ""
-    return (
-        f"expected: {step}{needs.gpu_bytes / GIB:,.0f} of {outlook.cluster.gpu.memory_bytes / GIB:,.0f} GiB of each GPU; "
-        "no GPU has confirmed these predictions yet"
-    )
+    of = "rank" if outlook.cluster.gpu.is_cpu else "GPU"
+    found = outlook.calibration
+    how = f"from measurements of {found.made}" if found else "no GPU has confirmed these predictions yet"
+    return f"expected: {step}{needs.gpu_bytes / GIB:,.0f} of {outlook.cluster.gpu.memory_bytes / GIB:,.0f} GiB of each {of}; {how}"
 
 
 def _time(outlook: Outlook, asked: Asked) -> list[str]:

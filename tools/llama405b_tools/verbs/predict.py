@@ -31,11 +31,13 @@ from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.run import request as asked_launch
-from llama405b_tools.run.calibrate import calibrate, keep, kept
+from llama405b_tools.run.calibrate import calibrate
+from llama405b_tools.run.calibrations import keep, kept
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.text.predictions import Asked, comparison, prediction, ranking
 
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
+MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
 USUAL = "h100-80"
 ASSUMED = Machines(1, 8, None, 0.0, 400e9)  # eight links of 400 Gbit/s
 RATE = re.compile(r"([0-9.]+) *(Gb/s|GB/s)")
@@ -53,30 +55,26 @@ def main(argv: Sequence[str]) -> int:
         [*source_flags(args), *settings, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])]
     )
     machines, assumed = _machines(args, on_cpu=asked.config.parallel.device == "cpu")
-    predict = functools.partial(_outlook, _config(asked.config, machines), args.preset)
-    outlook = predict(machines)
+    on_these, words = _config(asked.config, machines), _alternatives(args.what_if)
     if args.calibrate:
-        keep(args.hosts, _calibrated(args, settings, outlook.load))
-    if args.hosts and (measured := kept(args.hosts)):
-        outlook = outlook.calibrated(measured)
-    on_cpu = outlook.cluster.gpu == Gpu.of_cpu(outlook.cluster.gpu.memory_bytes)
-    if on_cpu and (args.search or args.what_if):
-        raise UserError("--search and --what-if compare data sheets, and there are none of CPUs; remove them")
-    if on_cpu and not outlook.calibration:
+        load = _outlook(on_these, args.preset, None, machines).load
+        keep(args.hosts, _calibrated(args, settings, load))
+    measured, not_used = _kept(args, words)
+    predict = functools.partial(_outlook, on_these, args.preset, measured)
+    outlook = predict(machines)
+    if outlook.cluster.gpu.is_cpu and not outlook.calibration:
         raise UserError(
             "--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate"
         )
-    if outlook.calibration and (args.search or args.what_if):
-        outlook = predict(machines)  # others are not measured, and would be compared with what is
     found = best(outlook) if args.search else []
-    compared = {word: predict(_changed(machines, word, args)) for word in _alternatives(args.what_if)}
+    compared = {word: predict(_changed(machines, word, args)) for word in words}
     if args.json:
         what_if = {word: _record(each, args) for word, each in compared.items()}
         more = {"search": [_record(each, args) for each in found], "what_if": what_if}
         print(json.dumps(_record(outlook, args) | more))
     else:
-        assumed = [] if outlook.calibration else assumed
-        lines = [*prediction(outlook, Asked(args.tokens, args.price, args.measured)), *assumed]
+        lines = prediction(outlook, Asked(args.tokens, args.price, args.measured))
+        lines += not_used if outlook.calibration else [*assumed, *not_used]
         lines += ranking(found) if found else []
         lines += comparison({"as planned": outlook} | compared) if compared else []
         print("\n".join(lines))
@@ -128,7 +126,7 @@ def _parser() -> OneLineParser:
     add(
         "--calibrate",
         action="store_true",
-        help="measure on HOSTS what steps of this run take, with few of its layers; kept, and used from then on",
+        help="measure on HOSTS what steps of this run take, with few of its layers, and what their parts attain; kept and used later",
     )
     add("--json", action="store_true", help="print the numbers as JSON")
     return parser
@@ -148,12 +146,28 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use a number of at least 0")
     if args.calibrate and not args.hosts:
         raise UserError("--calibrate: measures on hosts; name a hosts file")
+    if args.calibrate and (described := _described(args, [])):
+        raise UserError(f"{described}: --calibrate measures that; remove one of them")
     if args.write and not args.search:
         raise UserError("--write: writes what --search finds; add --search")
     if args.write and args.write.exists():
         raise UserError(f"--write: {args.write} exists; name another file")
     if not (args.preset or args.config):
         raise UserError("plan: which model? add --preset, or --config with model.path; see `llama405b plan --help`")
+
+
+def _described(args: argparse.Namespace, words: Sequence[str]) -> str:
+    """Return what on the command line describes other machines than were measured; '' if nothing."""
+    options = [f"--{name}" for name in MEASURED if getattr(args, name)]
+    return next(iter([*options, *(f"--what-if {word}" for word in words if word.partition("=")[0] in MEASURED)]), "")
+
+
+def _kept(args: argparse.Namespace, words: Sequence[str]) -> tuple[Calibration | None, list[str]]:
+    """Return what was measured on the hosts, and a line if it is not used since others are described."""
+    found = kept(args.hosts) if args.hosts else None
+    if found and (described := _described(args, words)):
+        return None, [f"not used     what was measured on these hosts, since {described} describes others"]
+    return found, []
 
 
 def _has_data(args: argparse.Namespace, settings: Sequence[str]) -> bool:
@@ -177,8 +191,8 @@ def _config(asked: Config, machines: Machines) -> Config:
     return asked
 
 
-def _outlook(asked: Config, preset: str, machines: Machines) -> Outlook:
-    """Predict the planned run.
+def _outlook(asked: Config, preset: str, measured: Calibration | None, machines: Machines) -> Outlook:
+    """Predict the planned run, with what was measured of it or of others there.
 
     Raises:
         UserError: The model's shape is not known.
@@ -190,7 +204,8 @@ def _outlook(asked: Config, preset: str, machines: Machines) -> Outlook:
     load = dataclasses.replace(Load.of(llama, asked, machines.world), ranks_per_host=machines.slots)
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
-    return Outlook.of(load, cluster, machines.ram_bytes)
+    outlook = Outlook.of(load, cluster, machines.ram_bytes)
+    return outlook.calibrated(measured) if measured else outlook
 
 
 def _calibrated(args: argparse.Namespace, settings: Sequence[str], load: Load) -> Calibration:
