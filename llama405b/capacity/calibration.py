@@ -66,16 +66,19 @@ class Calibration:
     more: Point
     other: Point | None  # as ``more``, with another micro-batch; None: that failed
     alone: Alone
-    made: str = ""  # the day
+    hosts: tuple[str, ...]  # their names
+    gpu: str  # of each
+    made: str  # the day
 
     def fits(self, load: Load) -> bool:
         """Whether its steps are those of such a run: only how many checkpoints are kept may differ."""
         return dataclasses.replace(load, keep=self.load.keep, mtbf_s=self.load.mtbf_s) == self.load
 
-    def knows(self, load: Load) -> bool:
-        """Whether its rates hold for such a run: the model, the sequence and the numerics are the same."""
+    def knows(self, load: Load, gpu: Gpu) -> bool:
+        """Whether its rates hold for such a run: the GPUs, the model, the sequence and the numerics are the same."""
         ours = self.load
-        return (load.llama, load.seq_len, load.numerics) == (ours.llama, ours.seq_len, ours.numerics)
+        same = (load.llama, load.seq_len, load.numerics) == (ours.llama, ours.seq_len, ours.numerics)
+        return same and gpu.name == self.gpu
 
     def applied(self, needs: Estimate) -> Estimate:
         """Return the run's estimate with its own steps in place of what rates give."""

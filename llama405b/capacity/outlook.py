@@ -52,8 +52,8 @@ class Outlook:
         return cls(load, cluster, ram_bytes, estimate(load, cluster))
 
     def calibrated(self, found: Calibration) -> "Outlook":
-        """Return it with what was measured there; unchanged if that was with another model, sequence or numerics."""
-        if not found.knows(self.load):
+        """Return it with what was measured there; unchanged if that was with other GPUs, or another model, sequence or numerics."""
+        if not found.knows(self.load, self.cluster.gpu):
             return self
         cluster = found.measured(self.cluster)
         needs = estimate(self.load, cluster)

@@ -10,6 +10,8 @@ from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook, best, remedies
 from llama405b.contract import reader
 from llama405b.contract.weights import Llama
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.run import calibrations
 
 LLAMA = Llama(12, 256, 704, 4, 2, 64, 2048, False, False, False, 1024)
 LOAD = Load(LLAMA, "fp32", "none", 2, 256, 4, 8, ranks_per_host=1)
@@ -21,7 +23,7 @@ BIG = Load(
 
 
 def calibration(few=(0.01, 0.1, 0.2, 0.01, 600 * MIB), more=(0.01, 0.2, 0.5, 0.02, 700 * MIB)):
-    return Calibration(LOAD, Point(1, 4, 8, *few), Point(3, 4, 8, *more), None, ALONE, "today")
+    return Calibration(LOAD, Point(1, 4, 8, *few), Point(3, 4, 8, *more), None, ALONE, ("a", "b"), "cpu", "today")
 
 
 RATES = Alone(0.12, 2e12, 150e9, 40e9, 150e9, 120e9, 2e-5, 4e9)
@@ -34,7 +36,7 @@ def measured(load=BIG, layer_s=0.2, delay_s=0.0, alone=RATES):
         step_s = layers * (micro * (layer_s - delay_s) + delay_s)
         return Point(layers, micro, micro * load.world, 0.0, step_s / 3, step_s * 2 / 3, 0.1, 30 << 30)
 
-    return Calibration(load, point(1, 1), point(3, 1), point(3, 2), alone, "today")
+    return Calibration(load, point(1, 1), point(3, 1), point(3, 2), alone, ("a",), "h100-80", "today")
 
 
 def outlook(load=LOAD, has=4096 * MIB):
@@ -83,6 +85,8 @@ def test_it_is_used_for_the_run_that_it_was_made_for_alone():
     for change in ({"seq_len": 128}, {"numerics": "pure-bf16"}, {"llama": dataclasses.replace(LLAMA, layers=13)}):
         other = outlook(dataclasses.replace(LOAD, **change))
         assert other.calibrated(found) == other
+    other = Outlook.of(LOAD, Cluster())
+    assert other.calibrated(found) == other  # another GPU
 
 
 def step(load, found, **change):
@@ -108,7 +112,7 @@ def test_steps_of_two_micro_batches_tell_a_share_from_a_delay(whole, delay_s):
         time = estimate(dataclasses.replace(BIG, llama=shape, micro_batch=micro, global_batch=32 * micro), truth).time
         return Point(layers, micro, 32 * micro, 0.0, time.forward_s, time.backward_s, 0.1, 30 << 30)
 
-    found = Calibration(BIG, point(1, 1), point(3, 1), point(3, 2), RATES)
+    found = dataclasses.replace(measured(), few=point(1, 1), more=point(3, 1), other=point(3, 2))
     rates = found.measured(Cluster()).rates
     assert (rates.whole, rates.delay_s) == pytest.approx((whole, delay_s), abs=1e-9)
     once = dataclasses.replace(found, other=None).measured(Cluster()).rates
@@ -197,3 +201,13 @@ def test_waiting_for_updates_is_not_taken_for_the_forward():
     ]
     waited = dataclasses.replace(found, more=waits[0], other=waits[1])
     assert waited.measured(Cluster()).rates == found.measured(Cluster()).rates
+
+
+def test_it_is_kept_for_its_hosts(tmp_path):
+    hosts, found = tmp_path / "hosts", calibration()
+    assert calibrations.kept(hosts, [Host("a", "hosts:1")]) is None
+    calibrations.keep(hosts, found)
+    assert calibrations.kept(hosts, [Host("b", "hosts:2")]) == found
+    assert calibrations.kept(hosts, [Host("a", "hosts:1"), Host("c", "hosts:3")]) is None
+    (tmp_path / "hosts.calibration.json").write_text('{"load": 3}')
+    assert calibrations.kept(hosts, [Host("a", "hosts:1")]) is None

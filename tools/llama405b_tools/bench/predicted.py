@@ -42,7 +42,7 @@ def predicted(hosts: Sequence[Host], file: Path, repeat: int) -> int:
             request = _request(file)
             whole = point(request, hosts, fleet, 0)
             plan = _uncalibrated(request, world)
-            found = calibrate(request, hosts, fleet, plan.load, "")
+            found = calibrate(request, hosts, fleet, plan.load, plan.cluster.gpu, "")
             _tell(f"{number}", plan.calibrated(found).needs, whole)
             for name, flags in OTHERS.items():
                 other = _request(file, *flags)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llama405b.capacity.calibration import SIGN, Alone, Calibration, Point, measured_layers
 from llama405b.capacity.estimate import Load
+from llama405b.capacity.hardware import Gpu
 from llama405b.contract import command, reader
 from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import RunError
@@ -27,7 +28,9 @@ WARM, STEPS = 3, 15  # steps before those that are timed, and all
 STEP_LIMIT_S, RATES_LIMIT_S = 120.0, 240.0
 
 
-def calibrate(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Load, made: str) -> Calibration:
+def calibrate(
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Load, gpu: Gpu, made: str
+) -> Calibration:
     """Measure the run's steps with few of its layers, and the hosts' rates; nothing is left running. ``load``: the run as planned.
 
     Raises:
@@ -40,7 +43,8 @@ def calibrate(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load:
         other = point(request, hosts, fleet, more.layers, micro_batch, micro_batch * load.world)
     except RunError:  # it may not fit
         other = None
-    return Calibration(load, few, more, other, alone(request, hosts, fleet, load), made)
+    rates = alone(request, hosts, fleet, load)
+    return Calibration(load, few, more, other, rates, tuple(host.name for host in hosts), gpu.name, made)
 
 
 def point(

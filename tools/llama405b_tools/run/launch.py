@@ -56,7 +56,7 @@ def launch(
     check_training(request, plan)
     if faults := room_faults(request, plan, answers):
         raise RunError(fault_list(faults, len(hosts)))
-    if outlook := expected(request, plan, answers, kept(request.hosts_file)):
+    if outlook := expected(request, plan, answers, kept(request.hosts_file, hosts)):
         if (why := misfit(outlook)) and not (request.allow_misfit or again):
             raise UserError(
                 f"{why}; `llama405b plan` says what would fit, and --allow-misfit starts it nonetheless. Nothing was started"

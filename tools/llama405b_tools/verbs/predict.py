@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     machines, assumed = _machines(args, on_cpu=asked.config.parallel.device == "cpu")
     on_these, words = _config(asked.config, machines), _alternatives(args.what_if)
     if args.calibrate:
-        load = _outlook(on_these, args.preset, None, machines).load
-        keep(args.hosts, _calibrated(args, settings, load))
+        plain = _outlook(on_these, args.preset, None, machines)
+        keep(args.hosts, _calibrated(args, settings, plain.load, plain.cluster.gpu))
     measured, not_used = _kept(args, words)
     predict = functools.partial(_outlook, on_these, args.preset, measured)
     outlook = predict(machines)
@@ -164,7 +164,7 @@ def _described(args: argparse.Namespace, words: Sequence[str]) -> str:
 
 def _kept(args: argparse.Namespace, words: Sequence[str]) -> tuple[Calibration | None, list[str]]:
     """Return what was measured on the hosts, and a line if it is not used since others are described."""
-    found = kept(args.hosts) if args.hosts else None
+    found = kept(args.hosts, read_hosts(args.hosts)) if args.hosts else None
     if found and (described := _described(args, words)):
         return None, [f"not used     what was measured on these hosts, since {described} describes others"]
     return found, []
@@ -208,7 +208,7 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
     return outlook.calibrated(measured) if measured else outlook
 
 
-def _calibrated(args: argparse.Namespace, settings: Sequence[str], load: Load) -> Calibration:
+def _calibrated(args: argparse.Namespace, settings: Sequence[str], load: Load, gpu: Gpu) -> Calibration:
     """Measure the planned run's steps on the hosts.
 
     Raises:
@@ -221,7 +221,7 @@ def _calibrated(args: argparse.Namespace, settings: Sequence[str], load: Load) -
         raise UserError("--calibrate: on CPUs it measures --parallel.offload none alone; use that")
     hosts = read_hosts(args.hosts)
     with Fleet(hosts) as fleet:
-        return calibrate(request, hosts, fleet, load, time.strftime("%Y-%m-%d"))
+        return calibrate(request, hosts, fleet, load, gpu, time.strftime("%Y-%m-%d"))
 
 
 def _machines(args: argparse.Namespace, *, on_cpu: bool) -> tuple[Machines, list[str]]:
