@@ -37,6 +37,16 @@ class Point:
     peak_bytes: int  # of rank 0: its GPU, with what the allocator keeps, or its process
     waited_s: float = 0.0  # of the forward, for updates in host memory
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: Steps have no layers, no sequences or no time.
+        """
+        counts, times = (self.layers, self.micro_batch, self.global_batch), (self.forward_s, self.backward_s)
+        if min(counts) < 1 or not all(0 < each < math.inf for each in times):
+            raise ValueError("a step is of nothing, or takes no time")
+
     @property
     def step_s(self) -> float:
         """All of it."""
@@ -55,6 +65,17 @@ class Alone:
     scatter: float  # the same of a reduce-scatter
     hop_s: float  # of a small all-gather, by ranks but one
     disk: float  # a host writes checkpoints
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: A rate is not positive.
+        """
+        links = {self.gather, self.scatter, self.hop_s}
+        alone = {self.layer_s, self.device_update, self.host_update, self.copies, self.disk}
+        if not all(0 < each < math.inf for each in (alone | links if any(links) else alone)):
+            raise ValueError("a rate is not positive")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Calibrations: lines through two measurements, rates for other settings, and to which runs they apply."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -211,3 +212,22 @@ def test_it_is_kept_for_its_hosts(tmp_path):
     assert calibrations.kept(hosts, [Host("a", "hosts:1"), Host("c", "hosts:3")]) is None
     (tmp_path / "hosts.calibration.json").write_text('{"load": 3}')
     assert calibrations.kept(hosts, [Host("a", "hosts:1")]) is None
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("alone", {"layer_s": 0.0}),
+        ("alone", {"gather": 0.0}),
+        ("alone", {"disk": -1.0}),
+        ("few", {"layers": 0}),
+        ("more", {"forward_s": 0.0}),
+    ],
+)
+def test_what_cannot_have_been_measured_is_not_read(tmp_path, part, change):
+    calibrations.keep(tmp_path / "hosts", calibration())
+    file = tmp_path / "hosts.calibration.json"
+    kept = json.loads(file.read_text())
+    kept[part] |= change
+    file.write_text(json.dumps(kept))
+    assert calibrations.kept(tmp_path / "hosts", [Host("a", "hosts:1")]) is None

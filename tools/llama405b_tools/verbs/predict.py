@@ -146,8 +146,9 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use a number of at least 0")
     if args.calibrate and not args.hosts:
         raise UserError("--calibrate: measures on hosts; name a hosts file")
-    if args.calibrate and (described := _described(args, [])):
-        raise UserError(f"{described}: --calibrate measures that; remove one of them")
+    for name in ("nodes", "slots", "gpu", "ram", "nic", "disk"):
+        if args.calibrate and getattr(args, name):
+            raise UserError(f"--{name}: --calibrate measures the hosts as they are; remove one of them")
     if args.write and not args.search:
         raise UserError("--write: writes what --search finds; add --search")
     if args.write and args.write.exists():
