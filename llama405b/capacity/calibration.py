@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from llama405b.capacity.estimate import Cluster, Estimate, Load, estimate, setting_of
+from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Estimate, Load, estimate, setting_of
 from llama405b.capacity.hardware import Gpu
 from llama405b.capacity.step_time import Rates, StepTime, layer_s
 
@@ -91,15 +91,24 @@ class Calibration:
     gpu: str  # of each
     made: str  # the day
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: The layers do not grow, or a count is not positive.
+        """
+        load, counts = self.load, (self.load.micro_batch, self.load.ranks_per_host, self.load.world)
+        if min(counts) < 1 or not self.few.layers <= self.more.layers <= load.llama.layers:
+            raise ValueError("its layers or ranks cannot be")
+
     def fits(self, load: Load) -> bool:
         """Whether its steps are those of such a run: only how many checkpoints are kept may differ."""
         return dataclasses.replace(load, keep=self.load.keep, mtbf_s=self.load.mtbf_s) == self.load
 
     def knows(self, load: Load, gpu: Gpu) -> bool:
-        """Whether its rates hold for such a run: the GPUs, the model, the sequence and the numerics are the same."""
-        ours = self.load
-        same = (load.llama, load.seq_len, load.numerics) == (ours.llama, ours.seq_len, ours.numerics)
-        return same and gpu.name == self.gpu
+        """Whether its rates hold for such a run: GPUs, model, sequence, numerics, attention and packing are the same."""
+        same = ("llama", "seq_len", "numerics", "attention", "packing")
+        return gpu.name == self.gpu and all(getattr(load, name) == getattr(self.load, name) for name in same)
 
     def applied(self, needs: Estimate) -> Estimate:
         """Return the run's estimate with its own steps in place of what rates give."""
@@ -116,31 +125,33 @@ class Calibration:
         paced = self._paced(cluster)
         assert paced.rates
         whole, delay_s = self._beside(paced)
+        walked = estimate(self._load_of(self.more)).peak.total
         return dataclasses.replace(
             paced,
             rates=dataclasses.replace(paced.rates, whole=whole, delay_s=delay_s),
-            runtime_bytes=max(0.0, self.more.peak_bytes - estimate(self._load_of(self.more)).peak.total),
+            runtime_bytes=(0 if cluster.gpu.is_cpu else RUNTIME_BYTES) + max(0.0, self.more.peak_bytes - walked),
         )
 
     def _beside(self, paced: Cluster) -> tuple[float, float]:
         """What steps of two micro-batches took beside the rates: a share of the time these give, and a delay of every layer."""
 
-        def given(point: Point) -> float:
-            """Seconds of a micro-batch and layer."""
+        def seconds(point: Point) -> tuple[float, float]:
+            """What the rates give for a micro-batch and layer, and what it took."""
             time = estimate(self._load_of(point), paced).time
             assert time
-            return (time.forward_s + time.backward_s) / self._passes(point)
+            # The host waits while a GPU computes what it was given before: no wait makes a forward faster than its rates.
+            forward_s = max(point.forward_s - point.waited_s, min(point.forward_s, time.forward_s))
+            passes = self._passes(point)
+            return (time.forward_s + time.backward_s) / passes, (forward_s + point.backward_s) / passes
 
-        def took(point: Point) -> float:
-            return (point.forward_s - point.waited_s + point.backward_s) / self._passes(point)
-
-        one, other = self.more, self.other
-        if other and given(one) != given(other):
-            whole = (took(one) - took(other)) / (given(one) - given(other))
-            delay_s = took(one) - whole * given(one)
+        given, took = seconds(self.more)
+        other_given, other_took = seconds(self.other) if self.other else (given, took)
+        if given != other_given:
+            whole = (took - other_took) / (given - other_given)
+            delay_s = took - whole * given
             if WHOLE[0] <= whole <= WHOLE[1] and delay_s >= 0:
                 return whole, delay_s
-        return took(one) / given(one), 0.0
+        return took / given, 0.0
 
     def _load_of(self, point: Point) -> Load:
         llama = dataclasses.replace(self.load.llama, layers=point.layers)

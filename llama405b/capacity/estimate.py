@@ -12,7 +12,7 @@ from llama405b.capacity.hardware import GIB, Gpu, read_gpus
 from llama405b.capacity.memory import Job, Peak, peak
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import Rates, StepTime, step_time
-from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Moments, Numerics, Offload, Parallel
+from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
 from llama405b.contract.weights import Llama
 
 RANKS_PER_HOST = 8
@@ -59,6 +59,8 @@ class Load:
     wrap: tuple[str, ...] = Parallel().wrap
     ranks_per_host: int = RANKS_PER_HOST
     mtbf_s: float = Checkpoint().mtbf * 3600  # between failures of one rank
+    attention: str = "auto"
+    packing: str = Data().packing
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int) -> "Load":
@@ -76,6 +78,8 @@ class Load:
             config.parallel.moments,
             config.parallel.wrap,
             mtbf_s=config.checkpoint.mtbf * 3600,
+            attention=config.model.attention,
+            packing=config.data.packing,
         )
 
     @property
@@ -118,7 +122,7 @@ class Load:
             "states": (weight, gradient, self.moment_bytes),
             "full": (weight * PINNED, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
         }[self.offload]
-        on_host = self.llama.parameters / self.hosts
+        on_host = self.llama.parameters * self.ranks_per_host / max(self.world, self.ranks_per_host)
         return {name: size * on_host for name, size in zip(KINDS, parts, strict=True) if size}
 
     @property

@@ -12,6 +12,7 @@ from llama405b.contract.phrases import did_you_mean, reason_of
 TABLE = Path(__file__).with_name("hardware.toml")
 GIB = 1 << 30
 ABOUT = 0.1
+LARGEST = 1e9  # of any number in the file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def gpu_like(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None
 
 def _number(gpu: dict[str, object], key: str) -> float:
     found = float(str(gpu[key]))
-    if not 0 < found < math.inf:
+    if not 0 < found <= LARGEST:
         raise ValueError(f"{key} is {found:g}")
     return found
 
@@ -86,5 +87,5 @@ def _parsed(file: Path) -> dict[str, Gpu]:
         }  # fmt: skip
     except OSError as error:
         raise UserError(f"--hardware: {file}: cannot be read ({reason_of(error)}); correct the path") from None
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise UserError(f"--hardware: {file}: {error}; write [gpu.NAME] with the fields of {TABLE}") from None

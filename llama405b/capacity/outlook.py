@@ -92,8 +92,9 @@ class Outlook:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step: a GPU has at least one micro-batch."""
-        return max(self.load.global_batch, self.load.micro_batch * self.load.world) * self.load.seq_len
+        """Tokens of a step: whole micro-batches of every GPU, at least one."""
+        together = self.load.micro_batch * self.load.world
+        return max(1, self.load.global_batch // together) * together * self.load.seq_len
 
     @property
     def tokens_per_s(self) -> float | None:

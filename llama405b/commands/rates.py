@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig
 
-from llama405b import ranks
+from llama405b import cores, ranks
 from llama405b.batch import Batch
 from llama405b.capacity.calibration import SIGN, Alone
 from llama405b.capacity.estimate import Load
@@ -40,12 +40,14 @@ def main(argv: Sequence[str]) -> int:
     """Measure as one of the ranks that torchrun has started."""
     parser = argparse.ArgumentParser(prog="llama405b.commands.rates", description=__doc__)
     parser.add_argument("--load", type=lambda text: reader.loads(Load, text, "--load"), required=True)
-    parser.add_argument("--attention", default="auto")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--bind", choices=("auto", "off"), default="auto")
     args = parser.parse_args(argv)
     me = ranks.join(args.device, TIMEOUT_S)
-    layer = slowest(me, layer_pass(args.load, args.attention, me))
+    if args.bind == "auto":
+        cores.bind(me)
+    layer = slowest(me, layer_pass(args.load, me))
     n = (64 << 20) if me.on_gpu else (4 << 20)  # elements
     on_device = UPDATE_BYTES * n / slowest(me, device_update(n, me))
     in_host = UPDATE_BYTES * n * args.load.ranks_per_host / slowest(me, host_update(n))
@@ -63,7 +65,25 @@ def slowest(me: Ranks, act: Callable[[], object]) -> float:
     return micros / 1e6
 
 
-def layer_pass(load: Load, attention: str, me: Ranks) -> Callable[[], None]:
+def layer_pass(load: Load, me: Ranks) -> Callable[[], None]:
+    """Return what takes a layer forward and back, with the first attention that runs here.
+
+    Raises:
+        Exception: The last that is there does not run; its own.
+    """
+    dtype = DTYPES[COMPUTE_BYTES[load.numerics]]
+    *others, last = [name for name in candidates(load.attention) if not lack(name, me.device, dtype)]
+    for kernel in others:
+        act = layer_with(kernel, load, me)
+        try:
+            act()
+        except Exception:  # noqa: BLE001 - whatever an installed kernel that does not fit says
+            continue
+        return act
+    return layer_with(last, load, me)
+
+
+def layer_with(kernel: str, load: Load, me: Ranks) -> Callable[[], None]:
     """Build one decoder layer of the run, unsharded; returns what takes it forward and back, recomputed, over a micro-batch."""
     shape, dtype = load.llama, DTYPES[COMPUTE_BYTES[load.numerics]]
     config = LlamaConfig(
@@ -71,7 +91,6 @@ def layer_pass(load: Load, attention: str, me: Ranks) -> Callable[[], None]:
         num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, num_hidden_layers=1, vocab_size=8,
         attention_bias=shape.attention_bias, mlp_bias=shape.mlp_bias, max_position_embeddings=load.seq_len,
     )  # fmt: skip
-    kernel = next(name for name in candidates(attention) if not lack(name, me.device, dtype))
     model = llama.build_on_meta(config, kernel, dtype).to_empty(device=me.device)
     llama.restore_buffers(model, config, me.device)
     for parameter in model.parameters():
@@ -133,14 +152,16 @@ def collectives(load: Load, me: Ranks) -> tuple[float, float, float]:
         torch.zeros(n * me.world, device=me.device, dtype=dtype),
         torch.zeros(n, device=me.device, dtype=dtype),
     )
-    few = torch.zeros(1, device=me.device)
-    bus_bytes = (me.world - 1) / me.world * whole.nbytes
-    hop_s = slowest(me, functools.partial(dist.all_gather_into_tensor, few.new_zeros(me.world), few)) / (me.world - 1)
-    return (
-        bus_bytes / slowest(me, functools.partial(dist.all_gather_into_tensor, whole, part)),
-        bus_bytes / slowest(me, functools.partial(dist.reduce_scatter_tensor, part, whole)),
-        hop_s,
-    )
+    few, many = torch.zeros(1, device=me.device), torch.zeros(me.world, device=me.device)
+    hop_s = slowest(me, functools.partial(dist.all_gather_into_tensor, many, few)) / (me.world - 1)
+    latency_s = hop_s * (me.world - 1) * (load.hosts > 1)  # which is counted by itself between hosts
+
+    def rate(act: Callable[[], object]) -> float:
+        seconds = slowest(me, act)
+        return (me.world - 1) / me.world * whole.nbytes / max(seconds / 2, seconds - latency_s)
+
+    gather = rate(functools.partial(dist.all_gather_into_tensor, whole, part))
+    return gather, rate(functools.partial(dist.reduce_scatter_tensor, part, whole)), hop_s
 
 
 def disk(directory: Path, load: Load, me: Ranks) -> float:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from llama405b.capacity.calibration import Alone, Calibration, Point, measured_layers
-from llama405b.capacity.estimate import Cluster, Load, estimate
+from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Load, estimate
 from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook, best, remedies
 from llama405b.contract import reader
@@ -231,3 +231,30 @@ def test_what_cannot_have_been_measured_is_not_read(tmp_path, part, change):
     kept[part] |= change
     file.write_text(json.dumps(kept))
     assert calibrations.kept(tmp_path / "hosts", [Host("a", "hosts:1")]) is None
+
+
+def test_a_host_that_waits_while_its_gpu_computes_is_no_slower():
+    found = measured()
+    cluster = found.measured(Cluster())
+    forward_s = [estimate(found._load_of(point), cluster).time.forward_s for point in (found.more, found.other)]
+    more, other = (
+        dataclasses.replace(point, forward_s=s, backward_s=2 * s, waited_s=0.9 * s)
+        for point, s in zip((found.more, found.other), forward_s, strict=True)
+    )
+    waits = dataclasses.replace(found, more=more, other=other)
+    alone = dataclasses.replace(
+        waits, more=dataclasses.replace(more, waited_s=0), other=dataclasses.replace(other, waited_s=0)
+    )
+    assert waits.measured(Cluster()).rates.whole > 0.8 * alone.measured(Cluster()).rates.whole
+
+
+def test_cuda_and_nccl_are_counted_beside_what_the_allocator_held():
+    assert measured().measured(Cluster()).runtime_bytes >= RUNTIME_BYTES
+    assert outlook().calibrated(calibration()).cluster.runtime_bytes < 700 * MIB
+
+
+def test_hosts_that_differ_and_batches_that_do_not_divide():
+    uneven = dataclasses.replace(BIG, world=12, ranks_per_host=8, global_batch=12)
+    assert uneven.host_bytes["moments"] == pytest.approx(8 * BIG.llama.parameters * 8 / 12)
+    rest = dataclasses.replace(BIG, world=24, global_batch=64)
+    assert Outlook.of(rest, Cluster()).step_tokens == 48 * 4096

@@ -176,7 +176,7 @@ def test_hardware_that_cannot_be(tmp_path, number):
         ([*LARGE, "--gpu", "h100"], r"--gpu: 'h100' is not known \(did you mean 'h100-80'\?\); known are "),
         ([*LARGE, "--ram", "lots"], "--ram: 'lots' is not a number with GiB or TiB; correct it"),
         ([*LARGE, "--nic", "400"], "--nic: '400' is not a number with Gb/s or GB/s; correct it"),
-        ([*LARGE, "--nodes", "0"], "--nodes: 0 is too small; use 1 or more"),
+        ([*LARGE, "--nodes", "0"], "--nodes: 0 is out of range; use 1 to 99999"),
         ([*LARGE, "--tokens", "-1"], "--tokens: -1.0 is out of range"),
         ([*LARGE, "--write", "a.toml"], "--write: writes what --search finds; add --search"),
         ([*LARGE, "--nodes", "3"], "global_batch_size"),
@@ -190,6 +190,17 @@ def test_hardware_that_cannot_be(tmp_path, number):
             "no data sheet tells how fast a CPU trains; measure it",
         ),
         ([*LARGE, "--disk", "fast"], "--disk: 'fast' is not a number with Gb/s or GB/s; correct it"),
+        ([*LARGE, "--disk", "9" * 400 + "GB/s"], "--disk: '9+GB/s' is not a number"),
+        ([*LARGE, "--ram", ".GiB"], "--ram: '.GiB' is not a number with GiB or TiB; correct it"),
+        ([*LARGE, "--nodes", "9" * 400], "--nodes: 9+ is out of range; use 1 to 99999"),
+        ([*LARGE, "--tokens", "1e308"], "--tokens: 1e\\+308 is out of range"),
+        ([*LARGE, "--what-if", "nodes=" + "9" * 5000], "--what-if: 'nodes=9+' is none of nodes=N, "),
+        (
+            [*LARGE, "--model.layers", "1000000"],
+            "--model.layers: 1000000, but llama3.1-405b has 126; lower it, or omit it",
+        ),
+        ([*LARGE, "--search", "--write", f"{__file__}/a.toml"], "--write: .*/a.toml cannot be written"),
+        ([*LARGE, "--search", "--write", "a" * 300], "--write: a+ cannot be written"),
     ],
 )
 def test_bad_input(words, message):

@@ -5,6 +5,7 @@ import shutil
 import pytest
 from fakes import FakeFleet
 
+from llama405b.capacity.calibration import Alone, Calibration, Point
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import Node
@@ -299,10 +300,10 @@ def test_disks_are_counted_before_a_launch():
     assert room("--checkpoint.dir", "/c", llama=None) == {}
 
 
-def outlook(*flags, gpu="NVIDIA H100 80GB HBM3", mib=81559, llama=LARGE, ram_gib=2000, **more):
+def outlook(*flags, gpu="NVIDIA H100 80GB HBM3", mib=81559, llama=LARGE, ram_gib=2000, measured=None, **more):
     """What launch expects of a run on three hosts of eight such GPUs."""
     has = {"gpu": gpu, "gpu_bytes": mib << 20, "llama": llama, "memory_bytes": ram_gib << 30, **more}
-    return expected(*planned(("--training.global_batch_size", "24", *flags), [has] * 3))
+    return expected(*planned(("--training.global_batch_size", "24", *flags), [has] * 3), measured)
 
 
 def test_what_cannot_fit_is_known_before_a_launch():
@@ -327,7 +328,21 @@ def test_what_cannot_fit_is_known_before_a_launch():
     assert outlook(gpu="NVIDIA Q9000") is None
     assert outlook(llama=None) is None
     request, plan, said = planned((), [{"llama": LARGE, "gpu": name, "gpu_bytes": 1 << 36} for name in "abc"])
-    assert expected(request, plan, said) is None
+    assert expected(request, plan, said, None) is None
+
+
+def test_what_was_measured_is_expected():
+    flags = ("--parallel.offload", "states")
+    plain = outlook(*flags)
+    few, more = (Point(layers, 1, 24, 0.0, 0.1 * layers, 0.3 * layers, 0.5, 20 << 30) for layers in (1, 3))
+    alone = Alone(0.3, 1e12, 100e9, 20e9, 100e9, 90e9, 1e-5, 2e9)
+    measured = Calibration(plain.load, few, more, None, alone, ("a", "b", "c"), "h100-80", "today")
+    assert outlook(*flags, measured=measured).needs.step_s == pytest.approx(126 * 0.4 + 0.5)
+    assert outlook("--parallel.offload", "full", measured=measured).calibration == measured
+    assert outlook(*flags, measured=dataclasses.replace(measured, gpu="h200-141")) == plain
+    on_cpus = dataclasses.replace(plain.load, offload="none")
+    measured = dataclasses.replace(measured, load=on_cpus, gpu="cpu")
+    assert outlook("--parallel.device", "cpu", measured=measured).cluster.gpu.is_cpu
 
 
 def test_launch_says_how_loading_would_be_faster():

@@ -37,7 +37,9 @@ def calibrate(
         UserError: The request is wrong; nothing was started.
         RunError: A host is not fit, or it fails there.
     """
-    few, more = (point(request, hosts, fleet, layers) for layers in measured_layers(load.llama.layers))
+    fewest, most = measured_layers(load.llama.layers)
+    few = point(request, hosts, fleet, fewest)
+    more = point(request, hosts, fleet, most) if most > fewest else few
     micro_batch = load.micro_batch // 2 or 2
     try:
         other = point(request, hosts, fleet, more.layers, micro_batch, micro_batch * load.world)
@@ -72,7 +74,7 @@ def point(
         with _quiet():
             watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= STEPS)
     finally:
-        end_everywhere(plan, fleet, discard=True)
+        end_everywhere(plan, fleet)
     if watch.newest_step < STEPS:
         worst = watch.worst()
         why = f"{worst.host}: {failure_words(worst)}" if worst else f"it ended before step {STEPS}"
@@ -91,14 +93,7 @@ def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Loa
     assert request.config
     run = f"{request.run}-rates"
     checkpoints = request.config.checkpoint.dir or str(RunDir(Path("runs", run)).checkpoints)
-    options = [
-        "--load",
-        reader.dumps(load),
-        "--attention",
-        request.config.model.attention,
-        "--checkpoints",
-        checkpoints,
-    ]
+    options = ["--load", reader.dumps(load), "--checkpoints", checkpoints, "--bind", request.config.parallel.numa]
     program = ("-m", "llama405b.commands.rates", *options, "--device", request.config.parallel.device)
     trial = dataclasses.replace(
         request, run=run, config=None, flags=(), program=program, hides_gpus=request.on_cpu, restart=0
@@ -134,6 +129,8 @@ def _trial_of(request: LaunchRequest, name: str, settings: Mapping[str, object])
         "model.weights": "random",
         "training.max_steps": STEPS,
         "checkpoint.every": 0,
+        "checkpoint.dir": "",
+        "checkpoint.keep_best": "false",
     }
     if request.config and request.config.evaluation.every:
         settings["evaluation.every"] = 10 * STEPS  # after the last step alone

@@ -23,5 +23,10 @@ def kept(hosts_file: Path, hosts: Sequence[Host]) -> Calibration | None:
     return found if {host.name for host in hosts} <= {*found.hosts} else None
 
 
+def is_kept(hosts_file: Path) -> bool:
+    """Whether anything was."""
+    return _file_of(hosts_file).exists()
+
+
 def _file_of(hosts_file: Path) -> Path:
     return hosts_file.with_name(f"{hosts_file.name}.calibration.json")

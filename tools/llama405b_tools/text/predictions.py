@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Load
 from llama405b.capacity.hardware import GIB
-from llama405b.capacity.outlook import Fit, Outlook, largest_micro_batch, remedies
+from llama405b.capacity.outlook import MEMORY_SPREAD, Fit, Outlook, largest_micro_batch, remedies
 from llama405b.capacity.step_time import StepTime
 
 FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
@@ -34,7 +34,7 @@ def prediction(outlook: Outlook, asked: Asked) -> list[str]:
             if outlook.ram_bytes
             else " GiB (say --ram to compare)"
         )
-        spread = _spread(needs.host_bytes / GIB, outlook.memory_spread)
+        spread = _spread(needs.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
         lines.append(f"host memory  {spread}{has}, per host: {_parts(needs.held_by_host)}")
     lines += [*_time(outlook, asked), *_files(outlook)]
     if outlook.calibration:

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +25,18 @@ from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
+from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.schema import Config
 from llama405b_tools.doctor.machines import Machines, machines_of
 from llama405b_tools.doctor.rules.of_host import Needs
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
-from llama405b_tools.run.calibrations import keep, kept
+from llama405b_tools.run.calibrations import is_kept, keep, kept
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.text.predictions import Asked, comparison, prediction, ranking
 
@@ -40,8 +44,10 @@ CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.mic
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
 USUAL = "h100-80"
 ASSUMED = Machines(1, 8, None, 0.0, 400e9)  # eight links of 400 Gbit/s
-RATE = re.compile(r"([0-9.]+) *(Gb/s|GB/s)")
-SIZE = re.compile(r"([0-9.]+) *(GiB|TiB)")
+RATE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
+SIZE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB)")
+WHOLE = re.compile("[1-9][0-9]{0,4}")
+MOST, LARGEST = 99_999, 1e18
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,27 +60,32 @@ def main(argv: Sequence[str]) -> int:
     asked = command.parse(
         [*source_flags(args), *settings, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])]
     )
-    machines, assumed = _machines(args, on_cpu=asked.config.parallel.device == "cpu")
-    on_these, words = _config(asked.config, machines), _alternatives(args.what_if)
+    hosts = read_hosts(args.hosts) if args.hosts else ()
+    machines, assumed = _machines(args, hosts, on_cpu=asked.config.parallel.device == "cpu")
+    on_these = _config(asked.config, machines)
+    changed = {word: _changed(machines, word, args) for word in _alternatives(args.what_if)}
+    plain = _outlook(on_these, args.preset, None, machines)
     if args.calibrate:
-        plain = _outlook(on_these, args.preset, None, machines)
-        keep(args.hosts, _calibrated(args, settings, plain.load, plain.cluster.gpu))
-    measured, not_used = _kept(args, words)
+        _calibrate(args, settings, plain, hosts)
+    measured, why_not = _kept(args, hosts, plain)
     predict = functools.partial(_outlook, on_these, args.preset, measured)
     outlook = predict(machines)
     if outlook.cluster.gpu.is_cpu and not outlook.calibration:
+        unused = given("; what was measured on these hosts is not used: {}", why_not)
         raise UserError(
-            "--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate"
+            f"--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate{unused}"
         )
     found = best(outlook) if args.search else []
-    compared = {word: predict(_changed(machines, word, args)) for word in words}
+    compared = {word: predict(other) for word, other in changed.items()}
     if args.json:
         what_if = {word: _record(each, args) for word, each in compared.items()}
-        more = {"search": [_record(each, args) for each in found], "what_if": what_if}
+        more = {"search": [_record(each, args) for each in found], "what_if": what_if, "calibration_not_used": why_not}
         print(json.dumps(_record(outlook, args) | more))
     else:
         lines = prediction(outlook, Asked(args.tokens, args.price, args.measured))
-        lines += not_used if outlook.calibration else [*assumed, *not_used]
+        linked = measured and (measured.load.hosts > 1 or outlook.load.hosts == 1)  # or its links are assumed
+        lines += [] if linked else assumed
+        lines += [f"not used     what was measured on these hosts: {why_not}"] if why_not else []
         lines += ranking(found) if found else []
         lines += comparison({"as planned": outlook} | compared) if compared else []
         print("\n".join(lines))
@@ -139,36 +150,47 @@ def _check(args: argparse.Namespace) -> None:
         UserError: A number is out of range, or --write has nothing to write.
     """
     for name in ("nodes", "slots"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name}: {getattr(args, name)} is too small; use 1 or more")
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MOST:
+            raise UserError(f"--{name}: {getattr(args, name)} is out of range; use 1 to {MOST}")
     for name in ("tokens", "price", "measured"):
-        if not 0 <= getattr(args, name) < float("inf"):
-            raise UserError(f"--{name}: {getattr(args, name)} is out of range; use a number of at least 0")
+        if not 0 <= getattr(args, name) <= LARGEST:
+            raise UserError(f"--{name}: {getattr(args, name)} is out of range; use a number from 0 to {LARGEST:g}")
     if args.calibrate and not args.hosts:
         raise UserError("--calibrate: measures on hosts; name a hosts file")
-    for name in ("nodes", "slots", "gpu", "ram", "nic", "disk"):
-        if args.calibrate and getattr(args, name):
-            raise UserError(f"--{name}: --calibrate measures the hosts as they are; remove one of them")
+    other = next((f"--{name}" for name in ("nodes", "slots", "ram") if getattr(args, name)), _described(args))
+    if args.calibrate and other:
+        raise UserError(f"{other}: --calibrate measures the hosts as they are; remove one of them")
+    if args.calibrate and not os.access(args.hosts.absolute().parent, os.W_OK):
+        raise UserError(
+            f"--calibrate: {args.hosts.absolute().parent} cannot be written, and what it finds is kept there"
+        )
     if args.write and not args.search:
         raise UserError("--write: writes what --search finds; add --search")
-    if args.write and args.write.exists():
+    if args.write and os.path.lexists(args.write):
         raise UserError(f"--write: {args.write} exists; name another file")
     if not (args.preset or args.config):
         raise UserError("plan: which model? add --preset, or --config with model.path; see `llama405b plan --help`")
 
 
-def _described(args: argparse.Namespace, words: Sequence[str]) -> str:
+def _described(args: argparse.Namespace) -> str:
     """Return what on the command line describes other machines than were measured; '' if nothing."""
     options = [f"--{name}" for name in MEASURED if getattr(args, name)]
-    return next(iter([*options, *(f"--what-if {word}" for word in words if word.partition("=")[0] in MEASURED)]), "")
+    words = [f"--what-if {word}" for word in _alternatives(args.what_if) if word.partition("=")[0] in MEASURED]
+    return next(iter([*options, *words]), "")
 
 
-def _kept(args: argparse.Namespace, words: Sequence[str]) -> tuple[Calibration | None, list[str]]:
-    """Return what was measured on the hosts, and a line if it is not used since others are described."""
-    found = kept(args.hosts, read_hosts(args.hosts)) if args.hosts else None
-    if found and (described := _described(args, words)):
-        return None, [f"not used     what was measured on these hosts, since {described} describes others"]
-    return found, []
+def _kept(args: argparse.Namespace, hosts: Sequence[Host], plan: Outlook) -> tuple[Calibration | None, str]:
+    """Return what was measured for such a run on the hosts, or why something that was is not used."""
+    if not (hosts and is_kept(args.hosts)):
+        return None, ""
+    found = kept(args.hosts, hosts)
+    if found is None:
+        return None, "it is damaged, of another version, or of other hosts"
+    if described := _described(args):
+        return None, f"{described} describes others"
+    if not found.knows(plan.load, plan.cluster.gpu):
+        return None, "it is of another model, sequence, numerics, attention, packing or GPU"
+    return found, ""
 
 
 def _has_data(args: argparse.Namespace, settings: Sequence[str]) -> bool:
@@ -209,23 +231,26 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
     return outlook.calibrated(measured) if measured else outlook
 
 
-def _calibrated(args: argparse.Namespace, settings: Sequence[str], load: Load, gpu: Gpu) -> Calibration:
-    """Measure the planned run's steps on the hosts.
+def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook, hosts: Sequence[Host]) -> None:
+    """Measure the planned run on the hosts, and keep what is found.
 
     Raises:
         UserError: It cannot be launched there as it is, or is not measured.
-        RunError: It fails there.
+        RunError: It fails there, or what is found cannot be kept.
     """
     words = [str(args.hosts), "--run", f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}", *source_flags(args), *settings]
     request = asked_launch.parse([*words, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])], time.time())
-    if request.on_cpu and load.offload != "none":
+    if request.on_cpu and plan.load.offload != "none":
         raise UserError("--calibrate: on CPUs it measures --parallel.offload none alone; use that")
-    hosts = read_hosts(args.hosts)
     with Fleet(hosts) as fleet:
-        return calibrate(request, hosts, fleet, load, gpu, time.strftime("%Y-%m-%d"))
+        found = calibrate(request, hosts, fleet, plan.load, plan.cluster.gpu, time.strftime("%Y-%m-%d"))
+    try:
+        keep(args.hosts, found)
+    except OSError as error:
+        raise RunError(f"{args.hosts}: what was measured cannot be kept beside it ({reason_of(error)})") from None
 
 
-def _machines(args: argparse.Namespace, *, on_cpu: bool) -> tuple[Machines, list[str]]:
+def _machines(args: argparse.Namespace, hosts: Sequence[Host], *, on_cpu: bool) -> tuple[Machines, list[str]]:
     """What is said of the machines, or found on the hosts; also returns lines about what is assumed.
 
     Raises:
@@ -233,7 +258,7 @@ def _machines(args: argparse.Namespace, *, on_cpu: bool) -> tuple[Machines, list
         RunError: A host does not answer.
     """
     gpus = read_gpus(args.hardware)
-    found = _asked_hosts(args.hosts, gpus) if args.hosts else ASSUMED
+    found = _asked_hosts(hosts, gpus) if hosts else ASSUMED
     if on_cpu:
         found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / found.slots))
     if args.hosts and not (args.gpu or found.gpu):
@@ -269,10 +294,9 @@ def _changed(machines: Machines, word: str, args: argparse.Namespace) -> Machine
         UserError: It says nothing that is known.
     """
     name, _, value = word.partition("=")
-    if name == "nodes" and value.isdecimal() and int(value):
-        return dataclasses.replace(machines, nodes=int(value))
-    if name == "slots" and value.isdecimal() and int(value):
-        return dataclasses.replace(machines, slots=int(value))
+    if name in ("nodes", "slots") and WHOLE.fullmatch(value):
+        nodes, slots = (int(value), machines.slots) if name == "nodes" else (machines.nodes, int(value))
+        return dataclasses.replace(machines, nodes=nodes, slots=slots)
     if name == "gpu":
         return dataclasses.replace(machines, gpu=gpu_named(value, read_gpus(args.hardware)))
     if name == "ram":
@@ -286,14 +310,13 @@ def _changed(machines: Machines, word: str, args: argparse.Namespace) -> Machine
     )
 
 
-def _asked_hosts(file: Path, gpus: dict[str, Gpu]) -> Machines:
-    """Ask the hosts of a file.
+def _asked_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
+    """Ask the hosts.
 
     Raises:
         UserError: They are not alike, or have no GPU that is known.
         RunError: One does not answer.
     """
-    hosts = read_hosts(file)
     with Fleet(hosts) as fleet:
         visit = look(fleet, DEFAULT_PORT, Needs())
     if visit.lost:
@@ -305,7 +328,7 @@ def _asked_hosts(file: Path, gpus: dict[str, Gpu]) -> Machines:
 def _number(text: str, option: str, form: re.Pattern[str]) -> float:
     """Bytes, or bytes per second."""
     units = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB}
-    if not (found := form.fullmatch(text)) or found[1].count(".") > 1 or not float(found[1]):
+    if not (found := form.fullmatch(text)) or not float(found[1]):
         known = " or ".join(unit for unit in units if form.fullmatch(f"1{unit}"))
         raise UserError(f"{option}: {text!r} is not a number with {known}; correct it")
     return float(found[1]) * units[found[2]]
@@ -321,9 +344,15 @@ def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, cho
     lines = list[str]()
     for section, keys in itertools.groupby(sorted(name.split(".") for name in names), lambda name: name[0]):
         lines += [f"[{section}]", *(f"{key} = {json.dumps(values[section][key])}" for _, key in keys), ""]
-    write_atomic(args.write, "\n".join(lines))
+    try:
+        write_atomic(args.write, "\n".join(lines))
+    except OSError as error:
+        raise UserError(f"--write: {args.write} cannot be written ({reason_of(error)}); name another file") from None
     preset = f"--preset {args.preset} " if args.preset else ""
-    print(f"wrote {args.write}: `{front_door()} launch HOSTS {preset}--config {args.write}` trains with it")
+    print(
+        f"wrote {args.write}: `{front_door()} launch HOSTS {preset}--config {args.write}` trains with it",
+        file=sys.stderr,
+    )
 
 
 def _record(outlook: Outlook, args: argparse.Namespace) -> dict[str, object]:
