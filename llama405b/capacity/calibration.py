@@ -27,7 +27,7 @@ def measured_layers(layers: int) -> tuple[int, int]:
 class Point:
     """What steps with so many layers took, in the median."""
 
-    layers: int
+    layers: int  # 0: all that the model has
     micro_batch: int
     global_batch: int
     data_s: float
@@ -41,9 +41,9 @@ class Point:
         """Refuse what cannot be true.
 
         Raises:
-            ValueError: Steps have no layers, no sequences or no time.
+            ValueError: Steps have no sequences or no time.
         """
-        counts, times = (self.layers, self.micro_batch, self.global_batch), (self.forward_s, self.backward_s)
+        counts, times = (self.layers + 1, self.micro_batch, self.global_batch), (self.forward_s, self.backward_s)
         if min(counts) < 1 or not all(0 < each < math.inf for each in times):
             raise ValueError("a step is of nothing, or takes no time")
 
@@ -98,7 +98,7 @@ class Calibration:
             ValueError: The layers do not grow, or a count is not positive.
         """
         load, counts = self.load, (self.load.micro_batch, self.load.ranks_per_host, self.load.world)
-        if min(counts) < 1 or not self.few.layers <= self.more.layers <= load.llama.layers:
+        if min(counts) < 1 or not 1 <= self.few.layers <= self.more.layers <= load.llama.layers:
             raise ValueError("its layers or ranks cannot be")
 
     def fits(self, load: Load) -> bool:

@@ -258,3 +258,7 @@ def test_hosts_that_differ_and_batches_that_do_not_divide():
     assert uneven.host_bytes["moments"] == pytest.approx(8 * BIG.llama.parameters * 8 / 12)
     rest = dataclasses.replace(BIG, world=24, global_batch=64)
     assert Outlook.of(rest, Cluster()).step_tokens == 48 * 4096
+
+
+def test_a_step_of_all_layers_is_measured_too():
+    assert Point(0, 4, 8, 0.0, 0.1, 0.2, 0.01, 600 * MIB).step_s == pytest.approx(0.31)
