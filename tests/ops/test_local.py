@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from conftest import HOSTS, ROOT
 from llama405b.contract.hashes import Hashes
+from llama405b.contract.paths import RunDir
+from llama405b_tools.remote.tmux import tmux_socket
 from ops_rig import heartbeat, metrics, settings, wait_for
 
 
@@ -122,6 +124,30 @@ def test_two_runs_do_not_write_into_one_directory(work, cli, demo, corpus):
     assert of_first <= set((work / "shared").glob("step-*"))  # a run deletes only its own
 
 
+def test_a_run_outlives_commands_that_are_not_meant_for_it(work, cli):
+    (work / "sleeper.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(900)\n")
+    launch = ("launch", "--run", "r", "--", "sleeper.py")
+    assert cli(work, *launch).returncode == 0
+    other = work / "other"
+    other.mkdir()
+    (work / "elsewhere").write_text("".join(f"{line} workdir={other}\n" for line in HOSTS.splitlines()))
+    refused = cli(work, "stop", "elsewhere", "--run", "r")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"no host has 'r' in {other}/runs" in refused.stderr
+    failed = cli(work, "launch", "elsewhere", "--run", "r", "--setup-line", "false", "--follow", "--", "sleeper.py")
+    assert failed.returncode != 0
+    assert cli(work, "status").stdout.count("running") == 2
+
+    (work / "tail").write_text("node-x address=localhost slots=1\n" + HOSTS.splitlines()[1] + "\n")
+    stopped = cli(work, "stop", "tail", "--run", "r", "--grace", "0")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    told = {line.split()[0]: line for line in stopped.stdout.splitlines()}
+    assert told["node-x"].endswith("not a host of this run")
+    assert "running" in told["node-a"]
+    assert "no process left" in told["node-a"]
+    assert cli(work, "status").stdout.count("stopped") == 2
+
+
 def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     started = cli(work, "launch", "--run", "r", *settings(demo, corpus, steps=100_000))
     assert started.returncode == 0, started.stderr
@@ -143,27 +169,26 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     ] != []
     assert "running" in cli(work, "status").stdout
 
-    sessions = subprocess.run(
-        ["tmux", "-L", "llama405b-r", "ls", "-F", "#S"], capture_output=True, text=True, check=True
-    )
+    server = tmux_socket(RunDir(work / "runs" / "r"))
+    sessions = subprocess.run(["tmux", "-L", server, "ls", "-F", "#S"], capture_output=True, text=True, check=True)
     assert sessions.stdout.split() == ["node-a", "node-b"]
-    pane = wait_for(lambda: "step" in (text := _capture("llama405b-r", "node-a")) and text)
+    pane = wait_for(lambda: "step" in (text := _capture(server, "node-a")) and text)
     assert "loss" in pane
 
     built = cli(work, "attach", "--no-attach")
     assert built.returncode == 0, built.stderr
     try:
         windows = subprocess.run(
-            ["tmux", "-L", "llama405b-r-attach", "lsw", "-F", "#W"], capture_output=True, text=True, check=True
+            ["tmux", "-L", f"{server}-attach", "lsw", "-F", "#W"], capture_output=True, text=True, check=True
         )
         assert windows.stdout.split() == ["node-a", "node-b"]
-        wait_for(lambda: "loss" in _capture("llama405b-r-attach", "r:node-a"))
+        wait_for(lambda: "loss" in _capture(f"{server}-attach", "r:node-a"))
         clients = subprocess.run(
-            ["tmux", "-L", "llama405b-r", "lsc", "-F", "#{client_readonly}"], capture_output=True, text=True, check=True
+            ["tmux", "-L", server, "lsc", "-F", "#{client_readonly}"], capture_output=True, text=True, check=True
         )
         assert clients.stdout.split() == ["1", "1"]
     finally:
-        subprocess.run(["tmux", "-L", "llama405b-r-attach", "kill-server"], check=False)
+        subprocess.run(["tmux", "-L", f"{server}-attach", "kill-server"], check=False)
 
     logs = cli(work, "logs")
     assert logs.returncode == 0
@@ -178,7 +203,7 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     after = cli(work, "status")
     assert after.returncode == 0
     assert after.stdout.count("stopped") == 2
-    assert subprocess.run(["tmux", "-L", "llama405b-r", "ls"], capture_output=True, check=False).returncode != 0
+    assert subprocess.run(["tmux", "-L", server, "ls"], capture_output=True, check=False).returncode != 0
     typo = cli(work, "stop", "--run", "typo")
     assert typo.returncode == 2
     assert f"--run: no host has 'typo' in {work}/runs; there are r" in typo.stderr

@@ -98,7 +98,7 @@ def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
             i,
             "sh",
             "-c",
-            "ps axww; su $(stat -c %U /proc/$(pgrep -f p.py | head -1)) -c 'tmux -L llama405b-s showenv -g'",
+            "ps axww; su $(stat -c %U /proc/$(pgrep -f p.py | head -1)) -c 'tmux -L $(basename /tmp/tmux-*/llama405b-s-*) showenv -g'",
         ).stdout
         assert "p.py" in everything
         assert canary not in everything

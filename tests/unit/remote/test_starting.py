@@ -14,13 +14,15 @@ import pytest
 
 from conftest import ROOT
 from llama405b.contract import reader
+from llama405b.contract.causes import CauseKind
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Node, Plan
-from llama405b.contract.records import GuardState, NodeState, NodeStatus
-from llama405b_tools.remote import ending, guarding, launch_facts, processes, starting, tmux
+from llama405b.contract.plan import Node, Plan, read_plan
+from llama405b.contract.records import GuardState, NodeState, NodeStatus, StopMark
+from llama405b_tools.remote import describe, ending, guarding, launch_facts, processes, starting, tmux
+from llama405b_tools.remote.messages.end import EndRequest
 from llama405b_tools.remote.messages.launch import PlaceFault, RunPlace
-from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, StartRequest
+from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Started, StartFault, StartRequest
 from llama405b_tools.remote.tmux import tmux_socket
 
 
@@ -49,9 +51,10 @@ def start_with(node_runner: str, work: Path, monkeypatch) -> dict:
     starting.start(StartRequest("a", plan, {"TOKEN": "t"}, (0,)))
     monkeypatch.undo()
     assert not list((work / "runs").rglob("*secrets*"))
-    tmux = [shutil.which("tmux"), "-L", tmux_socket(plan.run), "has-session"]
+    server = tmux_socket(RunDir(work / "runs" / plan.run))
+    tmux = [shutil.which("tmux"), "-L", server, "has-session"]
     assert subprocess.run(tmux, capture_output=True, timeout=10).returncode != 0
-    assert not Path(f"/tmp/tmux-{os.getuid()}/{tmux_socket(plan.run)}").exists()
+    assert not Path(f"/tmp/tmux-{os.getuid()}/{server}").exists()
     return json.loads(said.getvalue())
 
 
@@ -62,6 +65,26 @@ def test_a_launch_ends_the_guard_of_an_earlier_one_on_this_machine(work, monkeyp
     write_json(run.guard, GuardState(run.name, guard.pid, began, guarding.machine_id(), 1))
     start_with("exit 3", work, monkeypatch)
     assert guard.wait(10) == -signal.SIGTERM
+
+
+def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypatch):
+    monkeypatch.setattr(starting, "START_WITHIN_S", 0.5)
+    monkeypatch.setattr(starting.ending, "end", lambda request: None)  # its start is kept
+    monkeypatch.setattr(starting.sys, "stdout", io.StringIO())
+    (work / "python").write_text(f"#!/bin/sh\necho $$ > {work}/pid\nexec sleep 600\n")
+    (work / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(work / "python"))
+    plan = Plan(f"r{os.getpid()}", 1, time.time(), "r-1-x", "a:1", (), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
+    starting.start(StartRequest("a", plan, {}, (0,)))
+    monkeypatch.undo()
+    runner = int((work / "pid").read_text())
+    (work / "other").mkdir()
+    monkeypatch.chdir(work / "other")
+    assert not ending.end(EndRequest(plan.run, "a")).known
+    assert processes.start_time(runner) is not None
+    monkeypatch.chdir(work)
+    ending.end(EndRequest(plan.run, "a"))
+    assert processes.start_time(runner) is None
 
 
 def test_a_node_runner_that_never_starts_torchrun_is_ended(work, monkeypatch):
@@ -96,6 +119,46 @@ def test_a_node_runner_and_a_tmux_that_need_more_than_20_s_are_waited_for(work, 
     assert starting._await_torchrun(run, "a", os.getpid()).fault is None
     assert tmux.TMUX_WITHIN_S > 20
     assert ANSWER_WITHIN_S > tmux.TMUX_WITHIN_S + starting.START_WITHIN_S
+
+
+RUNS = 'mkdir -p $RUN/status; echo "{\\"host\\": \\"a\\", \\"state\\": \\"running\\", ' + (
+    '\\"attempt\\": 1, \\"pid\\": 1, \\"pid_start\\": 1}" > $RUN/status/a.json; exec sleep 600'
+)
+
+
+def test_one_that_nobody_keeps_leaves_a_note_that_not_all_hosts_had_started(work, monkeypatch):
+    assert not start_with(RUNS.replace("$RUN", f"runs/r{os.getpid()}"), work, monkeypatch).get("fault")
+    (blame,) = describe.describe(run := RunDir(work / f"runs/r{os.getpid()}"), read_plan(run), "a").blames
+    assert (blame.attempt, blame.cause.kind) == (1, CauseKind.NOT_KEPT)
+
+
+def test_a_stop_that_the_launch_does_not_know_is_meant_for_it(work, monkeypatch):
+    run = RunDir(work / "runs" / "r")
+    plan = Plan("r", 2, time.time(), "r-2-x", "a:1", ("x",), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
+    monkeypatch.setattr(starting, "start_session", lambda *_: os.getpid())
+    monkeypatch.setattr(starting, "_await_torchrun", lambda *_: Started())
+    write_json(run.stop("a"), StopMark("you@there", 0.0, 7.0))
+    assert starting._start(StartRequest("a", plan, {}, (0,), known_stop=7.0)).fault is None
+    assert not run.stop("a").exists()
+    write_json(run.stop("b"), StopMark("you@there", 0.0, 8.0))
+    started = starting._start(StartRequest("b", plan, {}, (0,), known_stop=7.0))
+    assert (started.fault, started.by) == (StartFault.STOPPED, "you@there")
+
+
+def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
+    run, ended = RunDir(work / "runs" / "r"), []
+    plan = Plan("r", 1, time.time(), "r-1-x", "a:1", ("x",), (), ())
+    monkeypatch.setattr(starting, "_start", lambda _: write_json(run.stop("a"), StopMark("you@there")) or Started())
+    monkeypatch.setattr(starting.ending, "end", ended.append)
+    monkeypatch.setattr(sys, "stdin", keep := (work / "keep").open("w+"))
+    keep.write(KEEP)
+    keep.seek(0)
+    monkeypatch.setattr(starting.select, "select", lambda *_: ([keep], [], []))
+    monkeypatch.setattr(sys, "stdout", said := io.StringIO())
+    starting.start(StartRequest("a", plan, {}, (0,)))
+    monkeypatch.undo()
+    assert json.loads(said.getvalue().splitlines()[1]) == {"stopped_by": "you@there"}
+    assert [request.only for request in ended] == ["r-1-x"]
 
 
 @pytest.mark.parametrize(

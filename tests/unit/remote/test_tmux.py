@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.remote.tmux import remove_dead_sockets, remove_own_socket
+from llama405b.contract.paths import RunDir
+from llama405b_tools.remote.tmux import remove_dead_sockets, remove_own_socket, tmux_socket
 
 pytestmark = pytest.mark.skipif(not shutil.which("tmux"), reason="NOT RUN: needs tmux")
 
@@ -45,15 +46,21 @@ def test_only_sockets_of_our_servers_that_ended_are_removed(servers):
 
 
 def test_the_last_session_of_a_run_removes_its_socket(servers, monkeypatch):
-    socket = servers("llama405b-r")
-    servers("llama405b-r", "another host, the same machine")
+    run = RunDir(Path("/w/runs/r"))
+    server = tmux_socket(run)
+    socket = servers(server)
+    servers(server, "another host, the same machine")
     monkeypatch.setenv("TMUX", f"{socket},1,0")
-    remove_own_socket("r")
+    remove_own_socket(run)
     assert socket.exists()
-    subprocess.run(["tmux", "-L", "llama405b-r", "kill-session", "-t", "=s"], check=True, timeout=20)
-    remove_own_socket("of somebody else")
+    subprocess.run(["tmux", "-L", server, "kill-session", "-t", "=s"], check=True, timeout=20)
+    remove_own_socket(RunDir(Path("/another/runs/r")))
     assert socket.exists()
-    killed = subprocess.run(["tmux", "-L", "llama405b-r", "display", "-p", "#{pid}"], capture_output=True, check=True)
-    remove_own_socket("r")
+    killed = subprocess.run(["tmux", "-L", server, "display", "-p", "#{pid}"], capture_output=True, check=True)
+    remove_own_socket(run)
     assert not socket.exists()
     os.kill(int(killed.stdout), 15)
+
+
+def test_a_run_with_the_longest_name_has_a_socket(servers):
+    assert servers(tmux_socket(RunDir(Path("/w/runs") / ("r" * 100)))).exists()

@@ -15,6 +15,7 @@ from llama405b.contract.replicas import Copied
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.locks import is_alive, run_of, runs
 from llama405b_tools.remote.messages.status import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
+from llama405b_tools.remote.tmux import tmux_socket
 
 NEWEST_RUNS = 20
 NEWEST_EVENTS = 50
@@ -65,6 +66,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         save_s=save_s,
         unsaved=unsaved,
         copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
+        tmux=tmux_socket(run),
     )
 
 

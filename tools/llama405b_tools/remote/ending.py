@@ -54,16 +54,17 @@ def end(request: EndRequest) -> Ended:
     session = ["kill-session", "-t", f"={tmux_session(host)}"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # tmux is gone or hangs: its processes were ended
         subprocess.run(
-            ["tmux", "-L", tmux_socket(run.name), *session], capture_output=True, timeout=END_WITHIN_S, check=False
+            ["tmux", "-L", tmux_socket(run), *session], capture_output=True, timeout=END_WITHIN_S, check=False
         )
-    remove_dead_sockets(ending=tmux_socket(run.name))
+    remove_dead_sockets(ending=tmux_socket(run))
     with contextlib.suppress(OSError):
         run.secrets(host).unlink()
     run.guard_order(host).unlink(missing_ok=True)
     if request.discard and run.name.endswith(REHEARSAL) and not left:
         shutil.rmtree(checkpoints_of(run, plan), ignore_errors=True)
+    has_files = run.path.is_dir() and (plan is NO_PLAN or plan.find(host) is not None)
     return Ended(
-        known=run.path.is_dir() and (plan is NO_PLAN or plan.find(host) is not None),
+        known=has_files or bool(ended or left),  # somebody may have deleted its files while it ran
         was_alive=was_alive,
         swept=ended,
         left=(*left, *guard_left),

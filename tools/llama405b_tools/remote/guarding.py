@@ -77,13 +77,13 @@ def dismiss(run: RunDir) -> tuple[int, ...]:
 
 def end_own_session(run: RunDir) -> None:
     """End the session that this process, a guard that is about to end, was started in."""
-    if Path(os.environ.get("TMUX", "").partition(",")[0]).name == guard_socket(run.name):
+    if Path(os.environ.get("TMUX", "").partition(",")[0]).name == guard_socket(run):
         end_session(run)
 
 
 def end_session(run: RunDir) -> None:
     """End the session that shows the log of a guard on this host, if there is one."""
-    kill = ["tmux", "-L", guard_socket(run.name), "kill-session", "-t", f"={SESSION}"]
+    kill = ["tmux", "-L", guard_socket(run), "kill-session", "-t", f"={SESSION}"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(kill, capture_output=True, timeout=END_WITHIN_S, check=False)
-    remove_dead_sockets(ending=guard_socket(run.name))
+    remove_dead_sockets(ending=guard_socket(run))

@@ -101,7 +101,7 @@ class NodeRunner:
         os.write(line, DONE)  # the guardian may go
         os.close(line)
         os.waitpid(guardian, 0)
-        remove_own_socket(self.run.name)
+        remove_own_socket(self.run)
         return code if code >= 0 else 128 - code
 
     def on_signal(self, number: int, _frame: object) -> None:

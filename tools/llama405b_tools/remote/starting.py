@@ -7,13 +7,14 @@ import sys
 import time
 
 from llama405b.contract import reader
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import RunError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
-from llama405b.contract.records import NodeState, NodeStatus
+from llama405b.contract.records import Blame, NodeState, NodeStatus
 from llama405b_tools.remote import ending, processes
-from llama405b_tools.remote.describe import stopped_by
+from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of, runs, take_lock
 from llama405b_tools.remote.messages.end import EndRequest
@@ -39,14 +40,18 @@ def start(request: StartRequest) -> None:
     """Start the run here and report it; end it again unless the operator, once all hosts have reported, says to keep it."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the operator may be gone: then there is something to end
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    plan, host = request.plan, request.host
     started = _start(request)
     with contextlib.suppress(BrokenPipeError):
         print(reader.dumps(started), flush=True)
         if not started.fault and select.select([sys.stdin], [], [], KEEP_WITHIN_S)[0] and sys.stdin.readline() == KEEP:
-            print(reader.dumps(Kept(True)), flush=True)
-            return
+            by = stopped_by(run_of(plan.run), host)  # meanwhile
+            print(reader.dumps(Kept(by)), flush=True)
+            if not by:
+                return
     if started.fault not in NOT_OURS:
-        ending.end(EndRequest(request.plan.run, request.host, only=request.plan.rdzv_id))
+        blame = None if started.fault else Blame(plan.attempt, host, Cause(CauseKind.NOT_KEPT, host))
+        ending.end(EndRequest(plan.run, host, only=plan.rdzv_id, blame=blame))
     sys.stdout = None  # nobody listens, and there is nothing more to report
 
 
@@ -59,10 +64,9 @@ def _start(request: StartRequest) -> Started:
         ending.end_runner(run, host, EndRequest(plan.run, host))  # the new attempt copies what is left
     if claim is None or is_alive(run, host):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
-    if not request.again:
-        run.stop(host).unlink(missing_ok=True)
-    elif run.stop(host).exists():
-        return Started(StartFault.STOPPED, by=stopped_by(run, host))
+    if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):
+        return Started(StartFault.STOPPED, by=mark.by)
+    run.stop(host).unlink(missing_ok=True)
     if not request.again:
         dismiss(run)  # the guard of an earlier launch of this name
         note_guard(run, host, request.guard)
@@ -74,7 +78,7 @@ def _start(request: StartRequest) -> Started:
         write_secrets(run.secrets(host), dict(request.secrets))
     node = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
     try:
-        return _await_torchrun(run, host, start_session(tmux_socket(run.name), tmux_session(host), node))
+        return _await_torchrun(run, host, start_session(tmux_socket(run), tmux_session(host), node))
     except RunError as error:
         run.secrets(host).unlink(missing_ok=True)
         return Started(StartFault.TMUX, detail=str(error))

@@ -1,6 +1,7 @@
 """The tmux servers of a run and its guard: names, sessions, and the sockets that tmux leaves behind. Standard library."""
 
 import contextlib
+import hashlib
 import os
 import re
 import socket
@@ -10,15 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import RunError
+from llama405b.contract.paths import RunDir
 from llama405b_tools.remote.messages.start import TMUX_WITHIN_S
 
 PREFIX = "llama405b-"
+MOST_OF_NAME = 40  # characters of a run's name in that of a socket, whose path has room for about 100
 END_WITHIN_S = 10.0  # for tmux to end a session, or to list those of a run
 
 
-def tmux_socket(run: str) -> str:
-    """The name of the run's own tmux server."""
-    return f"{PREFIX}{run}"
+def tmux_socket(run: RunDir) -> str:
+    """The name of the tmux server of a run directory on this machine: two directories may hold runs of one name."""
+    directory = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()
+    return f"{PREFIX}{run.name[:MOST_OF_NAME]}-{directory[:8]}"
 
 
 def tmux_session(host: str) -> str:
@@ -26,7 +30,7 @@ def tmux_session(host: str) -> str:
     return re.sub(r"[.:]", "_", host)
 
 
-def guard_socket(run: str) -> str:
+def guard_socket(run: RunDir) -> str:
     """The name of the tmux server of a guard on a host; no run's own, as no run's name may have a '+'."""
     return f"{tmux_socket(run)}+guard"
 
@@ -63,7 +67,7 @@ def remove_dead_sockets(ending: str = "", within_s: float = 0.5) -> None:
                 path.unlink()
 
 
-def remove_own_socket(run: str) -> None:
+def remove_own_socket(run: RunDir) -> None:
     """Remove the socket of the run's server from inside its last session, which is about to end."""
     path = Path(os.environ.get("TMUX", "").partition(",")[0])
     if path.name != tmux_socket(run):

@@ -2,9 +2,10 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host
@@ -15,12 +16,12 @@ from llama405b_tools.text.shell import in_sh
 
 def operator_socket(run: str) -> str:
     """Name the operator's own tmux server for a run: never the run's, which may be on this machine too."""
-    return f"{tmux_socket(run)}-attach"
+    return f"{tmux_socket(RunDir.here(run))}-attach"
 
 
-def window_command(host: Host, run: str, *, writable: bool) -> str:
-    """Return the shell line that attaches to a host's session."""
-    inner = ["tmux", "-u", "-L", tmux_socket(run), "attach", "-t", f"={tmux_session(host.name)}"]
+def window_command(host: Host, socket: str, *, writable: bool) -> str:
+    """Return the shell line that attaches to a host's session; ``socket``: of the run's tmux server there."""
+    inner = ["tmux", "-u", "-L", socket, "attach", "-t", f"={tmux_session(host.name)}"]
     if not writable:
         inner.append("-r")
     if is_local(host):
@@ -32,8 +33,10 @@ def window_command(host: Host, run: str, *, writable: bool) -> str:
     return f"unset TMUX; exec {shlex.join(ssh)}"
 
 
-def build_session(hosts: Sequence[Host], run: str) -> str:
+def build_session(sockets: Mapping[Host, str], run: str) -> str:
     """Create the session afresh, with one window per host; returns its name.
+
+    ``sockets``: of the run's tmux server on each host where it is alive.
 
     Raises:
         UserError: tmux is not installed on this machine, or fails.
@@ -43,20 +46,23 @@ def build_session(hosts: Sequence[Host], run: str) -> str:
 
     os.environ.pop("TMUX", None)
     remove_dead_sockets()
-    name, logs = tmux_session(run), to_type("logs", file_of(hosts[0]), run)
+    first, *others = sockets
+    name, logs = tmux_session(run), to_type("logs", file_of(first), run)
     try:
         server = libtmux.Server(socket_name=operator_socket(run), config_file="/dev/null")
         session = server.new_session(
             name,
             attach=False,
             kill_session=True,
-            window_name=hosts[0].name,
-            window_command=window_command(hosts[0], run, writable=False),
+            window_name=first.name,
+            window_command=window_command(first, sockets[first], writable=False),
         )
         session.set_option("status-right-length", 60)
         session.set_option("status-right", "Ctrl-b d leaves; the run continues")
-        for host in hosts[1:]:
-            session.new_window(host.name, attach=False, window_shell=window_command(host, run, writable=False))
+        for host in others:
+            session.new_window(
+                host.name, attach=False, window_shell=window_command(host, sockets[host], writable=False)
+            )
     except TmuxCommandNotFound:
         raise UserError(f"attach: this machine has no tmux; install it, or use `{logs} -f`") from None
     except LibTmuxException as error:

@@ -129,7 +129,7 @@ def begin(request: GuardOrder) -> Begun:
     run.guard_log.touch()
     argv = ["sh", "-c", LINE, sys.executable, str(order), str(run.guard_log)]
     try:
-        pane = start_session(guard_socket(run.name), guarding.SESSION, argv)
+        pane = start_session(guard_socket(run), guarding.SESSION, argv)
     except RunError as error:
         order.unlink(missing_ok=True)
         return Begun(fault=f"tmux could not start a session ({error})")

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"attach: a Slurm job has no tmux session; `{logs} -f` shows every rank")
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_hosts(fleet, args.run)
-    live = [fleet.hosts[name] for name, found in replies(seen).items() if found and found.alive]
+    live = {fleet.hosts[name]: found.tmux for name, found in replies(seen).items() if found and found.alive}
     if not live:
         raise UserError(f"run {run} is not running on any host; `{fleet.typed('logs', run)}` shows its logs")
     os.environ.pop("TMUX", None)
@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
         names = [host.name for host in live]
         if args.host not in names:
             raise UserError(f"--host: run {run} is not running on {args.host!r}; it is on {', '.join(names)}")
-        line = window_command(fleet.hosts[args.host], run, writable=True)
+        host = fleet.hosts[args.host]
+        line = window_command(host, live[host], writable=True)
         os.execvp("/bin/sh", ["sh", "-c", line])
     if not args.no_attach and not sys.stdout.isatty():
         raise UserError("attach: standard output is not a terminal; add --no-attach to only create the session")

@@ -16,7 +16,6 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote.guarding import dismiss
-from llama405b_tools.remote.tmux import tmux_socket
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
 from llama405b_tools.run import guard, jobs
 from llama405b_tools.run.follow import follow
@@ -122,7 +121,7 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
         command.parse(plan.program[2:])
     for node in plan.nodes:
         span = fold_ranks(range(node.first_rank, node.first_rank + node.slots)) if known else "one rank per GPU"
-        print(f"{node.name}  ({span}, in {node.workdir}, tmux -L {tmux_socket(plan.run)})")
+        print(f"{node.name}  ({span}, in {node.workdir})")
         argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
         shown = shlex.join(setup_argv(plan.setup, argv))
         env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))

@@ -57,6 +57,7 @@ class HostRun:
     save_s: float = 0.0  # how long its last save took; 0: unknown
     unsaved: str = ""  # the newest step that could not be saved since, and why
     copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
+    tmux: str = ""  # the name of its tmux server there
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
