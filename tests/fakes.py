@@ -25,7 +25,7 @@ class FakeHost:
         self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
-        self.machine = name
+        self.machine, self.stopped_at = name, 0.0
         self.lives = []  # how each launch of it goes: a list of News, then it is over
         self.gpus = [0]  # as each probe finds them; the last number stays
 
@@ -42,7 +42,7 @@ class FakeHost:
         gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
         yield LaunchFacts({}, True, "", True, False, self.plan.attempt if self.plan else 0, "", alive, (), (), self.machine,
                           gpus, Rdma(), 2, "", False, (), head, "/w", RunPlace("/w/runs/r"), {}, 1 << 40, None, "",
-                          stopped_by=self.stopped_by)  # fmt: skip
+                          stopped_by=self.stopped_by, stopped_at=self.stopped_at)  # fmt: skip
 
     def start(self, request):
         self.plan, self.alive = request.plan, True
@@ -58,7 +58,7 @@ class FakeHost:
         yield Noted()
 
     def keep(self):
-        return [reader.dumps(Kept(True))]
+        return [reader.dumps(Kept())]
 
     def hang_up(self):
         self.alive = False
@@ -68,7 +68,7 @@ class FakeHost:
         self.stopped_by = request.by or self.stopped_by
         if request.blame:
             self.blames = (*self.blames, request.blame)
-        yield Ended(True, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
+        yield Ended(self.plan is not None, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
 
     def status_reply(self, named):
         return StatusReply((self.run(),) if self.plan and named in (None, self.plan.run) else ())

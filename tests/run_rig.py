@@ -6,8 +6,8 @@ from llama405b_tools.remote.messages.stream import News, NodeNews
 from llama405b_tools.run.streams import Arrival
 
 
-def plan(*program, name="r", attempt=2, created=0.0):
-    nodes = tuple(Node(host, 1, i, "/w", "/py", "", "", {}) for i, host in enumerate("ab"))
+def plan(*program, name="r", attempt=2, created=0.0, addresses=None):
+    nodes = tuple(Node(host, 1, i, "/w", "/py", (addresses or {}).get(host, ""), "", {}) for i, host in enumerate("ab"))
     return Plan(name, attempt, created, f"{name}-{attempt}-x", "a:1", program, (), nodes)
 
 

@@ -25,6 +25,8 @@ class CauseKind(enum.StrEnum):
     VANISHED = "vanished"  # the host's processes are gone and left no status
     LEFTOVERS = "leftovers"  # ``count`` processes of an earlier attempt
     NEVER_STARTED = "never started"
+    NOT_KEPT = "not kept"  # whoever launched it never heard that all hosts had started, so the host ended its part
+    HALF_STOPPED = "half stopped"  # it goes on here, although ``by`` stopped it on other hosts
     FILES_GONE = "files gone"  # the host ran the run, but has no files of it any more
     NO_RUN = "no run"  # the host does not know the run
     HUNG = "hung"  # ``rank`` has been silent for ``age_s``, in ``phase`` at ``step``

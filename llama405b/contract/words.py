@@ -25,6 +25,8 @@ WORDS = {
     CauseKind.SOCKETS: "NCCL fell back to TCP sockets although RDMA ports are up ({detail}); "
     "set NCCL_IB_HCA with --env, or add --allow-sockets",
     CauseKind.VANISHED: "its processes disappeared without a trace; was the machine restarted?",
+    CauseKind.NOT_KEPT: "its launch was interrupted before every host had started",
+    CauseKind.HALF_STOPPED: "still running here, although {by} stopped the run on other hosts; `stop` it here, too",
     CauseKind.FILES_GONE: "it took part, but has no files of the run any more; was it reinstalled, or is a disk not mounted?",
     CauseKind.HUNG: "hung: rank {rank} is silent for {age_s:.0f} s, in phase {phase} at step {step}",
     CauseKind.UNREACHABLE: "cannot be reached: {detail}",

@@ -58,6 +58,14 @@ def test_standings_and_failures(described, standing, kind):
     assert (state.standing, failure and failure.cause.kind) == (standing, kind)
 
 
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_node_runner_that_outlives_the_run_for_a_moment_hides_no_exit_code(exit_code):
+    cause = Cause(CauseKind.RANK_EXIT, rank=3) if exit_code else None
+    state = judge.state_of_run(run(alive=True, exit_code=exit_code, cause=cause))
+    assert (state.standing, state.exit_code, state.cause) == (Standing.EXITED, exit_code, cause)
+    assert state.is_good is not bool(exit_code)
+
+
 def test_the_host_where_it_began_is_named():
     def failure(host, *cause, **more):
         return judge.failure_of(host, judge.state_of(status(exit_code=1, cause=Cause(*cause, **more)), alive=False))

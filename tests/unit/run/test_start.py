@@ -9,7 +9,7 @@ from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.start import Started, StartFault
+from llama405b_tools.remote.messages.start import Kept, Started, StartFault
 from llama405b_tools.run import start as starting
 from llama405b_tools.run.backends import OnHosts
 from llama405b_tools.run.launch import launch
@@ -100,6 +100,21 @@ def test_a_terminal_that_dies_between_the_two_steps_leaves_nothing(fleet, plan, 
     with pytest.raises((KeyboardInterrupt, StartError)):
         start_run(plan, {}, fleet)
     assert alive(fleet) == []
+
+
+def test_a_host_that_was_stopped_while_the_others_started_ends_them(fleet, plan):
+    fleet.fakes["a"].keep = lambda: [reader.dumps(Kept("you@there"))]
+    with pytest.raises(StartError, match="a: run r was stopped by you@there"):
+        start_run(plan, {}, fleet)
+    assert [name for name in alive(fleet) if name != "a"] == []
+    assert actions(fleet, "b")[-1] == "stop"
+
+
+def test_hosts_hear_of_the_stop_that_a_launch_has_seen(fleet):
+    fleet.fakes["b"].stopped_at = 5.0
+    launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet, say=lambda _: None)
+    known = [host.heard[-1][1].known_stop for host in fleet.fakes.values()]
+    assert known == [0.0, 5.0, 0.0]
 
 
 def test_an_answer_that_never_comes_is_named(fleet, plan):

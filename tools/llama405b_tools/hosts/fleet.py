@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import getpass
 import os
@@ -51,7 +52,7 @@ class Fleet:
     def __init__(self, hosts: Iterable[Host]) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connections: dict[str, Connection] = {}
-        self.pool = concurrent.futures.ThreadPoolExecutor(min(MAX_AT_ONCE, len(self.hosts)), "host")
+        self.pool = concurrent.futures.ThreadPoolExecutor(MAX_AT_ONCE, "host")
 
     def __enter__(self) -> "Fleet":
         return self
@@ -60,6 +61,14 @@ class Fleet:
         self.pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self.connections.values()):
             connection.close()
+
+    def join(self, hosts: Iterable[Host]) -> None:
+        """Add hosts, each to be reached by its name, else by its address on the training network."""
+        added = {host.name: host for host in hosts}
+        self.hosts |= added
+        for name, found in self.each(self.connection, added).items():
+            if isinstance(found, HostError) and added[name].address:
+                self.hosts[name] = dataclasses.replace(added[name], name=added[name].address)
 
     def each(self, act: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
         """Call ``act`` for all hosts in parallel; a host that fails does not hold back the others' results."""

@@ -29,7 +29,7 @@ from llama405b.contract.trust import user_of
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
-from llama405b_tools.remote.describe import stopped_by
+from llama405b_tools.remote.describe import stop_mark
 from llama405b_tools.remote.locks import is_alive, run_of, runs
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, Reach, RunPlace
 
@@ -93,7 +93,8 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         input_fault=fault,
         llama=llama,
         has_program=has_program(request.program),
-        stopped_by=stopped_by(run, host),
+        stopped_by=stop_mark(run, host).by,
+        stopped_at=stop_mark(run, host).time,
         uid=os.getuid(),
         user=user_of(os.getuid()),
         runs=_identity(Path("runs")),

@@ -13,6 +13,7 @@ from llama405b.contract.words import STUCK
 from llama405b_tools.remote.messages.status import Beat, HostRun
 
 HEARD_WITHIN_S = 20.0  # a host not heard from for longer is unreachable: nothing is known about its ranks
+ONGOING = (NodeState.STARTING, NodeState.RUNNING)
 SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME, Phase.CHECKPOINT)
 
 
@@ -77,27 +78,32 @@ def choose(answers: Mapping[str, Sequence[HostRun]]) -> str:
     return max(runs, key=lambda run: (run.alive, run.created)).run
 
 
-def state_of_run(run: HostRun | None, *, is_member: bool = False) -> State:
+def state_of_run(run: HostRun | None, *, is_member: bool = False, was_up: bool = True) -> State:
     """Return the state of a run on a host, as its agent describes it; None: the host does not know the run.
 
-    ``is_member``: another host reports that it takes part.
+    ``is_member``: another host reports that it takes part. ``was_up``: and that all hosts had started.
     """
     if run is None and is_member:
-        return FILES_GONE
+        return FILES_GONE if was_up else NOT_REACHED
     if run is None:
         return State(Standing.NO_RUN, cause=Cause(CauseKind.NO_RUN))
     return state_of(run.status, alive=run.alive, leftovers=len(run.leftovers))
 
 
 def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> State:
-    """Return the state of a run, from its node runner's status, its lock and its processes."""
-    if alive:
-        return State(Standing(status.state) if status else Standing.STARTING)
-    if leftovers:
+    """Return the state of a run, from its node runner's status, its lock and its processes.
+
+    A node runner lives a little longer than the run, whose end it has already recorded.
+    """
+    if alive and status is None:
+        return State(Standing.STARTING)
+    if alive and status and status.state in ONGOING:
+        return State(Standing(status.state))
+    if leftovers and not alive:
         return State(Standing.LEFTOVERS, cause=Cause(CauseKind.LEFTOVERS, count=leftovers))
     if status is None:
-        return State(Standing.NEVER_STARTED, cause=Cause(CauseKind.NEVER_STARTED))
-    if status.state in (NodeState.STARTING, NodeState.RUNNING):
+        return NEVER_STARTED
+    if status.state in ONGOING:
         return State(Standing.VANISHED, cause=Cause(CauseKind.VANISHED, status.host))
     cause = status.cause
     if cause is None and status.reason:
@@ -105,6 +111,11 @@ def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> S
     return State(Standing(status.state), status.exit_code, status.signal, cause)
 
 
+NEVER_STARTED = State(Standing.NEVER_STARTED, cause=Cause(CauseKind.NEVER_STARTED))
+NOT_REACHED = State(
+    Standing.NEVER_STARTED,
+    cause=Cause(CauseKind.NEVER_STARTED, detail="the launch was interrupted before it reached this host"),
+)
 FILES_GONE = State(Standing.FILES_GONE, cause=Cause(CauseKind.FILES_GONE))
 
 
@@ -113,6 +124,16 @@ def failure_of(host: str, state: State) -> Failure | None:
     if state.is_good:
         return None
     return Failure(host, state.cause or Cause(CauseKind.UNKNOWN, host), state)
+
+
+def half_stopped(runs: Mapping[str, HostRun]) -> list[Failure]:
+    """Return the hosts where a run goes on although it was stopped elsewhere, and nobody has told them."""
+    by = {run.status.attempt: run.stopped_by for run in runs.values() if run.stopped_by and run.status}
+    return [
+        Failure(name, Cause(CauseKind.HALF_STOPPED, name, by=by[run.status.attempt]))
+        for name, run in runs.items()
+        if run.alive and not run.stopped_by and run.status and run.status.attempt in by
+    ]
 
 
 def origin_of(cause: Cause) -> int:
@@ -132,8 +153,16 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def blame_of(attempt: int, recorded: Iterable[Blame]) -> Blame | None:
-    """Return why an attempt failed, if whoever ended it has recorded that."""
-    return next((blame for blame in recorded if blame.attempt == attempt), None)
+    """Return why an attempt failed, if whoever ended it has recorded that; a launch that was broken off does not know."""
+    known = [blame for blame in recorded if blame.cause.kind is not CauseKind.NOT_KEPT]
+    return next((blame for blame in known if blame.attempt == attempt), None)
+
+
+def was_up(runs: Iterable[HostRun]) -> bool:
+    """Whether all hosts had started a run's last attempt, as far as they know."""
+    return not any(
+        blame.attempt == run.attempt and blame.cause.kind is CauseKind.NOT_KEPT for run in runs for blame in run.blames
+    )
 
 
 def with_blame(failures: Sequence[Failure], blame: Blame | None) -> list[Failure]:

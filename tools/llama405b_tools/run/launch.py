@@ -63,7 +63,8 @@ def launch(
             )
         plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
     guard = asked_for(request) if request.restart and not again else None
-    start_run(plan, request.secrets, fleet, again=again, guard=guard, hosts=hosts_argument(request.hosts_file))
+    stops = {name: answer.stopped_at for name, answer in answers.items()}
+    start_run(plan, request.secrets, fleet, stops, again=again, guard=guard, hosts=hosts_argument(request.hosts_file))
     took = f"up in {time.monotonic() - began:.1f} s"
     for same in one_machine({host.name: answers[host.name].machine for host in hosts if not host.loopback}):
         say(f"note: {fold_names(same)} are one machine, whose GPUs and memory they share; delete all but one of them")

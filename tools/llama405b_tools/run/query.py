@@ -1,5 +1,6 @@
 """Query every host about a run."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -8,12 +9,12 @@ from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more
-from llama405b.contract.plan import read_plan
+from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.status import HostRun, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.status import HostRun, PlanRequest, StatusReply, StatusRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure, State
 from llama405b_tools.text.fold import fold_names
@@ -46,13 +47,34 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
         lost = _silence(unanswered(outcomes))
         raise UserError(f"no run on these hosts yet{lost}; `{fleet.typed('launch')} …` starts one")
     chosen = run or judge.choose(answers)
-    seen: Seen = {}
-    for name, found in outcomes.items():
-        if isinstance(found, HostError):
-            seen[name] = found
-        else:
-            seen[name] = next((each for each in found.runs if each.run == chosen), None)
-    return chosen, seen
+    return chosen, _seen_of(chosen, outcomes)
+
+
+def members_of(seen: Seen) -> set[str]:
+    """Return the names of all hosts of the run, as its hosts know them."""
+    return {name for run in replies(seen).values() if run for name in run.hosts}
+
+
+def ask_members(fleet: Fleet, run: str, seen: Seen) -> Seen:
+    """Ask the other hosts of the run, too, which the hosts file lacks or names differently; returns all answers.
+
+    They join the fleet under their names in the run's plan, and are reached by these or by their addresses in it, as the
+    user and through the port of a host that knows them.
+    """
+    if not members_of(seen) - set(fleet.hosts):
+        return seen
+    knows = next(name for name, found in replies(seen).items() if found and found.hosts)
+    plan = fleet.ask(knows, "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
+    known = fleet.hosts[knows]
+    others = [
+        dataclasses.replace(
+            known, name=node.name, slots=node.slots, address=node.address, workdir=node.workdir, python=node.python
+        )
+        for node in plan.nodes
+        if node.name not in fleet.hosts
+    ]
+    fleet.join(others)
+    return seen | _seen_of(run, _ask_all(fleet, run, [host.name for host in others]))
 
 
 def all_runs(fleet: Fleet) -> Outcomes[StatusReply]:
@@ -83,9 +105,20 @@ def _silence(lost: Mapping[str, str]) -> str:
     return f" ({fold_names(lost)} could not be asked: {next(iter(lost.values()))})"
 
 
-def _ask_all(fleet: Fleet, run: str | None) -> dict[str, StatusReply | HostError]:
-    requests = {name: StatusRequest(name, run) for name in fleet.hosts}
+def _ask_all(fleet: Fleet, run: str | None, names: Iterable[str] | None = None) -> Outcomes[StatusReply]:
+    requests = {name: StatusRequest(name, run) for name in (fleet.hosts if names is None else names)}
     return fleet.ask_all("status", requests, StatusReply, STATUS_TIMEOUT_S)
+
+
+def _seen_of(run: str, outcomes: Outcomes[StatusReply]) -> Seen:
+    """Return what the hosts answered about one run."""
+    seen: Seen = {}
+    for name, found in outcomes.items():
+        if isinstance(found, HostError):
+            seen[name] = found
+        else:
+            seen[name] = next((each for each in found.runs if each.run == run), None)
+    return seen
 
 
 def check_hosts(fleet: Fleet, run: str) -> None:
@@ -106,10 +139,9 @@ def newest_checkpoint(fleet: Fleet, run: str) -> Path | None:
     return max(paths, key=step_of, default=None)
 
 
-def seconds_to_save(fleet: Fleet, run: str) -> float:
+def seconds_to_save(seen: Seen) -> float:
     """How long to let a run save before it ends: its last save twice, as one may be under way, and a margin."""
-    told = replies(_ask_all(fleet, run)).values()
-    return LEAST_GRACE_S + 2 * max((each.save_s for reply in told for each in reply.runs), default=0.0)
+    return LEAST_GRACE_S + 2 * max((run.save_s for run in replies(seen).values() if run), default=0.0)
 
 
 def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | None]:
@@ -122,18 +154,18 @@ def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | None]:
 
 def states_of(seen: Seen) -> dict[str, State]:
     """Return the state of the run on every host that answered."""
-    told = replies(seen)
-    members = {name for run in told.values() if run for name in run.hosts}
-    return {name: judge.state_of_run(run, is_member=name in members) for name, run in told.items()}
+    told, members = replies(seen), members_of(seen)
+    was_up = judge.was_up(run for run in told.values() if run)
+    return {name: judge.state_of_run(run, is_member=name in members, was_up=was_up) for name, run in told.items()}
 
 
 def failures_of(seen: Seen) -> list[Failure]:
     """Return a failure for every host where something is wrong."""
     lost = [Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=why)) for name, why in unanswered(seen).items()]
     told = [judge.failure_of(name, state) for name, state in states_of(seen).items()]
-    failures = [*lost, *filter(None, told)]
+    runs = {name: run for name, run in replies(seen).items() if run}
+    failures = [*lost, *filter(None, told), *judge.half_stopped(runs)]
     if not failures:
         return []
-    runs = [run for run in replies(seen).values() if run]
-    recorded = [blame for run in runs for blame in run.blames]
-    return judge.with_blame(failures, judge.blame_of(max((run.attempt for run in runs), default=0), recorded))
+    recorded = [blame for run in runs.values() for blame in run.blames]
+    return judge.with_blame(failures, judge.blame_of(max((run.attempt for run in runs.values()), default=0), recorded))

@@ -51,6 +51,7 @@ def start_run(
     plan: Plan,
     secrets: Mapping[str, str],
     fleet: Fleet,
+    stops: Mapping[str, float] | None = None,
     *,
     again: bool = False,
     guard: GuardState | None = None,
@@ -58,6 +59,7 @@ def start_run(
 ) -> None:
     """Start the node runner on every host; if one does not start, stop them all.
 
+    ``stops``: when each host was told to stop an earlier launch, by its clock: any other stop is meant for this one.
     ``again``: a restart, refused if somebody has stopped the run meanwhile. ``guard``: the one that was asked for, to be
     recorded on the hosts. ``hosts``: the argument with which the printed commands find the hosts again.
 
@@ -66,7 +68,13 @@ def start_run(
     """
     requests = {
         node.name: StartRequest(
-            node.name, plan, dict(secrets), tuple(range(node.first_rank, node.first_rank + node.slots)), again, guard
+            node.name,
+            plan,
+            dict(secrets),
+            tuple(range(node.first_rank, node.first_rank + node.slots)),
+            again,
+            guard,
+            (stops or {}).get(node.name, 0.0),
         )
         for node in plan.nodes
     }
@@ -93,16 +101,18 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
         starting[name] = fleet.dialogue(name, "start", requests[name])
         return starting[name].answer(Started, ANSWER_WITHIN_S)
 
-    def second(name: str) -> Kept:
+    def second(name: str) -> Started:
         starting[name].say(KEEP)
-        return starting[name].answer(Kept, ANSWER_WITHIN_S)
+        by = starting[name].answer(Kept, ANSWER_WITHIN_S).stopped_by
+        return Started(StartFault.STOPPED_SINCE, by) if by else Started()
 
     head, *others = requests
-    for group in ([head], others):  # the head first, and alone: of two simultaneous launches exactly one gets past it
-        outcomes = fleet.each(first, group)
+    # the head first, and alone: of two simultaneous launches exactly one gets past it
+    for step, group in ((first, [head]), (first, others), (second, [*requests])):
+        outcomes = fleet.each(step, group)
         if faults := {name: found for name, found in outcomes.items() if isinstance(found, HostError) or found.fault}:
             return faults
-    return {name: found for name, found in fleet.each(second, requests).items() if isinstance(found, HostError)}
+    return {}
 
 
 def fault_words(started: Started | HostError, run: str) -> str:
@@ -114,7 +124,7 @@ def fault_words(started: Started | HostError, run: str) -> str:
             return ""
         case StartFault.TAKEN:
             return f"run {run} was just started by {started.by or 'somebody else'}"
-        case StartFault.STOPPED:
+        case StartFault.STOPPED | StartFault.STOPPED_SINCE:
             return f"run {run} was stopped by {started.by}"
         case StartFault.TMUX:
             return f"tmux could not start a session ({started.detail})"

@@ -16,7 +16,7 @@ from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import Guard, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State
-from llama405b_tools.run.query import Seen, all_runs, ask_hosts, failures_of, progress, states_of
+from llama405b_tools.run.query import Seen, all_runs, ask_hosts, ask_members, failures_of, progress, states_of
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
         if args.all:
             return print_runs(fleet, as_json=args.json)
         run, seen = ask_hosts(fleet, backend.run)
+        if not backend.elsewhere:
+            seen = ask_members(fleet, run, seen)
     failures, told = failures_of(seen), [found for found in replies(seen).values() if found]
     guard = guard_of(run, told, is_needed=bool(failures))
     faults = bool(failures) or (guard is not None and guard.gone)

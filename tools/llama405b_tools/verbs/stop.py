@@ -20,7 +20,7 @@ from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, OrphansRequest
 from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
 from llama405b_tools.run.endings import not_ended
-from llama405b_tools.run.query import all_runs, ask_hosts, check_hosts, names_of, no_such_run, progress, seconds_to_save
+from llama405b_tools.run.query import ask_hosts, ask_members, members_of, progress, seconds_to_save
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -58,20 +58,20 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
             print(after.words)
         return code_for(not gone)
     with Fleet(backend.hosts()) as fleet:
-        run = check_run_name(backend.run or ask_hosts(fleet, None)[0])
-        check_hosts(fleet, run)
+        run, seen = ask_hosts(fleet, backend.run and check_run_name(backend.run))
+        if not backend.elsewhere:
+            seen = ask_members(fleet, run, seen)
         dismiss(RunDir.here(run))
         if grace_s is None:
-            grace_s = seconds_to_save(fleet, run)
+            grace_s = seconds_to_save(seen)
             print(
                 f"the trainer has up to {grace_s:.0f} s to save; --grace 0 does not wait", file=sys.stderr, flush=True
             )
         ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
-        told = replies(ends)
-        if told.keys() == ends.keys() and not any(end.known for end in told.values()):
-            raise no_such_run(fleet, run, names_of(all_runs(fleet)), {})
+    members, told = members_of(seen), replies(ends)
     print(f"run {run}")
-    print(table(("host", "before", "now"), [_row(name, end) for name, end in ends.items()]), flush=True)
+    rows = [_row(name, end, is_member=name in members) for name, end in ends.items()]
+    print(table(("host", "before", "now"), rows), flush=True)
     print_saved(list(told.values()), grace_s)
     left = not_ended(ends)
     for name, why in list(left.items())[:1]:
@@ -121,9 +121,11 @@ def _now(orphan: Orphan, *, end: bool) -> str:
     return f"NOT ENDED: {list(orphan.left)}" if end else "still running"
 
 
-def _row(name: str, end: Ended | HostError) -> tuple[str, str, str]:
+def _row(name: str, end: Ended | HostError, *, is_member: bool) -> tuple[str, str, str]:
     if isinstance(end, HostError):
         return name, "—", f"NOT VERIFIED: {end}"
+    if not (end.known or is_member):
+        return name, "—", "not a host of this run"
     before = "not running"
     if end.was_alive:
         before = "running"

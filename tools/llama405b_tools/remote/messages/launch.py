@@ -99,6 +99,7 @@ class LaunchFacts:
     input_fault: str  # "": checkpoint and data can be used, or were not checked
     has_program: bool = True  # or was not asked for it
     stopped_by: str = ""  # who is stopping the run, or has
+    stopped_at: float = 0.0  # by the host's clock; 0: nobody has
     uid: int = 0  # of the user that the run gets here
     user: str = ""  # its name
     weights_bytes: int = 0  # of the checkpoint's tensors, or of a part's; 0: it is not here, or was not looked for

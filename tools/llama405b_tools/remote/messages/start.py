@@ -24,6 +24,7 @@ class StartRequest:
     ranks: tuple[int, ...]
     again: bool = False  # a restart, refused if somebody has stopped the run meanwhile
     guard: GuardState | None = None  # that was asked for; in a restart the guard itself says what it does
+    known_stop: float = 0.0  # the time of the stop that this launch ends, by the host's clock; 0: there was none
 
 
 class StartFault(enum.StrEnum):
@@ -31,6 +32,7 @@ class StartFault(enum.StrEnum):
 
     TAKEN = "taken"  # somebody else has just started the run
     STOPPED = "stopped"  # somebody stopped the run
+    STOPPED_SINCE = "stopped since"  # somebody stopped what was started here
     TMUX = "tmux"  # could not start a session
     ENDED = "ended"  # the node runner ended immediately
     SLOW = "slow"  # torchrun was not started in time
@@ -51,6 +53,6 @@ class Started:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """The host has received the order to keep its part."""
+    """The host has received the order to keep its part, and does so unless it was stopped meanwhile."""
 
-    kept: bool
+    stopped_by: str = ""  # who did
