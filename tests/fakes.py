@@ -10,7 +10,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Result
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import agent
-from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.end import CUT, Ended
 from llama405b_tools.remote.messages.guard import Noted
 from llama405b_tools.remote.messages.launch import LaunchFacts, Reach, RunPlace
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
@@ -62,6 +62,9 @@ class FakeHost:
 
     def hang_up(self):
         self.alive = False
+
+    def tether(self, request):
+        return ()
 
     def stop(self, request):
         was, self.alive = self.alive, False
@@ -135,12 +138,12 @@ class FakeStream:
     def send(self, text):
         if isinstance(fault := self.host.faults.get("keep"), BaseException):
             raise fault
-        self.kept = text == KEEP
-        for line in self.host.keep():
+        self.kept = text in (KEEP, CUT)
+        for line in self.host.keep() if text == KEEP else ():
             self.lines.put(line)
 
     def end_input(self):
-        if self.action == "start" and not self.kept:
+        if self.action in ("start", "tether") and not self.kept:
             self.host.hang_up()
         self.lines.put(None)
 

@@ -26,6 +26,15 @@ def test_checkpoints_of_another_user_do_not_hide_the_run(tmp_path, monkeypatch):
     assert (run.run, run.checkpoint) == ("r", None)
 
 
+def test_a_host_that_has_the_files_of_a_run_but_no_part_names_its_hosts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nodes = tuple(Node(name, 1, 0, "/w", "/py", "", "", {}) for name in "ab")
+    write_json(RunDir.here("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes))
+    reply = describe.status(StatusRequest("10.0.0.1", "r"))
+    assert (reply.runs, reply.strangers) == ((), ("a", "b"))
+    assert describe.status(StatusRequest("10.0.0.1")).strangers == ()
+
+
 def _event(kind, step, **more):
     return reader.dumps(RunEvent(0.0, "rank-0", kind, 1, step, **more))
 

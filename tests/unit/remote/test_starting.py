@@ -20,7 +20,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.records import GuardState, NodeState, NodeStatus, StopMark
 from llama405b_tools.remote import describe, ending, guarding, launch_facts, processes, starting, tmux
-from llama405b_tools.remote.messages.end import EndRequest
+from llama405b_tools.remote.messages.end import CUT, EndRequest
 from llama405b_tools.remote.messages.launch import PlaceFault, RunPlace
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Started, StartFault, StartRequest
 from llama405b_tools.remote.tmux import tmux_socket
@@ -85,6 +85,22 @@ def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypa
     monkeypatch.chdir(work)
     ending.end(EndRequest(plan.run, "a"))
     assert processes.start_time(runner) is None
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_tethered_run_ends_with_its_operator(work, monkeypatch, cut):
+    run, marker = RunDir(work / "runs" / "r"), {"LLAMA405B_NODE": f"{work}/runs/r:a"}
+    run.path.mkdir(parents=True)
+    runner = subprocess.Popen(["sleep", "600"], env=os.environ | marker)
+    command = [sys.executable, "-m", "llama405b_tools.remote.agent", "tether"]
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
+    agent = subprocess.Popen(command, cwd=work, env=os.environ | path, stdin=subprocess.PIPE, text=True)
+    agent.stdin.write(reader.dumps(EndRequest("r", "a")) + "\n" + (CUT if cut else ""))
+    agent.stdin.close()  # as when the operator's process is killed
+    assert agent.wait(60) == 0
+    lives = runner.poll() is None
+    runner.kill()
+    assert lives is cut
 
 
 def test_a_node_runner_that_never_starts_torchrun_is_ended(work, monkeypatch):

@@ -13,6 +13,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Blame, GuardState, NodeState, NodeStatus
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding, processes
+from llama405b_tools.remote.messages.status import StatusReply
 from llama405b_tools.run.judge import Standing
 from llama405b_tools.run.query import ask_hosts, failures_of, states_of
 from llama405b_tools.verbs import status, stop
@@ -81,6 +82,13 @@ def test_status_asks_the_hosts_that_the_file_lacks(fleet, capsys):
     del fleet.hosts["c"]
     assert status.main(["--run", "r"]) == 1
     assert "never started" in rows(capsys.readouterr().out)["a"]
+
+
+def test_a_file_that_names_all_hosts_differently_is_refused_with_their_names(fleet):
+    for host in fleet.fakes.values():
+        host.status_reply = lambda named: StatusReply((), ("a", "b"))
+    with pytest.raises(UserError, match="--run: 'r' was launched on a,b; name the hosts file that has them"):
+        stop.main(["--run", "r"])
 
 
 def test_a_refused_stop_leaves_the_guard(fleet, tmp_path):

@@ -26,6 +26,7 @@ ACTIONS = {  # action: module and function, imported on demand: most of an agent
     "start": ("remote.starting", "start"),
     "status": ("remote.describe", "status"),
     "stop": ("remote.ending", "end"),
+    "tether": ("remote.ending", "tether"),
     "orphans": ("remote.ending", "orphans"),
     "guard": ("remote.guarding", "take_note"),
     "ask": ("remote.ending", "pass_request"),

@@ -24,13 +24,16 @@ LAST_BYTES = 4096  # of the metrics file, enough for its last line
 
 def status(request: StatusRequest) -> StatusReply:
     """Describe every run of this host, newest first: state, heartbeats of its ranks, last step and checkpoint."""
-    found = []
+    found, strangers = [], list[str]()
     for name in [path.name for path in Path("runs").glob("*") if request.run in (None, path.name)]:
         plan = read_plan(run_of(name))
         if plan.find(request.host):
             found.append((name, plan))
+        elif request.run:
+            strangers = [node.name for node in plan.nodes]
     found.sort(key=lambda entry: entry[1].created, reverse=True)
-    return StatusReply(tuple(describe(run_of(name), plan, request.host) for name, plan in found[:NEWEST_RUNS]))
+    described = tuple(describe(run_of(name), plan, request.host) for name, plan in found[:NEWEST_RUNS])
+    return StatusReply(described, tuple(strangers))
 
 
 def planned(request: PlanRequest) -> Plan:

@@ -6,6 +6,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from llama405b_tools.remote.describe import checkpoints_of, describe, lives, sto
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.end import (
+    CUT,
     Asked,
     AskRequest,
     Ended,
@@ -71,6 +73,13 @@ def end(request: EndRequest) -> Ended:
         stopped_by=stopped_by(run, host),
         node=describe(run, plan, host),
     )
+
+
+def tether(request: EndRequest) -> None:
+    """End the run once standard input closes, unless it says before that to end nothing: the operator's process is gone."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if sys.stdin.readline() != CUT:
+        end(request)
 
 
 def record_blame(run: RunDir, host: str, blame: Blame) -> None:

@@ -41,6 +41,10 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
     if not answers:
         name, fault = next(iter(outcomes.items()))
         raise HostError(f"no host can be queried: {name}: {fault}")
+    strangers = [name for reply in replies(outcomes).values() for name in reply.strangers]
+    if strangers and not any(answers.values()):
+        where = fold_names(dict.fromkeys(strangers))
+        raise UserError(f"--run: {run!r} was launched on {where}; name the hosts file that has them")
     if run and not any(answers.values()):
         raise no_such_run(fleet, run, names_of(all_runs(fleet)), unanswered(outcomes))
     if not any(answers.values()):

@@ -1,30 +1,39 @@
 """``launch --rehearse``: a complete run on the real hosts, with the real layer shapes but only two layers.
 
 First the three rungs of ``bench gpu`` that need nothing: a collective, all collectives checked, copies. Then start, load
-(random weights, which each rank makes), two steps, save, a third step, kill -9, resume, the third step again with the same
-loss. A failure is reported with its phase and host. Its checkpoints are deleted.
+(random weights, which each rank makes), two steps, save, a third step, kill -9, resume, the step after the checkpoint again
+with the same loss. A failure is reported with its phase and host. Its checkpoints are deleted. Every host ends its part by
+itself once this process is gone.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from llama405b.contract import command
+from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
 from llama405b.contract.rungs import LINKS, line_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import HostError, Stream
+from llama405b_tools.remote.messages.end import CUT, EndRequest
 from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.ladder import climb_on, end_everywhere
 from llama405b_tools.run.launch import launch
+from llama405b_tools.run.query import newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 
 LAYERS, SAVE_AT, STEPS = 2, 2, 3
+MOST_STEPS = 30  # small models take some before they are killed; a host that cannot tell that nobody watches, too
+KEEP = 2  # of the checkpoints: the newest may be of a step whose next was not taken before the kill
 STEP_LIMIT_S, RUNGS_S = 120.0, 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in a different order
 
@@ -44,26 +53,29 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
         return FAILED
     saves, load_s = trial.config.checkpoint.cadence.saves, trial.config.timeouts.load
     plan = launch(trial, hosts, fleet)
-    fault = ""
+    fault, tethers = "", Tethers(plan, fleet)
     try:
-        first = loss_of(fleet, plan, load_s)
+        tethers.tie()
+        losses = losses_at(STEPS, fleet, plan, load_s)
         end_everywhere(plan, fleet, hard=True)
         print(f"rehearsal: {STEPS} steps{', saved' if saves else ''}, killed", flush=True)
         if saves:
-            plan = launch(dataclasses.replace(trial, resume=str(SAVE_AT)), hosts, fleet)
-            second = loss_of(fleet, plan, load_s)
-            if abs(second - first) > TOLERANCE * abs(first):
-                fault = f"after the resume, step {STEPS} has loss {second:.6f}, but {first:.6f} before the kill; "
+            step = step_to_repeat(newest_checkpoint(fleet, plan.run), losses)
+            plan = launch(dataclasses.replace(trial, resume=str(step - 1)), hosts, fleet)
+            again, before = losses_at(step, fleet, plan, load_s)[step], losses[step]
+            if abs(again - before) > TOLERANCE * abs(before):
+                fault = f"after the resume, step {step} has loss {again:.6f}, but {before:.6f} before the kill; "
                 fault += "checkpoints from these hosts cannot be trusted"
     except RunError as error:
         fault = str(error)
     finally:
         end_everywhere(plan, fleet, hard=False, discard=True)
+        tethers.cut()
     took = f"{time.monotonic() - began:.0f} s"
     if fault:
         print(f"rehearsal: FAILED after {took}: {fault}; `{fleet.typed('logs', plan.run)}` shows every rank")
         return FAILED
-    resumed = f", resumed to the same loss ({first:.4f})" if saves else "; nothing was saved: checkpoint.every is 0"
+    resumed = f", resumed to the same loss ({before:.4f})" if saves else "; nothing was saved: checkpoint.every is 0"
     print(f"rehearsal: good, {took}: loaded, {STEPS} steps{resumed}; nothing is left running")
     return GOOD
 
@@ -75,9 +87,9 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
     settings = {
         "model.layers": min(LAYERS, config.model.layers or LAYERS),
         "model.weights": "random",
-        "training.max_steps": 1000,  # it is killed long before that
+        "training.max_steps": MOST_STEPS,
         "checkpoint.every": SAVE_AT if config.checkpoint.cadence.saves else 0,
-        "checkpoint.keep": 1000,  # small models save the next ones before they are killed
+        "checkpoint.keep": KEEP,
     }
     if config.checkpoint.dir:
         settings["checkpoint.dir"] = f"{config.checkpoint.dir.rstrip('/')}/{run}"
@@ -85,23 +97,67 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
     return dataclasses.replace(request, run=run, resume="no", config=command.parse(flags).config, flags=flags)
 
 
-def loss_of(fleet: Fleet, plan: Plan, load_s: float) -> float:
-    """Wait for the last step of the rehearsal; returns its loss.
+def losses_at(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, float]:
+    """Wait for a step of the rehearsal; returns the losses of all steps that were taken until it was heard of.
 
     Raises:
         RunError: The run fails or hangs before that; names phase and host. Or the step is skipped.
     """
     limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
-    watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= STEPS)
-    if (loss := watch.loss_of(STEPS)) is not None:
-        return loss
-    if watch.newest_step > STEPS:
-        why = f"step {STEPS} was skipped: all of its targets are masked, so there is no loss to compare"
+    watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= step)
+    losses = {each.step: each.loss for each in watch.metrics if each.attempt == plan.attempt}
+    if step in losses:
+        return losses
+    if watch.newest_step > step:
+        why = f"step {step} was skipped: all of its targets are masked, so there is no loss to compare"
         raise RunError(f"{why}; remove documents whose prompts are longer than --data.seq_len, or raise it")
     worst = watch.worst()
     if worst is None:
-        raise RunError(f"it ended before step {STEPS}")
+        raise RunError(f"it ended before step {step}")
     raise RunError(f"{worst.host}: {failure_words(worst)} ({_where(worst, watch)})")
+
+
+def step_to_repeat(newest: Path | None, losses: Mapping[int, float]) -> int:
+    """Return the last step that followed a kept checkpoint, and whose loss is known.
+
+    Raises:
+        RunError: There is no checkpoint, or the steps after them were not taken.
+    """
+    if newest is None:
+        raise RunError("it saved nothing that can be resumed")
+    saved = [step_of(newest) - SAVE_AT * i for i in range(KEEP)]
+    for step in (each + 1 for each in saved if each > 0):
+        if step in losses:
+            return step
+    raise RunError(f"it was not heard to take a step after {newest.name}, so there is no loss to compare")
+
+
+class Tethers:
+    """Have every host end the rehearsal by itself once this process is gone, however that came."""
+
+    def __init__(self, plan: Plan, fleet: Fleet) -> None:
+        self.plan, self.fleet = plan, fleet
+        self.streams: list[Stream] = []
+
+    def tie(self) -> None:
+        """Begin.
+
+        Raises:
+            RunError: A host cannot be reached.
+        """
+        for name, found in self.fleet.each(self._tie, [node.name for node in self.plan.nodes]).items():
+            if isinstance(found, HostError):
+                raise RunError(f"{name}: {found}")
+
+    def _tie(self, name: str) -> None:
+        self.streams.append(self.fleet.stream(name, "tether", EndRequest(self.plan.run, name, discard=True)))
+
+    def cut(self) -> None:
+        """End it: the rehearsal was ended from here."""
+        for stream in self.streams:
+            with contextlib.suppress(HostError):
+                stream.send(CUT)
+            stream.close()
 
 
 def _where(worst: Failure, watch: Watch) -> str:

@@ -7,6 +7,8 @@ from llama405b.contract.records import Blame
 from llama405b.contract.requests import RequestKind
 from llama405b_tools.remote.messages.status import HostRun
 
+CUT = "cut\n"  # sent to a tether, so that it ends nothing
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndRequest:

@@ -65,3 +65,4 @@ class StatusReply:
     """The host's runs, newest first."""
 
     runs: tuple[HostRun, ...]
+    strangers: tuple[str, ...] = ()  # the hosts of the run that was asked for, if its files are here, but no part of it
