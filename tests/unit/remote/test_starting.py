@@ -142,6 +142,15 @@ RUNS = 'mkdir -p $RUN/status; echo "{\\"host\\": \\"a\\", \\"state\\": \\"runnin
 )
 
 
+def test_a_node_runner_that_is_stopped_at_once_was_stopped(work):
+    run = RunDir(work / "runs" / "r")
+    write_json(run.stop("a"), StopMark("you@there"))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    started = starting._await_torchrun(run, "a", gone.pid)
+    assert (started.fault, started.by) == (StartFault.STOPPED_SINCE, "you@there")
+
+
 def test_one_that_nobody_keeps_leaves_a_note_that_not_all_hosts_had_started(work, monkeypatch):
     assert not start_with(RUNS.replace("$RUN", f"runs/r{os.getpid()}"), work, monkeypatch).get("fault")
     (blame,) = describe.describe(run := RunDir(work / f"runs/r{os.getpid()}"), read_plan(run), "a").blames

@@ -1,5 +1,6 @@
 """Which run is meant, its state on a host, and where a failure began: values in, values out."""
 
+import dataclasses
 import signal
 
 import pytest
@@ -64,6 +65,12 @@ def test_a_node_runner_that_outlives_the_run_for_a_moment_hides_no_exit_code(exi
     state = judge.state_of_run(run(alive=True, exit_code=exit_code, cause=cause))
     assert (state.standing, state.exit_code, state.cause) == (Standing.EXITED, exit_code, cause)
     assert state.is_good is not bool(exit_code)
+
+
+def test_a_node_runner_that_was_stopped_before_it_could_say_anything():
+    stopped = dataclasses.replace(run(known=False), stopped_by="you@there")
+    assert judge.state_of_run(stopped).standing is Standing.STOPPED
+    assert judge.state_of_run(dataclasses.replace(stopped, alive=True)).standing is Standing.STARTING
 
 
 def test_the_host_where_it_began_is_named():

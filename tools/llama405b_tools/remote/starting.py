@@ -93,6 +93,8 @@ def _await_torchrun(run: RunDir, host: str, runner: int) -> Started:
             return Started(StartFault.ENDED, cause=status.cause)
         if status and status.state not in (NodeState.STARTING, NodeState.KILLED):
             return Started()
+        if not lives and (by := stopped_by(run, host)):
+            return Started(StartFault.STOPPED_SINCE, by)
         if not lives:
             return Started(StartFault.ENDED)
         time.sleep(0.05)

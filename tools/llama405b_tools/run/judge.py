@@ -87,6 +87,8 @@ def state_of_run(run: HostRun | None, *, is_member: bool = False, was_up: bool =
         return FILES_GONE if was_up else NOT_REACHED
     if run is None:
         return State(Standing.NO_RUN, cause=Cause(CauseKind.NO_RUN))
+    if run.stopped_by and run.status is None and not run.alive and not run.leftovers:  # before it could say anything
+        return State(Standing.STOPPED)
     return state_of(run.status, alive=run.alive, leftovers=len(run.leftovers))
 
 
