@@ -1,15 +1,6 @@
 """Whether a disk holds the checkpoints that a run keeps. Pure."""
 
 from llama405b.contract.checkpoints import LEAST_KEPT
-from llama405b.contract.plan import REHEARSAL
-
-
-def kept(run: str, keep: int, *, best: bool = False) -> int:
-    """Return for how many checkpoints of a run there must be room: a rehearsal is killed soon after its first.
-
-    ``best``: the best is kept as well.
-    """
-    return 1 if run.endswith(REHEARSAL) else keep + best
 
 
 def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llama405b import ranks
-from llama405b.capacity.room import kept, room_fault
+from llama405b.capacity.room import room_fault
 from llama405b.checkpoint.commit import Directory, best_of, parts_of
 from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest
@@ -135,7 +135,7 @@ class Store:
                 n_ranks += copies * self.keeper_of.count(before)
             here = each_bytes * n_ranks // self.me.world
             own = len(self.directory.own())
-            keep, free = kept(self.run.name, self.keep, best=self.keep_best), shutil.disk_usage(self.root).free
+            keep, free = self.keep + self.keep_best, shutil.disk_usage(self.root).free
             if why := room_fault(free, here, keep, own, best=self.keep_best):
                 raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
 

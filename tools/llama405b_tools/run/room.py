@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from llama405b.capacity.estimate import checkpoint_bytes_per_parameter
-from llama405b.capacity.room import kept, room_fault
+from llama405b.capacity.room import room_fault
 from llama405b.contract.plan import Plan
 from llama405b_tools.remote.messages.launch import LaunchFacts
 from llama405b_tools.run.request import LaunchRequest
@@ -32,6 +32,6 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
     for name, n_bytes in takes.items():
         place = answers[name].places.get("--checkpoint.dir", answers[name].run_place)
         best = checkpoint.keep_best
-        if why := room_fault(place.free_bytes, n_bytes, kept(request.run, checkpoint.keep, best=best), best=best):
+        if why := room_fault(place.free_bytes, n_bytes, checkpoint.keep + best, best=best):
             faults[name] = f"--checkpoint.dir: {place.path} {why}"
     return faults
