@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from conftest import ROOT
 from llama405b.lost_peer import is_lost_peer, says_lost_peer
-from llama405b_tools.machine.torchrun import root_cause
+from llama405b_tools.machine.torchrun import ended_by, root_cause
 
 FOREIGN = ROOT / "tests/data/foreign"
 
@@ -24,6 +24,11 @@ def test_what_is_no_lost_peer():
 @pytest.mark.parametrize(("name", "found"), [("rank-killed", (0, -9)), ("rank-exited", (0, 1))])
 def test_torchruns_summary(name, found):
     assert root_cause((FOREIGN / f"torchrun/{name}.log").read_text()) == found
+
+
+@pytest.mark.parametrize(("name", "number"), [("ended", 15), ("rank-killed", None), ("rank-exited", None)])
+def test_the_signal_that_ended_torchrun(name, number):
+    assert ended_by((FOREIGN / f"torchrun/{name}.log").read_text()) == number
 
 
 def test_a_log_without_a_summary():

@@ -5,11 +5,15 @@ import time
 
 import pytest
 
+from conftest import ROOT
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.remote import node as node_runner
 from llama405b_tools.remote.node import NodeRunner
+from llama405b_tools.run import judge
+from llama405b_tools.run.judge import Failure
 
 
 @pytest.fixture
@@ -69,3 +73,13 @@ def test_the_line_of_an_attempt_is_on_disk_before_torchrun_starts(run, monkeypat
     monkeypatch.setattr(node_runner.subprocess, "Popen", lambda *_, **__: seen.append(run.agent_log("a").read_bytes()))
     NodeRunner(run, "a").start_torchrun()
     assert seen[0].startswith(b'\nattempt 3: ["/py", "-m", "torch.distributed.run"')
+
+
+def test_where_somebody_ended_torchrun_it_began_not_where_its_peers_lost_contact(run):
+    run.agent_log("a").write_text(
+        (ROOT / "tests/data/foreign/torchrun/ended.log").read_text().replace("attempt 1", "attempt 3")
+    )
+    own = NodeRunner(run, "a").first_failure(1)
+    assert own == Cause(CauseKind.TORCHRUN_KILLED, "a", signal=15, exit_code=1)
+    peers = [Failure(name, Cause(CauseKind.LOST_PEER, name)) for name in ("b", "c")]
+    assert judge.first_failure([*peers, Failure("a", own)]).host == "a"

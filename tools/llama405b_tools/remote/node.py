@@ -26,7 +26,7 @@ from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Heartbeat, NodeState, NodeStatus
 from llama405b_tools.machine import fabric
-from llama405b_tools.machine.torchrun import root_cause
+from llama405b_tools.machine.torchrun import ended_by, root_cause
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
@@ -154,6 +154,8 @@ class NodeRunner:
         text = log.read_text(encoding="utf-8", errors="replace").rpartition(f"\nattempt {self.plan.attempt}: ")[2]
         if setup := re.search(rf"^{SETUP_FAILED} (\d+)$", text, re.MULTILINE):
             return Cause(CauseKind.SETUP_FAILED, self.host, exit_code=int(setup[1]), detail=self.plan.setup)
+        if number := ended_by(text):  # by somebody else: this runner's own signals never get here
+            return Cause(CauseKind.TORCHRUN_KILLED, self.host, signal=number, exit_code=code)
         failed = root_cause(text)
         if failed is None:
             return Cause(CauseKind.TORCHRUN_FAILED, self.host, exit_code=code, detail=str(log))
