@@ -1,8 +1,10 @@
 """How following a run handles what arrives: values in, values out."""
 
 import dataclasses
+import types
 
 import pytest
+from fakes import running_fleet
 from run_rig import ended, metrics, plan, take
 
 from llama405b.contract.causes import Cause, CauseKind
@@ -10,7 +12,8 @@ from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import Phase
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.remote.messages.stream import NodeNews
-from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch
+from llama405b_tools.run import follow
+from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch, watch_run
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.streams import Arrival, Unreachable
 
@@ -33,6 +36,29 @@ def test_who_is_lost_is_named_before_who_waits_for_it(watch):
     worst = watch.worst()
     assert (worst.host, worst.cause.kind) == ("b", CauseKind.UNREACHABLE)
     assert watch.hangs
+
+
+@pytest.mark.parametrize("ends", [None, ended(Cause(CauseKind.LOST_PEER, "a", 0))], ids=["hangs", "says so"])
+def test_the_host_whose_link_is_cut_is_named_before_its_connection_notices(tmp_path, monkeypatch, ends):
+    """From b nothing comes any more; a hangs, or reports that it has lost contact."""
+    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(follow, "time", clock)
+    monkeypatch.setattr(follow, "POLL_S", 0.001)
+
+    def until(watch):
+        clock.now += 1
+        for host, rank, cut_at in (("a", 0, 15.0 if ends else 200.0), ("b", 1, 5.0)):
+            if clock.now < cut_at:
+                beats = (Beat(rank, host, 5, min(clock.now, 4.0), 7, Phase.TRAIN, -5.0),)
+                take(watch, host, beats=beats, now=clock.now)
+        if ends and clock.now == 15:
+            take(watch, "a", node=ends)
+        return clock.now == 200
+
+    with running_fleet(("a", "b"), watched := plan("-m", "llama405b.train")) as fleet:
+        worst = watch_run(fleet, watched, Limits(22.0, 3600.0), until).worst()
+    assert (worst.host, worst.cause.kind) == ("b", CauseKind.UNREACHABLE)
 
 
 def test_a_rank_whose_heartbeat_stands_does_not_hang_while_steps_are_taken(watch):

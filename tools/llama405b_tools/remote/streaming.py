@@ -17,13 +17,12 @@ from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
+from llama405b_tools.remote.messages.stream import BEATS_EVERY_S, News, NodeNews, StreamRequest
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.text.clean import hide_in_json, pieces_of
 
 T = TypeVar("T")
 STREAM_EVERY_S = 0.3
-BEATS_EVERY_S = 2.0
 
 
 def stream(request: StreamRequest) -> None:

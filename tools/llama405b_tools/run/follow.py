@@ -20,7 +20,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended
-from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
+from llama405b_tools.remote.messages.stream import BEATS_EVERY_S, News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.judge import Failure, Heard
@@ -45,6 +45,7 @@ DOING = {
     Phase.TRAIN: "taking the first step",
 }
 PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by themselves
+LOST_AFTER_S = 3 * BEATS_EVERY_S  # without heartbeats, where the run has failed: far sooner than a connection notices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +189,13 @@ class Watch:
             return math.inf
         return head.now - self.metrics[-1].time + time.monotonic() - head.at_s
 
+    def count_lost(self, now_s: float) -> None:
+        """Count the hosts that have fallen silent as unreachable: the run has failed, and others only waited for them."""
+        for host, heard in self.heard.items():
+            silent_s = now_s - heard.at_s
+            if host not in self.ended and silent_s > LOST_AFTER_S:
+                self.unreachable.setdefault(host, f"nothing was heard from it for {silent_s:.0f} s")
+
     def worst(self) -> Failure | None:
         """The failure to name; None if no host reported one."""
         if not self.failures:
@@ -272,6 +280,8 @@ def watch_run(
                 raise NobodyReadsError
     finally:
         streams.close()
+    if watch.failures:
+        watch.count_lost(time.monotonic())
     if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself
         watch.stopped = stop_this(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
     return watch

@@ -7,6 +7,7 @@ from llama405b.contract.events import RunEvent
 from llama405b.contract.records import Metrics, NodeStatus
 from llama405b_tools.remote.messages.status import Beat
 
+BEATS_EVERY_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
 Marks = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, bytes read
 
 
