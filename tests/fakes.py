@@ -27,6 +27,7 @@ class FakeHost:
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
         self.machine, self.stopped_at = name, 0.0
         self.lives = []  # how each launch of it goes: a list of News, then it is over
+        self.receipt = Noted()  # for a guard's note
         self.gpus = [0]  # as each probe finds them; the last number stays
 
     def answer(self, action, request):
@@ -55,7 +56,7 @@ class FakeHost:
 
     def guard(self, request):
         self.noted = request.state
-        yield Noted()
+        yield self.receipt
 
     def keep(self):
         return [reader.dumps(Kept())]

@@ -1,6 +1,13 @@
-"""Whether a disk holds the checkpoints that a run keeps. Pure."""
+"""Whether a disk holds the checkpoints that a run keeps, and whether it is nearly full. Pure."""
 
 from llama405b.contract.checkpoints import LEAST_KEPT
+
+LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # of all
+
+
+def nearly_full(free_bytes: int, total_bytes: int) -> bool:
+    """Whether a disk that a run writes to is about to fill."""
+    return free_bytes < LOW_BYTES or free_bytes < LOW_SHARE * total_bytes
 
 
 def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import types
 
 import pytest
 from fakes import FakeFleet, over
@@ -18,10 +19,13 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding
+from llama405b_tools.remote.messages.guard import GuardNote
+from llama405b_tools.remote.messages.stream import News
 from llama405b_tools.run import follow, guard, guard_record
 from llama405b_tools.run.guard import GuardOrder, Watchman
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import parse
+from llama405b_tools.run.streams import Arrival
 
 KILLED = Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)
 LOST = Cause(CauseKind.LOST_PEER, "a", 0, exit_code=1, phase="train")
@@ -271,3 +275,63 @@ def test_its_order_crosses_as_json(fleet):
     text = reader.dumps(order)
     assert json.loads(text)["request"]["run"] == "r"
     assert reader.loads(GuardOrder, text, "the order") == order
+
+
+def paged(tmp_path):
+    notes = tmp_path / "notes"
+    return notes.read_text().splitlines() if notes.exists() else []
+
+
+def watchman(fleet):
+    asked = request("--notify", "echo $LLAMA405B_EVENT: $LLAMA405B_MESSAGE >>notes")
+    hosts = list(fleet.hosts.values())
+    return Watchman(asked, hosts, launch(asked, hosts, fleet), fleet)
+
+
+def test_a_host_that_stays_away_for_one_reason_is_paged_once(fleet, tmp_path):
+    """Its reason may be the same from the first try on, or change later."""
+    tries = []
+
+    def stop(asked, real=fleet.fakes["b"].stop):
+        tries.append(asked)
+        if len(tries) < 8:
+            raise HostError("no route" if len(tries) < 6 else "no answer")
+        yield from real(asked)
+
+    found, fleet.fakes["b"].stop = watchman(fleet), stop
+    assert found.bring_back() == ""
+    assert paged(tmp_path) == ["waiting: cannot start yet: b: could not be queried: no route"]
+
+
+def test_saves_that_fail_in_a_row_are_paged_once_until_one_succeeds(fleet, tmp_path):
+    found, watch = watchman(fleet), follow.Watch(fleet.fakes["a"].plan)
+
+    def saves(*kinds):
+        for step, kind in enumerate(kinds, 1):
+            event = RunEvent(0.0, "rank-0", kind, 1, step, detail="No space left on device")
+            watch.take(Arrival("a", News(events=(event,)), 0.0))
+            found.turn(watch)
+            found.beat()
+        return paged(tmp_path)
+
+    assert saves(EventKind.NOT_SAVED, EventKind.SAVED, EventKind.NOT_SAVED) == []
+    told = ["not saved: the last 2 saves failed; step 1: No space left on device"]
+    assert saves(EventKind.NOT_SAVED, EventKind.NOT_SAVED) == told
+    assert saves(EventKind.SAVED, EventKind.NOT_SAVED, EventKind.NOT_SAVED) == [
+        *told,
+        told[0].replace("step 1", "step 3"),
+    ]
+
+
+def test_a_disk_that_fills_is_paged_once_until_there_is_room(fleet, tmp_path, monkeypatch):
+    found = watchman(fleet)
+    run = RunDir.here("r")
+    run.path.mkdir(parents=True, exist_ok=True)
+    write_json(run.plan, fleet.fakes["a"].plan)
+    for free in (1 << 40, 1 << 28, 1 << 28, 1 << 40, 1 << 28):
+        disk = types.SimpleNamespace(f_frsize=1, f_bavail=free, f_blocks=4 << 40)
+        monkeypatch.setattr(os, "statvfs", lambda _, disk=disk: disk)
+        receipt = guarding.take_note(GuardNote("r", "a", "x", found.record))  # as the agent on a would
+        fleet.fakes["a"].receipt = receipt
+        found.beat()
+    assert paged(tmp_path) == 2 * [f"disk full: a: 0.2 GiB left at {run.path.absolute()}; make room there"]

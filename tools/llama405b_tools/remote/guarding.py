@@ -15,7 +15,7 @@ from llama405b.contract.plan import read_plan
 from llama405b.contract.records import GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.guard import GuardNote, MachineName, MachineRequest, Noted
+from llama405b_tools.remote.messages.guard import Disk, GuardNote, MachineName, MachineRequest, Noted
 from llama405b_tools.remote.tmux import END_WITHIN_S, guard_socket, remove_dead_sockets
 
 SESSION = "guard"
@@ -25,9 +25,20 @@ DISMISS_WITHIN_S = 10.0
 def take_note(request: GuardNote) -> Noted:
     """Write the guard's note, unless the run is not the guard's any more, or somebody has stopped both."""
     run = run_of(request.run)
-    if read_plan(run).rdzv_id == request.only and not run.stop(request.host).exists():
+    plan = read_plan(run)
+    if plan.rdzv_id == request.only and not run.stop(request.host).exists():
         note_guard(run, request.host, request.state)
-    return Noted()
+    return Noted(disks_of(run.path, Path(plan.checkpoint_dir or run.path)))
+
+
+def disks_of(*paths: Path) -> tuple[Disk, ...]:
+    """The disks that these directories are on, each once; what cannot be asked is left out."""
+    disks = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(path)
+            disks[path.stat().st_dev] = Disk(str(path), disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
+    return tuple(disks.values())
 
 
 def note_guard(run: RunDir, host: str, state: GuardState | None) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
-from llama405b.contract.events import EventKind
+from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, Metrics, Phase
@@ -105,6 +105,7 @@ class Watch:
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
         self.saved = ""
+        self.failed_saves: list[RunEvent] = []  # since the last that succeeded
         self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
         self.stopped: dict[str, Ended | HostError] = {}  # how ending the rest went, if that was needed
@@ -171,7 +172,9 @@ class Watch:
                 continue
             self.resumed = self.resumed or event.kind is EventKind.RESUMED
             if event.kind is EventKind.SAVED:
-                self.saved = event.path
+                self.saved, self.failed_saves = event.path, []
+            if event.kind is EventKind.NOT_SAVED:
+                self.failed_saves.append(event)
 
     def look_for_hang(self, limits: Limits) -> None:
         """Count a rank that has been silent for too long as a failure, unless steps are taken meanwhile, which needs it."""

@@ -7,7 +7,6 @@ the run, or after N restarts in a row without a newer checkpoint.
 
 import contextlib
 import dataclasses
-import enum
 import os
 import signal
 import subprocess
@@ -38,13 +37,13 @@ from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, Watch, follow
 from llama405b_tools.run.guard_record import BEAT_S, asked_for, heard_by, of_hosts
 from llama405b_tools.run.launch import launch, resumed
+from llama405b_tools.run.notices import Notice, disk_words, run_command, unsaved_words
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 from llama405b_tools.run.start import StartError, stop_this
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
-NOTIFY_TIMEOUT_S = 60.0
 NOTE_TIMEOUT_S = 60.0
 STUCK_S = 900.0  # longer than any one try to bring a run back
 POLL_S = 0.3
@@ -149,22 +148,10 @@ def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
     return same and names == list(fleet.hosts) and set(plan.secrets) == set(request.secrets)
 
 
-def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> None:
-    """Tell every host of a run what its guard does; one that cannot be reached hears it the next time."""
+def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, Noted]:
+    """Tell every host of a run what its guard does; one that cannot be reached hears it the next time. Returns the answers."""
     notes = {node.name: GuardNote(plan.run, node.name, plan.rdzv_id, state) for node in plan.nodes}
-    fleet.ask_all("guard", notes, Noted, NOTE_TIMEOUT_S)
-
-
-class Notice(enum.StrEnum):
-    """The events that run the ``--notify`` command."""
-
-    INCIDENT = "incident"
-    WAITING = "waiting"
-    RECOVERY = "recovery"
-    STOPPED = "stopped"
-    END = "end"
-    GAVE_UP = "gave up"
-    HEARTBEAT = "heartbeat"  # nothing has happened
+    return replies(fleet.ask_all("guard", notes, Noted, NOTE_TIMEOUT_S))
 
 
 ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
@@ -179,6 +166,7 @@ class Watchman:
         self.record = dataclasses.replace(asked_for(request), machine=machine_id(), pid=os.getpid(), pid_start=began)
         self.telling, self.is_over, self.has_news = threading.Lock(), threading.Event(), threading.Event()
         self.turned_at = self.notified_at = time.monotonic()
+        self.unsaved, self.paged = "", set[Notice]()  # why saves fail now; of what lasts, the user was told that
         self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
 
     def main(self) -> int:
@@ -202,20 +190,33 @@ class Watchman:
         now = time.monotonic()
         if now > self.turned_at + STUCK_S:
             return
-        self.tell()
+        if self.page(Notice.DISK_FULL, disk_words(self.tell())) or self.page(Notice.NOT_SAVED, self.unsaved):
+            return  # the command may have taken so long that the hosts are to be told again
         if self.request.notify_every_s and now >= self.notified_at + self.request.notify_every_s:
             self.notified_at = now
             self.notify(Notice.HEARTBEAT, f"{self.record.state}{given('; {}', self.record.message)}")
 
-    def turn(self, _: Watch | None = None) -> bool:
-        """Note that the guard does not hang; always False: it is to follow the run to its end."""
+    def page(self, notice: Notice, why: str) -> bool:
+        """Tell the user what is wrong with a run that is not over, once until it has passed; returns whether it did."""
+        if not why:
+            self.paged.discard(notice)
+        if not why or notice in self.paged:
+            return False
+        self.paged.add(notice)
+        log(f"{notice}: {why}")
+        self.notify(notice, why)
+        return True
+
+    def turn(self, watch: Watch | None = None) -> bool:
+        """Note that the guard does not hang, and whether saves fail; always False: it is to follow the run to its end."""
         self.turned_at = time.monotonic()
+        self.unsaved = unsaved_words(watch.failed_saves) if watch else ""
         return False
 
-    def tell(self) -> None:
+    def tell(self) -> dict[str, Noted]:
         """Tell the hosts what the guard does now; one at a time, so that none hears the older news last."""
         with self.telling:
-            tell_hosts(self.fleet, self.plan, self.record)
+            return tell_hosts(self.fleet, self.plan, self.record)
 
     def end(self) -> None:
         """Stop beating, and tell the hosts how it ended."""
@@ -287,8 +288,8 @@ class Watchman:
             if why != said:
                 said = why
                 self.say(GuardStage.RECOVERING, f"cannot start yet: {why}")
-                if tries == len(RETRY_S):
-                    self.notify(Notice.WAITING, why)
+            if tries == len(RETRY_S):
+                self.notify(Notice.WAITING, f"cannot start yet: {why}")
             time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
 
@@ -332,27 +333,19 @@ class Watchman:
         self.record = dataclasses.replace(self.record, state=stage, message=message, time=time.time())
         with contextlib.suppress(OSError):  # a full disk here is no reason to leave the run alone
             write_json(RunDir.here(self.plan.run).guard, self.record)
-        show(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {stage}{given(': {}', message)}")
+        log(f"{stage}{given(': {}', message)}")
 
     def notify(self, event: Notice, message: str) -> None:
         """Run the user's command; if it fails, that is logged and changes nothing."""
         if not self.request.notify:
             return
-        env = os.environ | {"LLAMA405B_EVENT": str(event), "LLAMA405B_RUN": self.plan.run, "LLAMA405B_MESSAGE": message}
-        try:
-            done = subprocess.run(
-                ["/bin/sh", "-c", self.request.notify],
-                env=env,
-                input=f"{self.plan.run}: {event}: {message}\n",
-                text=True,
-                timeout=NOTIFY_TIMEOUT_S,
-                check=False,
-            )
-            fault = given("exit code {}", done.returncode)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            fault = str(error)
-        if fault:
+        if fault := run_command(self.request.notify, event, self.plan.run, message):
             show(f"guard  --notify failed ({fault})")
+
+
+def log(line: str) -> None:
+    """Write a line of the guard's log, which is its standard output."""
+    show(f"guard  {time.strftime('%Y-%m-%d %H:%M:%S')}  {line}")
 
 
 def main() -> int:

@@ -28,5 +28,16 @@ class MachineName:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Disk:
+    """One that the run writes to."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Noted:
     """The host has taken the note."""
+
+    disks: tuple[Disk, ...] = ()  # the host's, or those that it shares

@@ -16,8 +16,8 @@ BUSY = 0.4  # median power over limit; below it all GPUs idle together (an offlo
 IDLE = 0.35  # power over limit of a waiting GPU: a sign of a hang
 SMI_HUNG_S = 10.0  # nvidia-smi without an answer
 
-# a host's memory, disks and counters
-LOW_RAM, LOW_DISK, LOW_DISK_BYTES = 0.03, 0.02, 1 << 30  # of all, of all, bytes
+# a host's memory and counters
+LOW_RAM = 0.03  # of all
 COUNTERS_S = 600.0  # errors are counted over this time
 
 # steps, against the median of those before

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from llama405b.capacity.room import nearly_full
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
 from llama405b.contract.words import STUCK, said_by_rank
@@ -164,7 +165,7 @@ def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
 
 def _disk_notes(frame: Frame) -> Iterator[Note]:
     for path, free, total in frame.disks:
-        if free < thresholds.LOW_DISK_BYTES or free < thresholds.LOW_DISK * total:
+        if nearly_full(free, total):
             words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
             yield Note(f"disk {path}", words, ("disk_free_bytes",))
 
