@@ -25,7 +25,7 @@ class FakeHost:
         self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
-        self.machine, self.stopped_at = name, 0.0
+        self.machine, self.stopped_at, self.unsaved = name, 0.0, ""
         self.lives = []  # how each launch of it goes: a list of News, then it is over
         self.receipt = Noted()  # for a guard's note
         self.gpus = [0]  # as each probe finds them; the last number stays
@@ -81,7 +81,8 @@ class FakeHost:
         plan = self.plan
         return HostRun(plan.run, plan.created, plan.attempt, "", 0, self.alive, (), self.status, (), self.ends,
                        self.stopped_by, None, self.checkpoint, self.now,
-                       self.members or tuple(node.name for node in plan.nodes), self.noted, self.blames)  # fmt: skip
+                       self.members or tuple(node.name for node in plan.nodes), self.noted, self.blames,
+                       unsaved=self.unsaved)  # fmt: skip
 
     def stream(self, request):
         for news in self.lives.pop(0) if self.lives else ():

@@ -59,7 +59,16 @@ def test_what_the_last_save_took_and_which_failed_since(tmp_path, events, told):
     run = RunDir(tmp_path / "r")
     for event in events:
         append_line(run.events("rank-0"), event)
-    assert describe._saves(run) == told
+    assert describe._saves(run, 1) == told
+
+
+def test_a_save_that_failed_before_a_restart_is_not_told_of_the_attempt_since(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, nodes = RunDir.here("r"), (Node("a", 1, 0, "/w", "/py", "", "", {}),)
+    append_line(run.events("rank-0"), _event(EventKind.NOT_SAVED, 8, detail="full"))
+    for attempt, unsaved in ((1, "step 8: full"), (2, "")):
+        write_json(run.plan, Plan("r", attempt, 0.0, "x", "a:1", ("-m", "llama405b.train"), (), nodes))
+        assert describe.status(StatusRequest("a")).runs[0].unsaved == unsaved
 
 
 @pytest.mark.parametrize("copies", [True, False])

@@ -1,6 +1,9 @@
 """What status derives from the hosts' answers: values in, values out."""
 
+import contextlib
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 from fakes import over, running_fleet
@@ -18,6 +21,7 @@ from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import Limits, watch_run
 from llama405b_tools.run.judge import Failure, Standing
 from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, states_of
+from llama405b_tools.verbs import status
 
 
 @pytest.fixture
@@ -124,3 +128,14 @@ def test_the_newest_checkpoint_that_any_host_sees(fleet):
     assert newest_checkpoint(fleet, "r") is None
     fleet.fakes["a"].checkpoint, fleet.fakes["b"].checkpoint = "/c/step-00000090", "/c/step-00000100"
     assert newest_checkpoint(fleet, "r").name == "step-00000100"
+
+
+def test_a_run_whose_saves_fail_is_not_well(fleet, monkeypatch, capsys):
+    monkeypatch.setattr(status, "Fleet", lambda _: contextlib.nullcontext(fleet))
+    Path("hosts").write_text("a\nb\n")
+    for code, unsaved in enumerate(["", "step 400: No space left on device"]):
+        fleet.fakes["a"].unsaved = unsaved
+        assert status.main([]) == code
+        assert (f"NOT SAVED: {unsaved}" in capsys.readouterr().out) == bool(code)
+        assert status.main(["--json"]) == code
+        assert json.loads(capsys.readouterr().out)["ok"] != bool(code)

@@ -44,7 +44,7 @@ def planned(request: PlanRequest) -> Plan:
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
     """Describe one run, from its files and processes here."""
     node, alive = plan.find(host), lives(run, plan, host)
-    saved, (save_s, unsaved) = None, _saves(run)
+    saved, (save_s, unsaved) = None, _saves(run, plan.attempt)
     with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
         saved = newest_complete(checkpoints_of(run, plan))
     return HostRun(
@@ -106,14 +106,14 @@ def checkpoints_of(run: RunDir, plan: Plan) -> Path:
     return Path(plan.checkpoint_dir or run.checkpoints)
 
 
-def _saves(run: RunDir) -> tuple[float, str]:
-    """How long the last save took that succeeded, and why a later one failed."""
+def _saves(run: RunDir, attempt: int) -> tuple[float, str]:
+    """How long the last save took that succeeded, and why a later one of this attempt failed."""
     events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)
     unsaved = ""
     for event in reversed(events):
         if event.kind is EventKind.SAVED:
             return event.took_s, unsaved
-        if event.kind is EventKind.NOT_SAVED and not unsaved:
+        if event.kind is EventKind.NOT_SAVED and event.attempt == attempt and not unsaved:
             unsaved = f"step {event.step}: {event.detail}"
     return 0.0, unsaved
 

@@ -42,9 +42,9 @@ def main(argv: Sequence[str]) -> int:
             seen = ask_members(fleet, run, seen)
     failures, told = failures_of(seen), [found for found in replies(seen).values() if found]
     guard = guard_of(run, told, is_needed=bool(failures))
-    faults = bool(failures) or (guard is not None and guard.gone)
+    faults = bool(failures) or any(found.unsaved for found in told) or (guard is not None and guard.gone)
     if args.json:
-        print(json.dumps(_record(run, seen, failures, guard)))
+        print(json.dumps(_record(run, seen, failures, guard, is_good=not faults)))
         return code_for(faults)
     print(f"run {run}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
@@ -68,7 +68,9 @@ def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> Guard | N
     return guard
 
 
-def _record(run: str, seen: Seen, failures: Sequence[Failure], guard: Guard | None) -> dict[str, Json]:
+def _record(
+    run: str, seen: Seen, failures: Sequence[Failure], guard: Guard | None, *, is_good: bool
+) -> dict[str, Json]:
     """The status as JSON, for scripts."""
     hosts: dict[str, Json] = {}
     for name, found in seen.items():
@@ -80,7 +82,6 @@ def _record(run: str, seen: Seen, failures: Sequence[Failure], guard: Guard | No
     guarded: Json = None
     if guard:
         guarded = {"state": guard.state.state, "gone": guard.gone, "words": guard_line(guard)}
-    is_good = not failures and not (guard and guard.gone)
     return {"run": run, "ok": is_good, "failures": said, "guard": guarded, "hosts": hosts}
 
 
