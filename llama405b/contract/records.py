@@ -169,3 +169,4 @@ class GuardState:
     cause: Cause | None = None  # of the last incident
     command: str = ""  # what follows ``llama405b launch`` to guard the run again, whether it is running or not
     directory: str = ""  # where to type it
+    died: bool = False  # its process is gone, as its own machine finds; the guard itself never writes that

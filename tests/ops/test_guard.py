@@ -119,9 +119,7 @@ def test_a_dead_guard_is_said_with_a_command_that_guards_the_run_again(work, cli
     assert cli(work, "launch", "--run", "d", "--restart", 1, "--notify-every", "1s", *flags).returncode == 0
     wait_for(lambda: (work / "notes").exists() and "heartbeat" in (work / "notes").read_text())
     kill_guard(work, "d")
-    (work / "runs/d/guard.json").rename(work / "guard.json")  # as on another machine: the hosts know that there was one
-    assert cli(work, "status", "--run", "d").returncode == 0
-    (work / "guard.json").rename(work / "runs/d/guard.json")
+    (work / "runs/d/guard.json").unlink()  # as on another machine: its own, which is a host, knows that it is gone
     again = type_what_status_says(work, cli, "d")
     assert again.returncode == 0, again.stderr
     assert "already running, without a guard" in again.stdout

@@ -1,5 +1,8 @@
 """What an agent keeps on its host: why an attempt failed, once, and what the run's guard last said."""
 
+import dataclasses
+import os
+
 import pytest
 
 from llama405b.contract.causes import Cause, CauseKind
@@ -7,12 +10,14 @@ from llama405b.contract.files import read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Blame, GuardState
+from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import status
 from llama405b_tools.remote.ending import end, record_blame
-from llama405b_tools.remote.guarding import take_note
+from llama405b_tools.remote.guarding import machine_id, take_note
 from llama405b_tools.remote.messages.end import EndRequest
 from llama405b_tools.remote.messages.guard import GuardNote
 from llama405b_tools.remote.messages.status import StatusRequest
+from llama405b_tools.run import guard_record
 
 PLAN = Plan("r", 2, 5.0, "r-2-x", "a:1", ("-m", "mine"), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
 HUNG = Cause(CauseKind.HUNG, "b", 1, phase="train", step=7, age_s=301.5)
@@ -28,6 +33,18 @@ def run(tmp_path, monkeypatch):
 
 def told():
     return status(StatusRequest("a", "r")).runs[0]
+
+
+def test_a_guard_that_died_here_is_known_at_once_wherever_the_operator_is(run):
+    """Its last beat is seconds old, and another host may have heard a later one."""
+    lives = dataclasses.replace(
+        GUARD, machine=machine_id(), pid=os.getpid(), pid_start=processes.start_time(os.getpid())
+    )
+    before_boot = dataclasses.replace(lives, machine=" ".join([*machine_id().split()[:-1], "another-boot"]))
+    for guard, gone in ((dataclasses.replace(lives, pid=2**22 + 1), True), (before_boot, True), (lives, False)):
+        take_note(GuardNote("r", "a", "r-2-x", guard))
+        found = guard_record.of_hosts("r", [*guard_record.heard_by([told()]), (0.1, guard)], 1000.0)
+        assert (found.gone, found.guards) == (gone, not gone)
 
 
 def test_the_first_who_decides_why_an_attempt_failed_is_kept(run):

@@ -2,12 +2,16 @@
 
 import fcntl
 import json
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from llama405b_tools.remote import carried, sampler
+from llama405b_tools.remote import carried, processes, sampler
+from llama405b_tools.remote.guarding import machine_id
 
 
 @pytest.fixture
@@ -169,3 +173,16 @@ def test_what_the_hosts_heard_of_a_guard_is_told(runs, told, tmp_path):
     assert hear(of=lambda run: run["guard"]) == said
     runs("newer", 2.0, alive=True)
     assert hear(of=lambda run: (run["name"], run["guard"])) == ("newer", None)
+
+
+def test_two_machines_of_one_name_are_told_apart_by_their_boot():
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert sampler.Machine(None).name == boot + socket.gethostname()
+
+
+def test_a_guard_that_died_on_this_host_is_told(runs, told, tmp_path):
+    runs("r", 1.0, alive=True)
+    lives = {"machine": machine_id(), "pid": os.getpid(), "pid_start": processes.start_time(os.getpid())}
+    for said, died in ((lives | {"pid_start": 1}, True), (lives | {"pid": 0}, None), (lives, None)):
+        (tmp_path / "runs/r/status/a.guard").write_text(json.dumps(said))
+        assert told()(of=lambda run: run["guard"].get("died")) == died

@@ -10,9 +10,10 @@ from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.reader import MalformedError, loads
-from llama405b.contract.records import Blame, GuardState, Metrics, NodeState, NodeStatus, StopMark
+from llama405b.contract.records import Blame, Metrics, NodeState, NodeStatus, StopMark
 from llama405b.contract.replicas import Copied
 from llama405b_tools.remote import processes, slurm
+from llama405b_tools.remote.guarding import heard_guard
 from llama405b_tools.remote.locks import is_alive, run_of, runs
 from llama405b_tools.remote.messages.status import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 from llama405b_tools.remote.tmux import tmux_socket
@@ -63,7 +64,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         checkpoint=str(saved) if saved else None,
         now=time.time(),
         hosts=tuple(node.name for node in plan.nodes),
-        guard=read_record(GuardState, run.guarded(host)),
+        guard=heard_guard(run, host),
         blames=tuple(read_records(Blame, run.blames(host), NEWEST_RUNS)),
         world=plan.world,
         save_s=save_s,

@@ -49,6 +49,14 @@ def note_guard(run: RunDir, host: str, state: GuardState | None) -> None:
         write_json(run.guarded(host), dataclasses.replace(state, time=time.time()))
 
 
+def heard_guard(run: RunDir, host: str) -> GuardState | None:
+    """What this host last heard from the guard; of one that runs on this machine, whether it has died since."""
+    state = read_record(GuardState, run.guarded(host))
+    if state is None or not state.pid or not is_of_this_machine(state):
+        return state
+    return dataclasses.replace(state, died=not lives_here(state))
+
+
 def machine_id() -> str:
     """Identify this boot of this machine: host name, machine ID and boot ID; two words if it has no machine ID."""
     files = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))

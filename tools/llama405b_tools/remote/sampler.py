@@ -32,7 +32,7 @@ SMI_WAIT_S = 1.0  # how long a frame waits for nvidia-smi
 SMI_RETRY_S = 30.0  # then it hangs: without persistence mode an answer may take half of it
 MOST_STUCK = 3  # processes that hang in the driver and cannot be killed
 MOST_SMI_BYTES = 256 << 10  # of one answer; eight GPUs take 1 KiB
-MOST_FILE_BYTES = 16 << 20
+MOST_FILE_BYTES = 2 << 20  # the kernel gives nothing of /proc/sys to who asks for more than 4 MiB
 MOST_PROCESSES = 1000
 SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 DEAF_S = 60.0
@@ -72,6 +72,17 @@ def parse_object(text):
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def has_died_here(guard):
+    """Whether a guard ran on this machine, in this boot or an earlier one, and is gone."""
+    ids = read("/etc/machine-id") + " " + read("/proc/sys/kernel/random/boot_id")
+    machine, here = str(guard.get("machine")).split(), [socket.gethostname()] + ids.split()
+    if not guard.get("pid") or (machine != here and (len(machine) != 3 or machine[:2] != here[:2])):
+        return False
+    fields = read("/proc/%s/stat" % guard["pid"]).rpartition(") ")[2].split()
+    lives = len(fields) > 19 and fields[0] not in "ZX" and fields[19] == str(guard.get("pid_start"))
+    return machine != here or not lives
 
 
 class Query:
@@ -299,9 +310,12 @@ class Run:
         return parse_object(lines[-1]) if lines else None
 
     def _guard(self):
-        """Return what the run's guard, if one was asked for, last told this host."""
+        """Return what the run's guard, if one was asked for, last told this host; and whether it died here since."""
         said = self._status(".guard")
-        return {key: value for key, value in said.items() if key not in UNSENT} or None
+        found = {key: value for key, value in said.items() if key not in UNSENT}
+        if has_died_here(found):
+            found["died"] = True
+        return found or None
 
     def names(self):
         """The runs that there are instead of the one requested, the newest first."""

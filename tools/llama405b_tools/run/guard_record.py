@@ -72,7 +72,10 @@ def heard_by(told: Iterable[HostRun]) -> Heard:
 
 
 def of_hosts(run: str, heard: Heard, now: float) -> Guard | None:
-    """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since."""
+    """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since.
+
+    A host that it ran on knows at once that it died.
+    """
     age_s, state = min(heard, key=lambda entry: entry[0], default=(0.0, None))
     heard_at = now - age_s
     here = of_run(run)
@@ -80,6 +83,8 @@ def of_hosts(run: str, heard: Heard, now: float) -> Guard | None:
         return here
     if here and here.life is Life.DIED and _same_guard(here.state, state):
         return Guard(here.state, Life.DIED, max(heard_at, here.heard_at))
+    if any(other.died and _same_guard(other, state) for _, other in heard):
+        return Guard(state, Life.DIED, heard_at)
     if now - heard_at < (SILENT_AFTER_S if state.pid else BEGINS_WITHIN_S):
         return Guard(state, Life.ELSEWHERE, heard_at)
     return Guard(state, Life.SILENT, heard_at)
