@@ -107,7 +107,8 @@ def type_what_status_says(work, cli, run):
     state = cli(work, "status", "--run", run)
     assert state.returncode == 1, state.stdout
     said = re.search(
-        r"guard: GONE since \S+ \S+ \(.*\); nothing will restart this run: `(.*)` guards it again", state.stdout
+        r"guard: GONE, last heard at \S+ \S+ \(.*\); nothing will restart this run: `(.*)` guards it again",
+        state.stdout,
     )
     assert said, state.stdout
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import time
 import types
 
 import pytest
@@ -205,6 +206,15 @@ def test_a_guard_that_ended_here_says_nothing_of_one_elsewhere(fleet):
     guard.tell_hosts(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
     found = guard_record.of_hosts("r", guard_record.heard_by([fleet.fakes["a"].run()]), 1000.0)
     assert (found.guards, found.state.machine) == (True, "elsewhere x y")
+
+
+@pytest.mark.parametrize(
+    ("pid", "words"), [(7, "last heard at {} (process 7 on far died"), (0, "asked for at {} (it never")]
+)
+def test_of_a_guard_that_is_gone_it_is_told_when_it_was_heard_and_not_since_when(pid, words):
+    gone = guard_record.Guard(GuardState("r", pid, 1, "far x y", 2), guard_record.Life.SILENT, 0.0)
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
+    assert guard_record.guard_line(gone).startswith(f"guard: GONE, {words.format(at)}")
 
 
 def test_a_guard_that_never_began_is_gone(fleet):

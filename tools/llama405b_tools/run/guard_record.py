@@ -114,7 +114,8 @@ def guard_line(found: Guard) -> str:
     """Describe what a run's guard is doing, or how to replace it."""
     state, machine = found.state, found.state.machine.partition(" ")[0]
     if found.gone:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.heard_at))
+        last = "last heard" if state.pid else "asked for"  # when it died, nobody knows
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.heard_at))
         died = (
             f"process {state.pid} on {machine} died while {state.state}"
             if state.pid
@@ -125,7 +126,7 @@ def guard_line(found: Guard) -> str:
             given(f"`{front_door()} launch {{}}`{place}", state.command)
             or "the same launch command, with --resume auto,"
         )
-        return clean(f"guard: GONE since {since} ({died}); nothing will restart this run: {again} guards it again")
+        return clean(f"guard: GONE, {last} at {at} ({died}); nothing will restart this run: {again} guards it again")
     times = counted(state.restarts, "restart")
     where = f" on {machine}" if found.life is Life.ELSEWHERE else ""
     if not state.pid:
