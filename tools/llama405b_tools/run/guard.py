@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.errors import FAILED, RunError, UserError
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import UMASK, RunDir
@@ -46,7 +45,6 @@ from llama405b_tools.run.start import StartError, stop_this
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 NOTE_TIMEOUT_S = 60.0
 STUCK_S = 900.0  # longer than any one try to bring a run back
-POLL_S = 0.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,57 +54,6 @@ class GuardOrder:
     request: LaunchRequest
     hosts: tuple[Host, ...]
     plan: Plan
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Guarding:
-    """A guard that this process started."""
-
-    run: str
-    child: "subprocess.Popen[bytes]"
-    log: Path
-    begin: int  # of its output in the log, in bytes
-
-    @property
-    def pid(self) -> int:
-        """The guard's process ID."""
-        return self.child.pid
-
-    def follow(self, hosts: str) -> int:
-        """Print the guard's log until it ends; Ctrl-C only stops following."""
-        try:
-            with self.log.open(encoding="utf-8", errors="replace") as log:
-                log.seek(self.begin)
-                while True:
-                    code = self.child.poll()
-                    if not show(log.read(), end=""):
-                        return STOPPED_FOLLOWING
-                    if code is not None:
-                        return code if code >= 0 else FAILED
-                    time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            stop = f"`{front_door()} stop{hosts} --run {self.run}` ends both"
-            show(f"\nno longer following; the run continues, guarded. {stop}")
-            return STOPPED_FOLLOWING
-
-
-def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding:
-    """Start the guard of a run that is up, in a session of its own; secrets go through a pipe."""
-    path = RunDir.here(plan.run).guard_log
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as log:
-        begin = log.tell()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "llama405b_tools.run.guard"],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    assert child.stdin
-    child.stdin.write(reader.dumps(GuardOrder(request, tuple(hosts), plan)).encode())
-    child.stdin.close()
-    return Guarding(plan.run, child, path, begin)
 
 
 def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:

@@ -1,5 +1,6 @@
 """Start a run on every host or on none, and follow or guard it."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -17,7 +18,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import front_door, hosts_argument
 from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
-from llama405b_tools.run import guard, jobs
+from llama405b_tools.run import guard, guard_here, jobs
 from llama405b_tools.run.follow import follow
 from llama405b_tools.run.guard_on import begin_on, check_reach
 from llama405b_tools.run.launch import launch
@@ -43,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
             return rehearse(request, hosts, fleet)
         if request.guard_on:
             check_reach(request.guard_on, request, fleet)
+        elif request.restart:
+            guard_here.check_place(request.run)
         plan, lines = bring_up(request, hosts, fleet)
         lines += next_lines(request.hosts_file, plan.run, saves=request.saves)
         guarding = None
@@ -68,27 +71,28 @@ def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tup
     else:
         plan = launch(request, hosts, fleet, say=lines.append)
         dismiss(RunDir.here(plan.run))  # the guard of an earlier launch of this name
-    RunDir.here(plan.run).guard.unlink(missing_ok=True)  # an earlier guard's
+    with contextlib.suppress(OSError):  # an earlier guard's, which is of no use; the run is up
+        RunDir.here(plan.run).guard.unlink()
     return plan, lines
 
 
 def start_guard(
     request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet
-) -> tuple[str, guard.Guarding | None]:
+) -> tuple[str, guard_here.Guarding | None]:
     """Start the guard of a run that is up, here or on a host; returns a line that says where, and the one here.
 
     Raises:
-        RunError: It does not begin on that host.
+        RunError: It does not begin.
     """
-    if not request.guard_on:
-        guarding = guard.spawn(request, hosts, plan)
-        said = f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}"
-        return said, guarding
     try:
-        return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None
+        if request.guard_on:
+            return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None
+        guarding = guard_here.spawn(request, hosts, plan)
     except RunError as error:
         again = f"`{front_door()} launch {request.again}`"
         raise RunError(f"the run is up, but without a guard: {error}; {again} guards it") from None
+    said = f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}"
+    return said, guarding
 
 
 def in_slurm(request: LaunchRequest, options: str) -> int:

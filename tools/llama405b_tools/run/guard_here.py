@@ -1,0 +1,99 @@
+"""Start a run's guard on this machine, where it needs no terminal, and follow it."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import given, reason_of
+from llama405b.contract.plan import Plan
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.remote.launch_facts import place_of
+from llama405b_tools.run.guard import GuardOrder
+from llama405b_tools.run.preflight import place_words
+from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.screen import show
+
+POLL_S = 0.3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Guarding:
+    """A guard that this process started."""
+
+    run: str
+    child: "subprocess.Popen[bytes]"
+    log: Path
+    begin: int  # of its output in the log, in bytes
+
+    @property
+    def pid(self) -> int:
+        """The guard's process ID."""
+        return self.child.pid
+
+    def follow(self, hosts: str) -> int:
+        """Print the guard's log until it ends; Ctrl-C only stops following."""
+        try:
+            with self.log.open(encoding="utf-8", errors="replace") as log:
+                log.seek(self.begin)
+                while True:
+                    code = self.child.poll()
+                    if not show(log.read(), end=""):
+                        return STOPPED_FOLLOWING
+                    if code is not None:
+                        return code if code >= 0 else FAILED
+                    time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            stop = f"`{front_door()} stop{hosts} --run {self.run}` ends both"
+            show(f"\nno longer following; the run continues, guarded. {stop}")
+            return STOPPED_FOLLOWING
+
+
+def check_place(run: str) -> None:
+    """Check that a guard can keep its record and its log here.
+
+    Raises:
+        UserError: The run's directory can be neither written nor created.
+    """
+    place = place_of(str(RunDir.here(run).path.absolute()))
+    if place.fault:
+        raise UserError(
+            f"--restart: a guard cannot keep its log in {place.path}: {place_words(place)}; launch from another directory, "
+            "or use --guard-on HOST. Nothing was started"
+        )
+
+
+def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding:
+    """Start the guard of a run that is up, in a session of its own.
+
+    Raises:
+        RunError: It cannot be started, or its log cannot be written.
+    """
+    try:
+        return _spawn(GuardOrder(request, tuple(hosts), plan), RunDir.here(plan.run).guard_log)
+    except OSError as error:
+        raise RunError(f"{given('{}: ', error.filename)}{reason_of(error)}") from None
+
+
+def _spawn(order: GuardOrder, path: Path) -> Guarding:
+    """Its order goes through a pipe, because of the secrets."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        begin = log.tell()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "llama405b_tools.run.guard"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    assert child.stdin
+    child.stdin.write(reader.dumps(order).encode())
+    child.stdin.close()
+    return Guarding(order.plan.run, child, path, begin)
