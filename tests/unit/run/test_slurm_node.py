@@ -91,6 +91,14 @@ def test_a_job_onto_another_s_checkpoints_is_refused(run, tmp_path, monkeypatch)
     assert not run.path.exists()
 
 
+def test_a_job_from_a_directory_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs.shutil, "which", lambda _: "/usr/bin/sbatch")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").touch()
+    with pytest.raises(UserError, match=r"--slurm: .*/runs/new cannot be written: .*/runs is not a directory"):
+        jobs.submit(parse(["--run", "new", "--slurm", "-N 2", "--preset", "demo"], 0.0), "-N 2")
+
+
 def test_nodes_that_differ_or_do_not_come_make_no_plan(run):
     with pytest.raises(SystemExit, match="the nodes differ"):
         meet(run, a=where("10.0.0.1", torch="2.13.0"), b=where("10.0.0.2", torch="2.12.0"))

@@ -23,8 +23,10 @@ from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import to_type
 from llama405b_tools.remote import slurm
+from llama405b_tools.remote.launch_facts import place_of
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run.plan import Terms
+from llama405b_tools.run.preflight import place_words
 from llama405b_tools.run.request import LaunchRequest
 
 SIGNAL_BEFORE_S = 300  # before the job's time limit, for the trainer to save
@@ -54,11 +56,13 @@ def submit(request: LaunchRequest, options: str) -> str:
     """Submit the job of a run; returns its id.
 
     Raises:
-        UserError: sbatch is not installed or refuses the options, or the run exists.
+        UserError: sbatch is not installed or refuses the options, the run exists, or its directory cannot be written.
     """
     if not shutil.which("sbatch"):
         raise UserError("--slurm: sbatch is not installed here; launch from a login node of the cluster")
     given, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
+    if (place := place_of(str(run.path))).fault:
+        raise UserError(f"--slurm: {place.path} cannot be written: {place_words(place)}; launch from another directory")
     new = not run.path.exists()
     if run.path.exists() and request.resume == "no":
         raise UserError(f"--run: {request.run!r} exists here; choose another name, or continue it with --resume auto")
