@@ -1,6 +1,7 @@
 """What an agent keeps on its host: why an attempt failed, once, and what the run's guard last said."""
 
 import dataclasses
+import errno
 import os
 
 import pytest
@@ -10,7 +11,7 @@ from llama405b.contract.files import read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Blame, GuardState
-from llama405b_tools.remote import processes
+from llama405b_tools.remote import guarding, processes
 from llama405b_tools.remote.describe import status
 from llama405b_tools.remote.ending import end, record_blame
 from llama405b_tools.remote.guarding import machine_id, take_note
@@ -45,6 +46,15 @@ def test_a_guard_that_died_here_is_known_at_once_wherever_the_operator_is(run):
         take_note(GuardNote("r", "a", "r-2-x", guard))
         found = guard_record.of_hosts("r", [*guard_record.heard_by([told()]), (0.1, guard)], 1000.0)
         assert (found.gone, found.guards) == (gone, not gone)
+
+
+def test_a_host_whose_disk_is_full_still_tells_how_full_it_is(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(guarding, "write_json", full)
+    [disk] = take_note(GuardNote("r", "a", "r-2-x", GUARD)).disks
+    assert (disk.path, 0 <= disk.free_bytes <= disk.total_bytes) == (str(run.path.absolute()), True)
 
 
 def test_the_first_who_decides_why_an_attempt_failed_is_kept(run):

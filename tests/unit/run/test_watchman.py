@@ -298,19 +298,21 @@ def watchman(fleet):
     return Watchman(asked, hosts, launch(asked, hosts, fleet), fleet)
 
 
-def test_a_host_that_stays_away_for_one_reason_is_paged_once(fleet, tmp_path):
-    """Its reason may be the same from the first try on, or change later."""
-    tries = []
+@pytest.mark.parametrize("reasons", [["no route"], ["no route", "no answer", "no route"]], ids=["the same", "changing"])
+def test_a_run_that_does_not_come_back_is_paged_once(fleet, tmp_path, monkeypatch, reasons):
+    monkeypatch.setattr(guard, "WAITING_AFTER_S", 0.0, raising=False)
+    tries = [why for why in reasons for _ in range(4)]
 
     def stop(asked, real=fleet.fakes["b"].stop):
-        tries.append(asked)
-        if len(tries) < 8:
-            raise HostError("no route" if len(tries) < 6 else "no answer")
+        found.beat()  # as its thread does meanwhile
+        if tries:
+            raise HostError(tries.pop())
         yield from real(asked)
 
     found, fleet.fakes["b"].stop = watchman(fleet), stop
+    found.say(GuardStage.RECOVERING, "a: hung")
     assert found.bring_back() == ""
-    assert paged(tmp_path) == ["waiting: cannot start yet: b: could not be queried: no route"]
+    assert paged(tmp_path) == ["waiting: a: hung"]
 
 
 def test_saves_that_fail_in_a_row_are_paged_once_until_one_succeeds(fleet, tmp_path):

@@ -27,7 +27,8 @@ def take_note(request: GuardNote) -> Noted:
     run = run_of(request.run)
     plan = read_plan(run)
     if plan.rdzv_id == request.only and not run.stop(request.host).exists():
-        note_guard(run, request.host, request.state)
+        with contextlib.suppress(OSError):  # a full disk: the answer says so
+            note_guard(run, request.host, request.state)
     return Noted(disks_of(run.path, Path(plan.checkpoint_dir or run.path)))
 
 

@@ -7,6 +7,7 @@ the run, or after N restarts in a row without a newer checkpoint.
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ from llama405b_tools.run.screen import show
 from llama405b_tools.run.start import StartError, stop_this
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
+WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back
 NOTE_TIMEOUT_S = 60.0
 STUCK_S = 900.0  # longer than any one try to bring a run back
 
@@ -113,7 +115,8 @@ class Watchman:
         self.record = dataclasses.replace(asked_for(request), machine=machine_id(), pid=os.getpid(), pid_start=began)
         self.telling, self.is_over, self.has_news = threading.Lock(), threading.Event(), threading.Event()
         self.turned_at = self.notified_at = time.monotonic()
-        self.unsaved, self.paged = "", set[Notice]()  # why saves fail now; of what lasts, the user was told that
+        self.unsaved, self.down_at = "", math.inf  # why saves fail now; since when the run has been down
+        self.paged = set[Notice]()  # what lasts, and the user was told
         self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
 
     def main(self) -> int:
@@ -137,7 +140,9 @@ class Watchman:
         now = time.monotonic()
         if now > self.turned_at + STUCK_S:
             return
-        if self.page(Notice.DISK_FULL, disk_words(self.tell())) or self.page(Notice.NOT_SAVED, self.unsaved):
+        waits = self.record.message if now > self.down_at + WAITING_AFTER_S else ""
+        troubles = {Notice.DISK_FULL: disk_words(self.tell()), Notice.NOT_SAVED: self.unsaved, Notice.WAITING: waits}
+        if any(self.page(notice, why) for notice, why in troubles.items()):
             return  # the command may have taken so long that the hosts are to be told again
         if self.request.notify_every_s and now >= self.notified_at + self.request.notify_every_s:
             self.notified_at = now
@@ -196,7 +201,7 @@ class Watchman:
 
     def restarted(self, ending: Ending) -> None:
         """Count a restart, and report it."""
-        self.record = dataclasses.replace(self.record, restarts=self.record.restarts + 1)
+        self.record, self.down_at = dataclasses.replace(self.record, restarts=self.record.restarts + 1), math.inf
         self.event(EventKind.RESTARTED, self.record.checkpoint)
         source = self.record.checkpoint or "the weights"
         said = f"running again after {ending.words} (restart {self.record.restarts}, from {source})"
@@ -223,7 +228,7 @@ class Watchman:
         Raises:
             UserError: The run cannot be resumed, whatever the hosts do.
         """
-        said, tries = "", 0
+        said, tries, self.down_at = "", 0, time.monotonic()
         while True:
             self.turn()
             ends = stop_this(self.plan, self.fleet)
@@ -235,8 +240,6 @@ class Watchman:
             if why != said:
                 said = why
                 self.say(GuardStage.RECOVERING, f"cannot start yet: {why}")
-            if tries == len(RETRY_S):
-                self.notify(Notice.WAITING, f"cannot start yet: {why}")
             time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
             tries += 1
 

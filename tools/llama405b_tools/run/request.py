@@ -143,7 +143,7 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
     add("--hang-after", default="5m", metavar="TIME", help="a rank silent this long counts as hung [5m]")
     where = "run the guard on this host of the run, so that this machine may be switched off [this machine]"
     add("--guard-on", default="", metavar="HOST", help=where)
-    add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery and end")
+    add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
     often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
     add("--notify-every", default="0", metavar="TIME", help=often)
 
