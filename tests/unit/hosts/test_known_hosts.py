@@ -7,6 +7,7 @@ import paramiko
 import pytest
 
 from llama405b_tools.hosts.ssh import load_known_hosts
+from llama405b_tools.hosts.ssh_config import SshOptions
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="NOT RUN: needs ssh-keygen")
 
@@ -38,9 +39,6 @@ def test_which_keys_are_known(tmp_path, key, line, host, port, alias, known, has
         subprocess.run(["ssh-keygen", "-q", "-H", "-f", path], check=False, capture_output=True)
         assert "|1|" in path.read_text() or "broken" in line  # a file with a broken key it leaves as it is
     client = paramiko.SSHClient()
-    options = {"userknownhostsfile": str(path), "globalknownhostsfile": "/none"} | (
-        {"hostkeyalias": alias} if alias else {}
-    )
-    load_known_hosts(client, options, host, port)
+    load_known_hosts(client, SshOptions(host, "me", port, alias=alias, known_hosts=(path,)))
     name = host if port == 22 else f"[{host}]:{port}"
     assert (client.get_host_keys().lookup(name) is not None) == known

@@ -17,6 +17,7 @@ from llama405b.contract import reader
 from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.ssh_config import options_of
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
 from llama405b_tools.hosts.typed import file_of, to_type
 from llama405b_tools.machine import shells
@@ -201,18 +202,11 @@ def ssh_user(host: Host) -> str:
     """Return the user that SSH logs in as: of the hosts file, of ~/.ssh/config, or this process's."""
     if host.user or is_local(host):
         return host.user or getpass.getuser()
-    return _ssh_option(host, "user", getpass.getuser())
+    return options_of(host.name, port=host.port).user
 
 
 def ssh_address(host: Host) -> str:
     """Return the address that SSH uses for a host."""
     if host.loopback or is_local(host):
         return host.name
-    return _ssh_option(host, "hostname", host.name)
-
-
-def _ssh_option(host: Host, key: str, default: str) -> str:
-    """Return what ~/.ssh/config says about a host."""
-    from llama405b_tools.hosts.ssh import read_ssh_config  # paramiko takes a while to import
-
-    return str(read_ssh_config().lookup(host.name).get(key, default))
+    return options_of(host.name, host.user, host.port).hostname

@@ -1,19 +1,18 @@
 """Machines reached by SSH. The only module that imports paramiko.
 
-Honors ~/.ssh/config (HostName, User, Port, IdentityFile, ProxyJump, UserKnownHostsFile, HostKeyAlias), the agent
-and known_hosts, and checks every hop's host key. Never prompts: a login that needs a password fails in seconds.
+Honors ~/.ssh/config (see ``ssh_config``), the agent and known_hosts, and checks every hop's host key. Never prompts: a
+login that needs a password fails in seconds.
 """
 
 import contextlib
 import functools
 import getpass
 import logging
-import os
 import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,6 +20,7 @@ import paramiko
 
 from llama405b.contract.phrases import given, last_of, reason_of
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.ssh_config import SshOptions, options_of
 from llama405b_tools.hosts.transport import MAX_LINE, HostError, Result, Stream, Tunnel
 from llama405b_tools.text.shell import in_sh
 
@@ -53,7 +53,7 @@ class Ssh:
             HostError: The name, route, host key or login is wrong; says which, and what to do.
             SameMachine: The host is this machine, and its line sets no other port.
         """
-        self.name, self.config, self.clients = host.name, read_ssh_config(), list[paramiko.SSHClient]()
+        self.name, self.clients = host.name, list[paramiko.SSHClient]()
         try:
             self.client = self._connect(host.name, host.user, host.port, None, MAX_JUMPS)
         except BaseException:
@@ -134,23 +134,22 @@ class Ssh:
         """Connect to one host: first to its jump hosts, each through the previous one."""
         if jumps == 0:
             raise HostError(f"ProxyJump goes through more than {MAX_JUMPS} hosts; fix the loop in ~/.ssh/config")
-        options = self.config.lookup(name)
-        if options.get("proxycommand", "none") != "none":
+        options = options_of(name, user, port)
+        if options.command != "none":
             raise HostError("~/.ssh/config sets ProxyCommand for it, which is not supported; use ProxyJump")
         if via is None:
-            for hop, hop_user, hop_port in _hops(options.get("proxyjump", "none")):
+            for hop, hop_user, hop_port in _hops(options.jumps):
                 via = self._connect(hop, hop_user, hop_port, via, jumps - 1)
-        user, port = user or options.get("user") or getpass.getuser(), port or int(options.get("port", 22))
-        with _gate(options["hostname"], port):
-            sock = _socket(options["hostname"], port, via)
-            if jumps == MAX_JUMPS and _leads_here(sock, user):
+        with _gate(options.hostname, options.port):
+            sock = _socket(options.hostname, options.port, via)
+            if jumps == MAX_JUMPS and _leads_here(sock, options.user):
                 sock.close()
                 raise SameMachine("is this machine")
             _await_greeting(sock, name)
             client = paramiko.SSHClient()
             self.clients.append(client)
             with LOGINS:
-                _login(client, name, port, user, options, sock)
+                _login(client, name, options, sock)
         return client
 
 
@@ -223,36 +222,14 @@ def _leads_here(sock: Socket, user: str) -> bool:
     return sock.getpeername()[:2] == (sock.getsockname()[0], 22) and user == getpass.getuser()
 
 
-def read_ssh_config() -> paramiko.SSHConfig:
-    """Read ~/.ssh/config.
-
-    Raises:
-        HostError: It cannot be parsed.
-    """
-    path = Path(os.environ.get("LLAMA405B_SSH_CONFIG", "~/.ssh/config")).expanduser()
-    if not path.is_file():
-        return paramiko.SSHConfig()
-    try:
-        return _parsed(str(path), path.stat().st_mtime_ns)
-    except Exception as error:  # noqa: BLE001
-        raise HostError(f"{path} cannot be read ({error}); correct it") from None
-
-
-@functools.lru_cache(maxsize=4)
-def _parsed(path: str, _modified: int) -> paramiko.SSHConfig:
-    """Parse a config file, once for all hosts."""
-    os.environ.setdefault("LOGNAME", getpass.getuser())  # or paramiko looks it up for every Host line and host
-    return paramiko.SSHConfig.from_path(path)
-
-
-def load_known_hosts(client: paramiko.SSHClient, options: paramiko.SSHConfigDict, hostname: str, port: int) -> None:
+def load_known_hosts(client: paramiko.SSHClient, options: SshOptions) -> None:
     """Load a host's known keys, line by line: paramiko gives up on a whole file at a ``@cert-authority``.
 
     Only lines that name the host are parsed as keys: parsing thousands would cost more than the connection.
     """
-    name = hostname if port == 22 else f"[{hostname}]:{port}"
-    names = [known for known in (name, options.get("hostkeyalias")) if known]
-    for line in _known_lines(options):
+    name = options.hostname if options.port == 22 else f"[{options.hostname}]:{options.port}"
+    names = [known for known in (name, options.alias) if known]
+    for line in _known_lines(options.known_hosts):
         entries = line.split()[0].split(",")
         with contextlib.suppress(Exception):
             if any(_names(entry, known) for entry in entries for known in names):
@@ -260,11 +237,9 @@ def load_known_hosts(client: paramiko.SSHClient, options: paramiko.SSHConfigDict
                 client.get_host_keys().add(name, key.get_name(), key)
 
 
-def _known_lines(options: paramiko.SSHConfigDict) -> Iterator[str]:
+def _known_lines(files: Iterable[Path]) -> Iterator[str]:
     """Yield lines of known_hosts that have a key that is not revoked."""
-    files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
-    files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split()
-    paths = [path for name in files if (path := Path(name).expanduser()).is_file()]
+    paths = [path for path in files if path.is_file()]
     lines = [line for path in paths for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     revoked = {word for line in lines if line.startswith("@revoked") for word in line.split()[3:4]}
     for line in lines:
@@ -278,29 +253,24 @@ def _names(entry: str, host: str) -> bool:
     return entry == host or (entry.startswith("|1|") and paramiko.HostKeys.hash_host(host, entry) == entry)
 
 
-def _login(
-    client: paramiko.SSHClient, name: str, port: int, user: str, options: paramiko.SSHConfigDict, sock: Socket
-) -> None:
-    hostname = options["hostname"]
-    load_known_hosts(client, options, hostname, port)
+def _login(client: paramiko.SSHClient, name: str, options: SshOptions, sock: Socket) -> None:
+    load_known_hosts(client, options)
     client.set_missing_host_key_policy(paramiko.RejectPolicy())
-    paths = [Path(key).expanduser() for key in options.get("identityfile", [])]
-    only_these = options.get("identitiesonly", "no") == "yes"
     try:
         client.connect(
-            hostname,
-            port=port,
-            username=user,
+            options.hostname,
+            port=options.port,
+            username=options.user,
             sock=sock,
-            key_filename=[str(path) for path in paths if path.is_file()] or None,  # type: ignore[arg-type]
-            allow_agent=not only_these,
-            look_for_keys=not only_these,
+            key_filename=[str(path) for path in options.keys if path.is_file()] or None,  # type: ignore[arg-type]
+            allow_agent=not options.only_these,
+            look_for_keys=not options.keys,
             timeout=CONNECT_TIMEOUT_S,
             banner_timeout=CONNECT_TIMEOUT_S,
             auth_timeout=CONNECT_TIMEOUT_S,
         )
     except BROKEN as error:
-        raise _refusal(error, name, hostname, user) from None
+        raise _refusal(error, name, options.hostname, options.user) from None
     transport = client.get_transport()
     assert transport
     transport.set_keepalive(DEAD_AFTER_S // 3)
