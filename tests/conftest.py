@@ -51,6 +51,25 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture
+def ssh_server(tmp_path, monkeypatch):
+    """Make SSH servers in this process, which the SSH configuration knows by name."""
+    from ssh_rig import Server
+
+    made = []
+
+    def make(name, more="", **how):
+        made.append(Server(tmp_path, name, **how))
+        with (tmp_path / "config").open("a") as config:
+            config.write(f"{made[-1].config}{more}\n")
+        return made[-1]
+
+    monkeypatch.setenv("LLAMA405B_SSH_CONFIG", str(tmp_path / "config"))
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
 def cli():
     """Run ``llama405b`` in a directory; returns the completed process."""
 

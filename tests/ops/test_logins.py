@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 
 import pytest
 
@@ -69,3 +70,19 @@ def test_a_login_that_runs_no_command_is_named(operator, login):
     done = operator("launch", "--run", "ends", "--", "p.py")
     assert done.returncode == 1
     assert "start-up files (such as ~/.bashrc) end it before it runs a command (maintenance)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bashrc", "words"),
+    [
+        ("yes", "print without end; let them do that only in interactive shells"),
+        ("exec bash", "start another shell, which runs no command; let them do that only in interactive shells"),
+    ],
+)
+def test_start_up_files_that_let_no_command_run_end_a_verb_before_their_time_limit(operator, login, bashrc, words):
+    login("bash", bashrc)
+    began = time.monotonic()
+    done = operator("launch", "--run", "odd", "--", "p.py")
+    assert done.returncode == 1
+    assert f"node-2: its login shell's start-up files (such as ~/.bashrc) {words}" in done.stderr
+    assert time.monotonic() - began < 25

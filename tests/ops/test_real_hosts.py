@@ -269,7 +269,9 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
         known.write_text(
             "".join(line for line in before_known.splitlines(keepends=True) if hosts.address(1) not in line)
         )
-        assert "node-[1,3]: its host key is not in known_hosts; run `ssh node-1` once" in refused(operator)
+        words = refused(operator)
+        assert "node-1: its host key is not in known_hosts; run `ssh node-1` once" in words
+        assert "node-3: its jump host node-1: its host key is not in known_hosts; run `ssh node-1` once" in words
     finally:
         config.write_text(before)
         known.write_text(before_known)

@@ -4,8 +4,9 @@ import io
 
 import pytest
 
-from llama405b_tools.hosts import ssh
-from llama405b_tools.hosts.ssh import READY, _await_sh, _SshStream
+from llama405b_tools.hosts import login_shell
+from llama405b_tools.hosts.login_shell import READY, await_sh
+from llama405b_tools.hosts.ssh import _SshStream
 from llama405b_tools.hosts.transport import HostError
 
 
@@ -27,8 +28,8 @@ class Channel:
         assert mode == "rb"
         return self.data
 
-    def makefile_stderr(self, mode):
-        return io.BytesIO(self.err)
+    def recv_stderr(self, size):
+        return self.err
 
     def sendall(self, data):
         raise EOFError
@@ -46,7 +47,7 @@ def test_an_error_without_words_is_named_by_its_type():
 @pytest.mark.parametrize("noise", [b"", b"welcome\n", b"no newline", b'{"a": 1}\n', b"\xff\n{"])
 def test_what_start_up_files_print_is_not_part_of_the_output(noise):
     channel = Channel(noise + READY + b"{1}\n")
-    _await_sh(channel, "a")
+    await_sh(channel, "a", lambda text: b"")
     assert list(_SshStream(channel)) == ["{1}\n"]
 
 
@@ -63,5 +64,5 @@ def test_what_start_up_files_print_is_not_part_of_the_output(noise):
 )
 def test_start_up_files_that_never_let_a_command_run_are_named(channel, said):
     with pytest.raises(HostError, match=said):
-        _await_sh(channel, "a")
-    assert ssh.SHELL_TIMEOUT_S == 30.0
+        await_sh(channel, "a", lambda text: b"")
+    assert login_shell.SHELL_TIMEOUT_S == 30.0

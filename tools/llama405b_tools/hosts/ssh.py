@@ -8,6 +8,7 @@ import contextlib
 import functools
 import getpass
 import logging
+import random
 import re
 import socket
 import threading
@@ -18,11 +19,11 @@ from typing import TypeAlias
 
 import paramiko
 
-from llama405b.contract.phrases import given, last_of, reason_of
+from llama405b.contract.phrases import given, reason_of
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.login_shell import MOST_BYTES, READY, await_sh, command_line, recv_by
 from llama405b_tools.hosts.ssh_config import SshOptions, options_of
 from llama405b_tools.hosts.transport import MAX_LINE, HostError, Result, Stream, Tunnel
-from llama405b_tools.text.shell import in_sh
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # our own messages say what went wrong
 logging.getLogger("paramiko").propagate = False
@@ -31,8 +32,9 @@ MAX_JUMPS = 8
 LOGINS = threading.BoundedSemaphore(64)  # at the same time: one that waits too long for its turn on the CPU fails
 MOST_BEGINNING = 10  # at one address; sshd drops others at random (sshd_config, MaxStartups)
 DEAD_AFTER_S = 30  # without an acknowledgment of sent data, keepalives included
-SHELL_TIMEOUT_S = 30.0  # for the login shell's start-up files, which may load modules
-READY = b"llama405b: ready\n"  # printed between what those print and what the command prints
+AGAIN_AFTER_S = (0.5, 1.0, 2.0, 4.0)  # if a server drops what begins
+ANSWER_WITHIN_S = 2.0  # for another shell that is suspected
+MOST_OUTPUT = 1 << 26  # bytes of a command's
 WAKE_S = 2.0  # how often a connection's thread wakes up for its own work: paramiko's 0.1 s is costly for 256 hosts
 BROKEN = (paramiko.SSHException, OSError, EOFError)
 Socket: TypeAlias = socket.socket | paramiko.Channel
@@ -41,6 +43,15 @@ HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-
 
 class SameMachine(HostError):  # noqa: N818 - not an error but a finding
     """The host turned out to be this machine and user: no login is needed, and a key for it may be missing."""
+
+
+class DroppedError(HostError):
+    """The server ended a connection that had hardly begun."""
+
+    def __init__(self, name: str, said: str = "") -> None:
+        words = f"its sshd ends connections before a login{given(' ({})', said.strip())}, {1 + len(AGAIN_AFTER_S)} times now"
+        why = "it may allow fewer logins at the same time (MaxStartups in its sshd_config), or refuse this address"
+        super().__init__(f"{words}; {why}; try `ssh -v {name}`", "REFUSED")
 
 
 class Ssh:
@@ -68,7 +79,7 @@ class Ssh:
             with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
                 channel.sendall(stdin.encode())
                 channel.shutdown_write()
-            out = channel.makefile("r").read()
+            out = _read_all(channel, time.monotonic() + timeout_s, MOST_OUTPUT)
             err = channel.makefile_stderr("r").read()
             if not channel.status_event.wait(timeout_s):
                 raise TimeoutError
@@ -118,10 +129,9 @@ class Ssh:
         if transport is None:
             raise paramiko.SSHException("not connected")
         channel = transport.open_session(timeout=CONNECT_TIMEOUT_S)
-        ready = READY.decode().strip()
-        channel.exec_command(in_sh(f"echo {ready}; echo {ready} >&2; {command}"))
+        channel.exec_command(command_line(command))
         try:
-            _await_sh(channel, self.name)
+            await_sh(channel, self.name, functools.partial(_answer_to, transport))
         except BaseException:
             channel.close()
             raise
@@ -138,18 +148,37 @@ class Ssh:
         if options.command != "none":
             raise HostError("~/.ssh/config sets ProxyCommand for it, which is not supported; use ProxyJump")
         if via is None:
-            for hop, hop_user, hop_port in _hops(options.jumps):
-                via = self._connect(hop, hop_user, hop_port, via, jumps - 1)
+            via = self._connect_hops(options.jumps, jumps - 1)
         with _gate(options.hostname, options.port):
-            sock = _socket(options.hostname, options.port, via)
-            if jumps == MAX_JUMPS and _leads_here(sock, options.user):
-                sock.close()
-                raise SameMachine("is this machine")
-            _await_greeting(sock, name)
-            client = paramiko.SSHClient()
-            self.clients.append(client)
-            with LOGINS:
-                _login(client, name, options, sock)
+            for delay_s in AGAIN_AFTER_S:
+                with contextlib.suppress(DroppedError):
+                    return self._begin(name, options, via, may_be_here=jumps == MAX_JUMPS)
+                time.sleep(delay_s * random.uniform(0.5, 1.5))  # those that were dropped together come back apart
+            return self._begin(name, options, via, may_be_here=jumps == MAX_JUMPS)
+
+    def _connect_hops(self, text: str, jumps: int) -> paramiko.SSHClient | None:
+        """Connect to the jump hosts, each through the previous one; returns the last."""
+        via = None
+        for hop, user, port in _hops(text):
+            try:
+                via = self._connect(hop, user, port, via, jumps)
+            except HostError as error:
+                raise HostError(f"its jump host {hop}: {error}", error.kind) from None
+        return via
+
+    def _begin(
+        self, name: str, options: SshOptions, via: paramiko.SSHClient | None, *, may_be_here: bool
+    ) -> paramiko.SSHClient:
+        """Connect and log in, once."""
+        sock = _socket(options.hostname, options.port, via)
+        if may_be_here and _leads_here(sock, options.user):
+            sock.close()
+            raise SameMachine("is this machine")
+        greeting = _greeting(sock, name)
+        client = paramiko.SSHClient()
+        self.clients.append(client)
+        with LOGINS:
+            _login(client, name, options, sock, greeting)
         return client
 
 
@@ -164,19 +193,26 @@ def _gate(_hostname: str, _port: int) -> threading.Semaphore:
     return threading.Semaphore(MOST_BEGINNING)
 
 
-def _await_greeting(sock: Socket, name: str) -> None:
-    """Wait until the server speaks, so that silent ones take no turn from the others.
+def _greeting(sock: Socket, name: str) -> str:
+    """Wait until the server speaks, so that silent ones take no turn from the others; returns how it begins, '' if unknown.
 
     Raises:
         HostError: It does not.
+        DroppedError: It ends the connection instead.
     """
-    if isinstance(sock, socket.socket):
-        with contextlib.suppress(OSError):  # the login says what is wrong
-            try:
-                sock.recv(1, socket.MSG_PEEK)
-            except TimeoutError:
-                sock.close()
-                raise _silent(name) from None
+    if not isinstance(sock, socket.socket):
+        return ""
+    said = b""
+    with contextlib.suppress(OSError):
+        try:
+            said = sock.recv(100, socket.MSG_PEEK)
+        except TimeoutError:
+            sock.close()
+            raise _silent(name) from None
+    if not said:
+        sock.close()
+        raise DroppedError(name)
+    return said.decode("utf-8", "replace")
 
 
 def _silent(name: str) -> HostError:
@@ -184,26 +220,31 @@ def _silent(name: str) -> HostError:
     return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
 
 
-def _await_sh(channel: paramiko.Channel, name: str) -> None:
-    """Read past what the login shell's start-up files print.
+def _answer_to(transport: paramiko.Transport, text: bytes) -> bytes:
+    """What a command that does nothing prints if it is given this input; b'' if it does not end soon."""
+    try:
+        with contextlib.closing(transport.open_session(timeout=CONNECT_TIMEOUT_S)) as channel:
+            channel.exec_command("true")
+            channel.sendall(text)
+            channel.shutdown_write()
+            return _read_all(channel, time.monotonic() + ANSWER_WITHIN_S, MOST_BYTES)
+    except (HostError, *BROKEN):
+        return b""
+
+
+def _read_all(channel: paramiko.Channel, deadline: float, most: int) -> bytes:
+    """Read what a command prints, to its end.
 
     Raises:
-        HostError: They do not end, or end the shell.
+        TimeoutError: It does not end by the deadline (monotonic).
+        HostError: It prints too much.
     """
-    files, said = "its login shell's start-up files (such as ~/.bashrc)", bytearray()
-    deadline = time.monotonic() + SHELL_TIMEOUT_S
-    try:
-        while not said.endswith(READY):
-            channel.settimeout(max(0.0, deadline - time.monotonic()))
-            byte = channel.recv(1)  # not one more: what follows belongs to the command
-            if not byte:
-                noise = said.strip() or channel.makefile_stderr("r").read().strip()
-                last = last_of(noise.decode("utf-8", "replace").splitlines())
-                raise HostError(f"{files} end it before it runs a command{given(' ({})', last)}; try `ssh {name} true`")
-            said += byte
-    except TimeoutError:
-        words = f"read input or take more than {SHELL_TIMEOUT_S:.0f} s; let them do that only in interactive shells"
-        raise HostError(f"{files} {words}", "TIMEOUT") from None
+    data = bytearray()
+    while piece := recv_by(channel, 1 << 16, deadline):
+        data += piece
+        if len(data) > most:
+            raise HostError("it prints without end; check what its start-up files (such as ~/.bashrc) leave running")
+    return bytes(data)
 
 
 def _hops(text: str) -> Iterator[tuple[str, str, int]]:
@@ -253,7 +294,7 @@ def _names(entry: str, host: str) -> bool:
     return entry == host or (entry.startswith("|1|") and paramiko.HostKeys.hash_host(host, entry) == entry)
 
 
-def _login(client: paramiko.SSHClient, name: str, options: SshOptions, sock: Socket) -> None:
+def _login(client: paramiko.SSHClient, name: str, options: SshOptions, sock: Socket, greeting: str) -> None:
     load_known_hosts(client, options)
     client.set_missing_host_key_policy(paramiko.RejectPolicy())
     try:
@@ -270,28 +311,30 @@ def _login(client: paramiko.SSHClient, name: str, options: SshOptions, sock: Soc
             auth_timeout=CONNECT_TIMEOUT_S,
         )
     except BROKEN as error:
-        raise _refusal(error, name, options.hostname, options.user) from None
+        raise _refusal(error, name, options, greeting) from None
     transport = client.get_transport()
     assert transport
     transport.set_keepalive(DEAD_AFTER_S // 3)
     transport.sock.settimeout(WAKE_S)
 
 
-def _refusal(error: Exception, name: str, hostname: str, user: str) -> HostError:
+def _refusal(error: Exception, name: str, options: SshOptions, greeting: str) -> HostError:
     """Say why a login failed."""
     if isinstance(error, paramiko.BadHostKeyException):
         return HostError(
             f"its host key has CHANGED: known_hosts does not have {error.key.fingerprint}; if the machine was "
-            f"reinstalled, run `ssh-keygen -R {hostname}` and `ssh {name}` once; else someone may be eavesdropping",
+            f"reinstalled, run `ssh-keygen -R {options.hostname}` and `ssh {name}` once; else someone may be eavesdropping",
             kind="AUTH",
         )
     if isinstance(error, paramiko.PasswordRequiredException):
         return HostError("its private key needs a passphrase; run `ssh-add` first", kind="AUTH")
     if isinstance(error, paramiko.AuthenticationException):
-        return HostError(f"login as {user} was refused; install your public key on it", kind="AUTH")
+        return HostError(f"login as {options.user} was refused; install your public key on it", kind="AUTH")
     if "known_hosts" in str(error):
         return HostError(f"its host key is not in known_hosts; run `ssh {name}` once and verify it", kind="AUTH")
-    if "banner" in str(error) or "No existing session" in str(error):  # it connects, then stays silent
+    if "reading SSH protocol banner" in str(error) and not isinstance(error.__context__, TimeoutError):
+        return DroppedError(name, greeting)
+    if "SSH protocol banner" in str(error) or "No existing session" in str(error):  # it connects, then stays silent
         return _silent(name)
     kind = "TIMEOUT" if isinstance(error, TimeoutError) else "DOWN"
     return HostError(f"SSH failed ({str(error) or type(error).__name__}); try `ssh -v {name}`", kind)
@@ -315,7 +358,8 @@ def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Socket:
         raise HostError(words, kind="TIMEOUT") from None
     except (OSError, paramiko.SSHException, UnicodeError) as error:
         kind = "REFUSED" if isinstance(error, ConnectionRefusedError) else "DOWN"
-        raise HostError(f"cannot connect to {hostname}:{port} ({reason_of(error)})", kind) from None
+        origin = " from its jump host" if via else ""
+        raise HostError(f"cannot connect to {hostname}:{port}{origin} ({reason_of(error)})", kind) from None
 
 
 def _through(client: paramiko.SSHClient, hostname: str, port: int) -> paramiko.Channel:

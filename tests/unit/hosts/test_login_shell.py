@@ -1,0 +1,54 @@
+"""Start-up files of a login shell that let no command run, or leave something running, with a server in this process."""
+
+import shutil
+import time
+
+import pytest
+
+from llama405b_tools.hosts import login_shell, ssh
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.ssh import Ssh
+from llama405b_tools.hosts.transport import HostError
+
+pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="NOT RUN: needs ssh-keygen and ssh")
+A = Host("a", "hosts:1")
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        (("sh", "-c", "exec yes"), r"start-up files \(such as ~/.bashrc\) print without end; let them do that only in"),
+        (("sh", "-c", "while echo; do sleep 0.01; done"), "read input or take more than 1 s"),
+        (("sh", "-c", "exec sh"), "start another shell, which runs no command; let them do that only in interactive"),
+        (("sh", "-c", "cd /; exec bash --norc"), "start another shell, which runs no command"),
+        (("sh", "-c", 'read answer; exec sh -c "$0"'), "read input or take more than 1 s"),
+    ],
+    ids=["yes", "slow", "exec sh", "exec bash", "read"],
+)
+def test_start_up_files_that_let_no_command_run_are_told_in_time(ssh_server, monkeypatch, shell, words):
+    for name, value in {"SHELL_TIMEOUT_S": 1.2, "SLOW_S": 0.5, "MOST_BYTES": 1 << 14}.items():
+        monkeypatch.setattr(login_shell, name, value)
+    monkeypatch.setattr(ssh, "ANSWER_WITHIN_S", 0.5)
+    ssh_server("a", shell=shell)
+    connection, began = Ssh(A), time.monotonic()
+    with pytest.raises(HostError, match=words):
+        connection.run("echo here", "", 10.0)
+    assert time.monotonic() - began < 8
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ("while sleep 0.02; do echo y; done", "did not answer within 1 s"),
+        ("sleep 0.2; exec yes", "it prints without end; check what its start-up files"),
+    ],
+    ids=["slowly", "fast"],
+)
+def test_what_start_up_files_leave_running_does_not_keep_a_command_for_ever(ssh_server, monkeypatch, left, words):
+    monkeypatch.setattr(ssh, "MOST_OUTPUT", 1 << 16)
+    ssh_server("a", shell=("sh", "-c", f'({left}) & exec sh -c "$0"'))
+    connection = Ssh(A)
+    with pytest.raises(HostError, match=words):
+        connection.run("echo here", "", 1.0)
+    connection.close()
