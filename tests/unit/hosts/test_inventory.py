@@ -1,6 +1,10 @@
+import os
+from pathlib import Path
+
 import pytest
 
 from llama405b.contract.errors import UserError
+from llama405b_tools.hosts import files
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.inventory import parse_hosts
 
@@ -77,6 +81,21 @@ def test_a_bad_line_is_named(text, words):
 def test_a_hosts_files_own_name_and_size_are_checked(tmp_path):
     with pytest.raises(UserError, match=r"x1b\[31mred': the name of a hosts file cannot contain control characters"):
         read_hosts(tmp_path / "\x1b[31mred")
-    (tmp_path / "zeros").symlink_to("/dev/zero")
+    (tmp_path / "zeros").write_bytes(bytes(files.MAX_CHARACTERS + 1))
     with pytest.raises(UserError, match="zeros: is too large for a hosts file"):
         read_hosts(tmp_path / "zeros")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["directory", "FIFO", "device"]
+)
+def test_a_hosts_file_that_is_no_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / "it")
+    with pytest.raises(UserError, match="it: is a directory, FIFO or device; name a file with"):
+        read_hosts(tmp_path / "it")
+
+
+def test_names_may_have_underscores():
+    names = [host.name for host in parse_hosts("me@node_1:22 address=ib_1.x\ngpu_[08-09]_a\n", "hosts")]
+    assert names == ["node_1", "gpu_08_a", "gpu_09_a"]

@@ -27,6 +27,8 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         raise UserError(f"{str(path)!r}: the name of a hosts file cannot contain control characters; rename it")
     try:
         refuse_others_writing(path)
+        if not path.is_file():  # the later commands read it again, and opening a FIFO waits for its writer
+            raise UserError(f"{path}: is a directory, FIFO or device; name a file with one host per line")
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:

@@ -12,14 +12,15 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import short
 from llama405b_tools.text.clean import CONTROLS
 
+# '_' is no part of a host name by RFC 1123, but DNS, /etc/hosts and ssh know names with it, and clusters have them
 TARGET = re.compile(
-    r"(?:(?P<user>[A-Za-z_][A-Za-z0-9_.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9.-]*(?:\[[0-9]{1,9}-[0-9]{1,9}\])?[A-Za-z0-9.-]*?)(?::(?P<port>[0-9]{1,9}))?"
+    r"(?:(?P<user>[A-Za-z_][A-Za-z0-9_.-]*)@)?(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[0-9]{1,9}-[0-9]{1,9}\])?[A-Za-z0-9._-]*?)(?::(?P<port>[0-9]{1,9}))?"
 )
 RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
 KEYS = ("slots", "address", "workdir", "python", "cache", "scratch")
 FULL_PATH = (re.compile(r"~?/.*"), "is relative; write a full path")
 ADDRESS_WORDS = "is not a valid address; write an IP address or a host name"
-ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9.-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS)
+ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9._-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS)
 # the valid form of a value, and the message for any other
 FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
 IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%\w+)?\]?")
@@ -91,7 +92,7 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
         raise UserError(f"{where}: {words[0]!r} is an IPv6 address, which a hosts file cannot name; {how}")
     match = TARGET.fullmatch(words[0])
     if not match:
-        form = "[user@]host[:port], with letters, digits, '.' and '-'"
+        form = "[user@]host[:port], with letters, digits, '.', '_' and '-'"
         raise UserError(f"{where}: {words[0]!r} is not a valid host; write {form}")
     port = int(match["port"] or 0)
     if match["port"] and not 0 < port < 65536:
