@@ -41,6 +41,23 @@ def test_only_the_head_hosts_the_store_and_the_program_is_unchanged():
     assert tuple(head[-len(NASTY) :]) == NASTY
 
 
+@pytest.mark.parametrize("before", [(), ("-m",), ("--no-python",)])
+def test_no_flag_of_torchruns_own_and_no_beginning_of_one_is_taken_from_a_program(before):
+    from torch.distributed.run import get_args_parser
+
+    def parsed(*own):
+        found = vars(get_args_parser().parse_args(torchrun_argv(plan((*before, "its.name", *own)), "b", "/logs")[3:]))
+        return found.pop("training_script"), found.pop("training_script_args"), found
+
+    flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    begun = {flag[:n] for flag in flags for n in range(2, len(flag) + 1)}
+    assert {"--", "--run", "--log", "--master", "--start", "--nnodes", "-m", "-h"} <= begun
+    _, _, alone = parsed()
+    assert [flag for flag in sorted(begun) if parsed(flag, "x", "--") != ("its.name", [flag, "x", "--"], alone)] == []
+    both = [word for flag in sorted(flags) for word in (f"{flag}=x", flag)]
+    assert parsed(*both) == ("its.name", both, alone)
+
+
 def test_the_users_own_cache_of_models_is_left_alone():
     assert "HF_HOME" not in node_env(plan(), "a", "/w/runs/r")
     places = dataclasses.replace(plan().nodes[0], env={"HF_HOME": "/nvme/hf"})  # cache= in the hosts file
@@ -56,6 +73,15 @@ def test_torchrun_takes_the_arguments():
     assert args.module
     assert (args.training_script, args.training_script_args) == ("pkg.mod", ["--its-own", "x y"])
     assert (args.nnodes, args.nproc_per_node, args.rdzv_backend, args.max_restarts) == ("2", "4", "c10d", 0)
+    its_own = (
+        "--monitor-interval",
+        "5",
+        "-m",
+        "pkg.mod",
+        "--more",
+        "x",
+    )  # torchrun's flags before the program stay its own
+    assert tuple(torchrun_argv(plan(its_own), "b", "/logs")[-len(its_own) - 1 :]) == ("--redirects=3", *its_own)
 
 
 def test_agent_command_survives_a_real_shell(tmp_path):

@@ -1,9 +1,11 @@
 """The command that the node runner starts on a host, and its environment. Pure."""
 
+import itertools
 from collections.abc import Sequence
 
 from llama405b.contract.plan import Plan
 
+NO_VALUE = ("-m", "--module", "--no-python", "--no_python")  # torchrun's flags that say what a program's name means
 SETUP_FAILED = "LLAMA405B_SETUP_FAILED"  # in torchrun's log, with the exit code of the setup line
 MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run directory>:<host>
 
@@ -29,8 +31,19 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
         "--max-restarts=0",
         f"--log-dir={log_dir}",
         "--redirects=3",
-        *plan.program,
+        *_apart(plan.program),
     ]
+
+
+def _apart(program: Sequence[str]) -> list[str]:
+    """Put ``--`` before a program's name: torchrun takes what begins as a flag of its own (``--run``) from its arguments.
+
+    Flags of torchrun's own before the name stay before it; one with a separate value leaves open where the name is.
+    """
+    n_flags = len(list(itertools.takewhile(NO_VALUE.__contains__, program)))
+    if program[n_flags : n_flags + 1] and program[n_flags].startswith("-"):
+        return list(program)
+    return [*program[:n_flags], "--", *program[n_flags:]]
 
 
 def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
