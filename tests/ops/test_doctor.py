@@ -66,8 +66,10 @@ def test_four_good_hosts(hosts, operator):
     shown = doctor(operator, code=0)
     assert "4 hosts: fit;" in shown
     record = json.loads(doctor(operator, "--json", code=0))
-    # this machine's own disks may be worth a note (a roomier one elsewhere), and nothing else is
-    assert [found for found in record["findings"] if " free, the working directory " not in found["what"]] == []
+    # this machine's own disks may be worth a note (a roomier one elsewhere), and nothing else is but what they do not share
+    [found] = [found for found in record["findings"] if " free, the working directory " not in found["what"]]
+    assert (found["level"], found["hosts"]) == ("note", ["node-2", "node-3", "node-4"])
+    assert found["what"] == "cannot see what node-1 writes in /root/train_dir/runs, where checkpoints go"
     for i in range(1, 5):
         facts = record["facts"][f"node-{i}"]
         assert facts["identity"]["user"] == hosts.user(i)
@@ -79,6 +81,7 @@ def test_four_good_hosts(hosts, operator):
         assert all(found["fault"] == "" for peer in reached.values() for found in peer["reached"].values())
         assert all(len(peer["reached"]) == 2 for peer in reached.values())  # the rendezvous port, and an ephemeral one
         assert processes(hosts, i) == []  # nothing stays, tmux neither
+        assert hosts.exec(i, "sh", "-c", f"ls -A {hosts.workdir(i)}").stdout == ""
         assert hosts.exec(i, "sh", "-c", "ls /tmp | grep -c llama405b-doctor || true").stdout.strip() == "0"
 
 

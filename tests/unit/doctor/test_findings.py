@@ -94,6 +94,25 @@ def test_good_hosts_have_nothing_to_be_said():
     assert diagnose({"a": good(), "b": good()}) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ((), "runs"),
+        (("--checkpoint.dir", "/c"), "/c"),
+        (("--checkpoint.place", "node"), ""),
+        (("--checkpoint.every", "0"), ""),
+    ],
+)
+def test_a_run_needs_a_directory_that_all_hosts_see_if_it_saves_there(settings, shared):
+    asked = command.parse(["--preset", "demo", *settings]).config
+    needs = needs_of(asked, "demo", parse_hosts("a\nb\nc\n", "hosts"))
+    assert (needs.planned, needs.shared) == (True, shared)
+    unshared = dataclasses.replace(peers("a", "b", "c"), unshared=["b", "c"])
+    [found] = diagnose({"a": good() | {"marked": "/w/runs"}, "b": good(), "c": good()}, needs, links=unshared)
+    assert (found.level, found.hosts) == (BAD, ("b", "c"))
+    assert found.what == "cannot see what a writes in /w/runs, where checkpoints go"
+
+
 def put(*path):
     *keys, last, value = path
 

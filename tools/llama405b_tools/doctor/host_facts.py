@@ -123,6 +123,7 @@ class HostFacts:
     kill_user_processes: bool | None = None
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # part -> why it is unknown
     port_fault: str = ""
+    marked: str = ""  # the directory of checkpoints, if it left a file there for the others to see
     ports: tuple[int, ...] = ()  # it listens on these for the others: the rendezvous port, and any other
     now: float = 0.0  # its clock, seconds since the epoch
 
@@ -180,3 +181,4 @@ class PeersReply:
     """Reachability of all other hosts from one host, by name."""
 
     peers: Mapping[str, PeerReach]
+    sees: bool | None = None  # what the first host wrote where the checkpoints go; None: unknown

@@ -16,7 +16,7 @@ from llama405b_tools.doctor.rules.of_host import BAD, Needs
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.outcomes import unanswered
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import carried
 
@@ -41,7 +41,9 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     if asked is None:
         return Needs()
     path = asked.model.path if asked.model.path != config.DEMO_MODEL else ""
-    needs = Needs(weights=path, cuda=asked.parallel.device != "cpu")
+    settings = asked.checkpoint
+    shared = (settings.dir or "runs") if settings.cadence.saves and settings.place == "shared" else ""
+    needs = Needs(weights=path, cuda=asked.parallel.device != "cpu", planned=True, shared=shared)
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)
     if (llama := known_shape(asked, preset)) is None:
@@ -62,10 +64,11 @@ class _Questions:
     """Two questions to each host in one dialogue, the second made from all answers to the first."""
 
     def __init__(self, fleet: Fleet, port: int, needs: Needs) -> None:
-        self.fleet = fleet
+        self.fleet, self.head = fleet, next(iter(fleet.hosts))
+        self.shared = needs.shared
         local = [name for name, host in fleet.hosts.items() if host.loopback]  # one machine: they share its ports
         self.ports = dict.fromkeys(fleet.hosts, port) | {name: port + i for i, name in enumerate(local)}
-        self.needs = dict.fromkeys(fleet.hosts, Needs()) | {next(iter(fleet.hosts)): needs}
+        self.needs = dict.fromkeys(fleet.hosts, Needs()) | {self.head: needs}
         self.tokens = {name: f"llama405b {name} {secrets.token_hex(8)}" for name in fleet.hosts}
         self.dialogues: dict[str, Dialogue] = {}
         self.latency_ms: dict[str, float] = {}
@@ -91,19 +94,22 @@ class _Questions:
             "weights": needs.weights,
             "hash": needs.hash_weights,
             "within_s": timeout_s - spare_s,
+            "mark": self.shared if name == self.head else "",
         }
         stdin = carried.standard_input("hostprobe", request)
         self.dialogues[name] = Dialogue(connection.stream(carried.command("hostprobe"), stdin))
         return self.dialogues[name].answer(HostFacts, timeout_s)
 
-    def peers(self, name: str, candidates: Mapping[str, list[str]], ports: Mapping[str, tuple[int, ...]]) -> PeersReply:
-        """Ask a host how it reaches the others."""
+    def peers(self, name: str, facts: Mapping[str, HostFacts], candidates: Mapping[str, list[str]]) -> PeersReply:
+        """Ask a host how it reaches the others, and whether it sees what the head wrote."""
         peers = [
-            {"name": other, "addresses": candidates[other], "ports": ports[other], "token": self.tokens[other]}
+            {"name": other, "addresses": candidates[other], "ports": facts[other].ports, "token": self.tokens[other]}
             for other in candidates
             if other != name
         ]
-        self.dialogues[name].say(json.dumps({"peers": peers}) + "\n")
+        mark = self.shared if self.head in facts and facts[self.head].marked else ""
+        second = {"peers": peers, "mark": mark, "token": self.tokens[self.head]}
+        self.dialogues[name].say(json.dumps(second) + "\n")
         return self.dialogues[name].answer(PeersReply, PEERS_TIMEOUT_S)
 
     def end(self) -> None:
@@ -121,11 +127,16 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
     facts = {name: found for name, found in outcomes.items() if isinstance(found, HostFacts)}
     skew_s = {name: round(found.now - questions.dialogues[name].heard_at, 2) for name, found in facts.items()}
     candidates = {name: _addresses_of(fleet.hosts[name], found) for name, found in facts.items()}
-    ports = {name: found.ports for name, found in facts.items()}
-    reached = fleet.each(lambda name: questions.peers(name, candidates, ports), facts)
+    reached = fleet.each(lambda name: questions.peers(name, facts, candidates), facts)
     questions.end()
-    reach = {name: found.peers for name, found in reached.items() if isinstance(found, PeersReply)}
-    peers = Peers(reach, candidates, ports, {name: fleet.hosts[name].address for name in facts})
+    answers = replies(reached)
+    peers = Peers(
+        reach={name: found.peers for name, found in answers.items()},
+        candidates=candidates,
+        ports={name: found.ports for name, found in facts.items()},
+        chosen={name: fleet.hosts[name].address for name in facts},
+        unshared=[name for name, found in answers.items() if found.sees is False],
+    )
     return Visit(facts, unanswered(outcomes), skew_s, questions.latency_ms, peers, unanswered(reached))
 
 

@@ -4,7 +4,8 @@ One file that is sent through SSH's standard input and runs under Python 3.6 or 
 it imports nothing of ours, leaves no change behind, and judges nothing.
 
 Line 1 of its standard input is a request (JSON). It prints the facts (one line of JSON), listens, reads a second line
-that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes.
+that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes. Until then
+one of the hosts keeps a file in the directory that all are to share, for the others to look for.
 """
 
 import concurrent.futures
@@ -48,6 +49,7 @@ PROBE_BYTES = 64 << 20
 HASHERS = 16  # blocks at a time
 BLOCK_BYTES = 64 << 20  # as in contract/hashes.py
 CONNECT_S = 3.0
+SEEN_WITHIN_S = 3.0  # for a file that another host has written
 MOST_BYTES = 4 << 20  # of a command's output
 PACKAGES = r"""
 import json, os, sys, re
@@ -288,16 +290,64 @@ def filesystems():
 
 def nearest_directory(path, with_rates):
     """A directory that a run would write to, or its nearest existing parent."""
-    here = path
-    while not os.path.isdir(here) and here not in ("", "/"):
-        here = os.path.dirname(here)
-    stat = os.statvfs(here or "/")
-    found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here or "/", os.W_OK)}
+    here = existing(path)
+    stat = os.statvfs(here)
+    found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here, os.W_OK)}
     if stat.f_files:  # else the filesystem has no limit
         found["free_files"] = stat.f_favail
     if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:
         found.update(rates(here))
     return found
+
+
+def existing(path):
+    """A directory, or its nearest existing parent."""
+    while not os.path.isdir(path) and path not in ("", "/"):
+        path = os.path.dirname(path)
+    return path or "/"
+
+
+def leave_mark(directory: str, token: str) -> str:
+    """Leave a file in a directory, or in its nearest existing parent, for others to see; returns its path, "" if there is none."""
+    if not directory:
+        return ""
+    path = os.path.join(existing(os.path.abspath(directory)), mark_name(token))
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError:
+        return ""
+    return path
+
+
+def remove_mark(path: str) -> None:
+    """Remove that file, if there is one."""
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+def sees_mark(directory: str, token: str) -> bool:
+    """Whether the file that another host has left for a directory is seen here."""
+    places = [os.path.abspath(directory)]
+    while places[-1] != "/":
+        places.append(os.path.dirname(places[-1]))
+    deadline = time.time() + SEEN_WITHIN_S
+    while not any(os.path.exists(os.path.join(place, mark_name(token))) for place in places):
+        if time.time() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def mark_name(token):
+    """The name of that file."""
+    return ".llama405b-seen-" + token.split()[-1]
+
+
+def in_workdir(request, path):
+    """The full path of a directory that a request names."""
+    return os.path.join(os.path.expanduser(request["workdir"]), os.path.expanduser(path))
 
 
 def spare_drives():
@@ -536,6 +586,16 @@ def main():
     """Answer one doctor command."""
     request = json.loads(sys.stdin.buffer.readline().decode())
     os.umask(0o077)
+    directory = in_workdir(request, request["mark"]) if request.get("mark") else ""
+    mark = leave_mark(directory, request["token"])
+    try:
+        answer(request, directory if mark else "")
+    finally:
+        remove_mark(mark)
+
+
+def answer(request, marked):
+    """Print the facts, then how the others are reached."""
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
     facts, failed = {}, {}
     parts = {
@@ -572,12 +632,17 @@ def main():
     facts["failed"] = dict(failed)
     facts["port_fault"] = listeners[0].fault
     facts["ports"] = [listener.port for listener in listeners if not listener.fault]
+    facts["marked"] = marked
     facts["now"] = time.time()
     print(json.dumps(facts), flush=True)
     if select.select([sys.stdin], [], [], 3600)[0]:  # all other hosts may have their turn first
         line = sys.stdin.buffer.readline().decode()
         if line:
-            print(json.dumps({"peers": reach_all(json.loads(line)["peers"]), "now": time.time()}), flush=True)
+            second = json.loads(line)
+            found = {"peers": reach_all(second["peers"])}
+            if second.get("mark"):
+                found["sees"] = sees_mark(in_workdir(request, second["mark"]), second["token"])
+            print(json.dumps(found), flush=True)
             select.select([sys.stdin], [], [], 30)  # others may still be calling
             sys.stdin.buffer.read()
 

@@ -1,6 +1,6 @@
 """What launch must know about a host before it starts anything there. Runs on the host; standard library only.
 
-Changes nothing.
+Changes nothing, but for a file that the head leaves while the others look for it.
 """
 
 import contextlib
@@ -39,15 +39,21 @@ VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
 def probe(request: ProbeRequest) -> None:
     """Print what launch must know about this host; the head keeps listening for the others until its input closes.
 
-    Starts nothing and changes nothing.
+    Starts nothing.
     """
-    facts = _facts(request)
+    facts, shared = _facts(request), str(Path(request.shared).expanduser()) if request.shared else ""
     if not request.is_head:
-        print(reader.dumps(facts), flush=True)
+        shares = hostprobe.sees_mark(shared, request.token) if shared else None
+        print(reader.dumps(dataclasses.replace(facts, shares=shares)), flush=True)
         return
     port = hostprobe.Listener(request.port, request.token)
-    print(reader.dumps(dataclasses.replace(facts, port_fault=port.fault, port_in_use=port.in_use)), flush=True)
-    sys.stdin.read()
+    mark = hostprobe.leave_mark(shared, request.token)
+    try:
+        facts = dataclasses.replace(facts, port_fault=port.fault, port_in_use=port.in_use, shares=bool(mark) or None)
+        print(reader.dumps(facts), flush=True)
+        sys.stdin.read()
+    finally:
+        hostprobe.remove_mark(mark)
 
 
 def _facts(request: ProbeRequest) -> LaunchFacts:

@@ -68,7 +68,8 @@ def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> 
     answers = replies(outcomes)
     refuse_input(request, answers, port)
     unfit = {host.name: _host_fault(request, host, answers[host.name]) for host in hosts if host.name in answers}
-    faults = unanswered(outcomes) | user_faults(request, answers) | {name: why for name, why in unfit.items() if why}
+    faults = unanswered(outcomes) | user_faults(request, answers) | unshared(request, answers)
+    faults |= {name: why for name, why in unfit.items() if why}
     way = meet(head, candidates, answers, port)
     if not isinstance(way, Way):
         raise RunError(fault_list(way | faults, len(hosts)))
@@ -279,7 +280,27 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) ->
         places |= {"--checkpoint.dir": request.settings.checkpoint.dir}
     model = request.settings.model
     weights = model.path if request.config and model.weights == "files" else ""
-    return ProbeRequest(request.run, host.name, port, token, packages, places, weights=weights, program=program)
+    shared = _shared_directory(request)
+    return ProbeRequest(
+        request.run, host.name, port, token, packages, places, weights=weights, program=program, shared=shared
+    )
+
+
+def _shared_directory(request: LaunchRequest) -> str:
+    """The directory of checkpoints, if all hosts must see the same one; '' if not."""
+    if not request.saves or request.settings.checkpoint.place == "node":
+        return ""
+    return request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
+
+
+def unshared(request: LaunchRequest, answers: Facts) -> dict[str, str]:
+    """Return hosts that do not see what the head writes where the checkpoints go."""
+    head = next(iter(answers), "")
+    why = (
+        f"it does not see what {head} writes in {_shared_directory(request)}, where the checkpoints go; name a directory that "
+        "all hosts share in --checkpoint.dir, or use --checkpoint.place node"
+    )
+    return {name: why for name, found in answers.items() if answers[head].shares and found.shares is False}
 
 
 def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
@@ -289,9 +310,8 @@ def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
         head, first = next(iter(answers.items()))
         shared, remedy = f"{found.workdir}/runs", "give each a workdir= of its own"
         if found.runs != first.runs:
-            if not request.saves or request.settings.checkpoint.place == "node":
+            if not (shared := _shared_directory(request)):
                 continue
-            shared = request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
             remedy = "save nothing with --checkpoint.every 0"
         if found.uid != first.uid:
             faults[name] = (

@@ -44,6 +44,7 @@ class Peers:
     candidates: Mapping[str, Sequence[str]]  # host -> addresses that others tried
     ports: Mapping[str, Sequence[int]]  # host -> rendezvous port, ephemeral port
     chosen: Mapping[str, str]  # host -> address= in the hosts file, or ""
+    unshared: Sequence[str] = ()  # hosts that do not see what the first one wrote where the checkpoints go
 
     def others(self, host: str) -> list[str]:
         """Return the other hosts that reported which hosts they reach."""
@@ -87,6 +88,8 @@ def diagnose(
     networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
     for same in one_machine(networked):
         found.append(Finding(WARN, same, "are one machine under several names", "delete all but one of them"))
+    if peers.unshared:
+        found.append(_sharing(facts, peers.unshared, needs))
     for host in peers.candidates:
         if others := peers.others(host):
             found += [*_address(host, others, peers), *_lookups(host, others, peers)]
@@ -95,6 +98,14 @@ def diagnose(
         merged.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
     once = [Finding(level, tuple(dict.fromkeys(hosts)), what, how) for (level, what, how), hosts in merged.items()]
     return sorted(once, key=lambda finding: LEVELS.index(finding.level))
+
+
+def _sharing(facts: Mapping[str, HostFacts], unshared: Sequence[str], needs: Needs) -> Finding:
+    """Report hosts on which the directory of checkpoints is not the first host's: bad if the run is to save there."""
+    head, its = next(iter(facts.items()))
+    what = f"cannot see what {head} writes in {its.marked}, where checkpoints go"
+    remedy = "name a directory that all hosts share in --checkpoint.dir, or use --checkpoint.place node"
+    return Finding(BAD if needs.planned else NOTE, tuple(unshared), what, remedy)
 
 
 def _only_loopback(host: str, peers: Peers) -> bool:

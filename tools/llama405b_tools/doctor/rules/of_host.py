@@ -39,6 +39,10 @@ class Needs:
     gpu_peak_bytes: int = 0
     weights: str = ""  # rank 0's directory
     cuda: bool = True  # whether GPUs matter
+    planned: bool = False  # whether the run's settings are known
+    shared: str = (
+        "runs"  # the directory of checkpoints that all hosts must see; "": each has its own, or nothing is saved
+    )
     hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
     program: str = "llama405b"  # as it is typed here
     hosts: str = ""  # the argument that names these hosts

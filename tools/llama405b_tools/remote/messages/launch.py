@@ -38,6 +38,7 @@ class ProbeRequest:
     inputs: InputCheck | None = None
     weights: str = ""  # directory of the checkpoint to look for; "": none
     program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
+    shared: str = ""  # the directory of checkpoints, if all hosts must see the same one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,3 +109,4 @@ class LaunchFacts:
     gpu: str = ""  # the first one's name
     gpu_bytes: int = 0  # its memory
     memory_bytes: int = 0  # of the host
+    shares: bool | None = None  # whether it sees what the head wrote for ``shared``; None: unknown
