@@ -163,6 +163,8 @@ class Store:
         with ranks.refusing_together():
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
+                if os.statvfs(self.root).f_flag & os.ST_RDONLY:  # nobody's, whoever owns it
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
                 if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"it belongs to {user_of(self.root.stat().st_uid)}")
                 (self.root / tokens[self.me.rank]).touch()

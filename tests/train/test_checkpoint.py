@@ -353,6 +353,27 @@ def test_a_rank_that_may_not_read_the_directory_refuses_it():
     assert words[0] == f"stopped with rank 1: {words[1]}"
 
 
+def _prove_where_it_is_mounted_read_only(me, root):
+    from llama405b.contract.errors import UserError
+
+    access, statvfs = os.access, os.statvfs  # a real mount would need a namespace for each rank
+
+    def mounted(path):
+        return types.SimpleNamespace(f_flag=statvfs(path).f_flag | os.ST_RDONLY)
+
+    os.statvfs, os.access = mounted, lambda path, mode: access(path, mode) and not mode & os.W_OK
+    try:
+        _store(me, root).take()
+    except UserError as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_read_only_directory_is_not_told_as_its_owners(tmp_path):
+    [said] = run_ranks(1, _prove_where_it_is_mounted_read_only, tmp_path)
+    assert "cannot be written (Read-only file system)" in said
+
+
 def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     words = run_ranks(2, _prove, tmp_path)
     assert words[1].startswith("--checkpoint.dir: rank 1 on host-1 does not see")

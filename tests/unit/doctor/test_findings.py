@@ -50,7 +50,7 @@ def good():
             "hostname": "h", "os": "Ubuntu 24.04", "kernel": "6.8.0", "user": "ubuntu",
             "tools": {"tmux": True, "ip": True, "git": True, "nvidia-smi": True, "srun": False},
         },
-        "environment": {"workdir": "/w", "workdir_exists": True, "packages": packages, "code": "abc", "writable": True},
+        "environment": {"workdir": "/w", "workdir_exists": True, "packages": packages, "code": "abc"},
         "gpus": smi("good.csv"),
         "rdma": json.loads((DATA / "infiniband.json").read_text())
         | {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"][:2]},
@@ -113,6 +113,13 @@ def test_a_run_needs_a_directory_that_all_hosts_see_if_it_saves_there(settings, 
     assert found.what == "cannot see what a writes in /w/runs, where checkpoints go"
 
 
+def test_a_disk_that_cannot_be_written_is_one_fault_with_one_remedy():
+    facts = good()
+    facts["environment"]["writable"] = False
+    facts["disks"]["filesystems"][0] |= {"writable": False, "read_only": True}
+    assert [(f.what, f.level) for f in diagnose({"a": facts})] == [("/w is on a filesystem that is read-only", BAD)]
+
+
 def put(*path):
     *keys, last, value = path
 
@@ -131,7 +138,8 @@ def put(*path):
         (put("identity", "tools", "tmux", False), BAD, "there is no tmux", "apt-get update && apt-get install tmux"),
         (put("identity", "tools", "ip", False), BAD, "there is no ip", "iproute2"),
         (put("environment", "workdir_exists", False), BAD, "there is no /w", "llama405b setup"),
-        (put("environment", "writable", False), BAD, "/w cannot be written", "set workdir="),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False}]), BAD, "/w cannot be written", "a directory of your own"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False, "read_only": True}]), BAD, "/w is on a filesystem that is read-only", "dmesg"),
         (put("environment", "packages", None), BAD, "its python cannot be run", "set python="),
         (put("environment", "packages", "torch", "missing"), BAD, "torch is not installed", "llama405b setup"),
         (put("environment", "packages", "torch", "2.8.0"), BAD, "torch is 2.8.0", "at least 2.11"),

@@ -226,6 +226,17 @@ def test_what_a_host_lacks_is_found_before_the_start(lacks, said):
     assert bool(why) == bool(said)
 
 
+def test_a_disk_that_became_read_only_is_the_hosts_fault_and_not_the_names():
+    request = parse(["--run", "r", "--resume", "auto", "--", "x.py"], 0.0)
+    place = RunPlace("/w/runs/r", PlaceFault("read-only"), "/w/runs/r")
+    answer = dataclasses.replace(facts([]), run_exists=True, run_place=place)
+    preflight.refuse_input(request, {"a": answer}, 1)
+    assert preflight._host_fault(request, A, answer) == (
+        "/w/runs/r cannot be written: the filesystem of /w/runs/r is read-only (after an I/O error, dmesg says why); "
+        "fix that, or set workdir="
+    )
+
+
 @pytest.mark.parametrize("resume", ["no", "auto"])
 def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
     request = parse(["--run", "r", "--resume", resume, "--", "x.py"], 0.0)

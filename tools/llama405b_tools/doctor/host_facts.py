@@ -30,7 +30,6 @@ class Environment:
     workdir_exists: bool
     packages: Mapping[str, str] | None  # name -> version or "missing"; None: its python cannot be run
     code: str  # the checkout's commit
-    writable: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,6 +68,7 @@ class Filesystem:
     size: int = 0
     path: str = ""
     writable: bool = True
+    read_only: bool = False  # for everybody
     write_per_s: float | None = None  # bytes
     free_files: int | None = None  # None: no limit, or unknown
 
@@ -102,7 +102,7 @@ class Weights:
 
 
 NOBODY = Identity("", "", "", "", {})
-NOWHERE = Environment("", workdir_exists=False, packages=None, code="", writable=False)
+NOWHERE = Environment("", workdir_exists=False, packages=None, code="")
 NO_NETWORK, NO_DISKS = Network((), ""), Disks((), ())
 
 

@@ -144,8 +144,6 @@ def environment(request):
         found["packages"] = json.loads(done.stdout.decode())
     except (OSError, ValueError, subprocess.TimeoutExpired):
         pass
-    probe = workdir if found["workdir_exists"] else os.path.dirname(workdir.rstrip("/")) or "/"
-    found["writable"] = os.access(probe, os.W_OK)
     commit = run(["git", "-C", workdir, "rev-parse", "--short=12", "HEAD"], 5) if found["workdir_exists"] else None
     if commit and "fatal" not in commit:
         dirty = run(["git", "-C", workdir, "status", "--porcelain", "-uno"], 10)
@@ -293,6 +291,7 @@ def nearest_directory(path, with_rates):
     here = existing(path)
     stat = os.statvfs(here)
     found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here, os.W_OK)}
+    found["read_only"] = bool(stat.f_flag & os.ST_RDONLY)
     if stat.f_files:  # else the filesystem has no limit
         found["free_files"] = stat.f_favail
     if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:

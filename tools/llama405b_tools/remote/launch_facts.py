@@ -148,9 +148,11 @@ def place_of(path: str) -> RunPlace:
         return RunPlace(str(full), PlaceFault.DANGLING, str(there))
     if not there.is_dir():
         return RunPlace(str(full), PlaceFault.NO_DIRECTORY, str(there))
+    disk = os.statvfs(there)
+    if disk.f_flag & os.ST_RDONLY:
+        return RunPlace(str(full), PlaceFault.READ_ONLY, str(there))
     if not os.access(there, os.W_OK | os.X_OK):
         return RunPlace(str(full), PlaceFault.DENIED, str(there), user_of(there.stat().st_uid))
-    disk = os.statvfs(there)
     return RunPlace(str(full), free_bytes=disk.f_bavail * disk.f_frsize)
 
 

@@ -188,7 +188,7 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             raise UserError(
                 f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name"
             )
-        if found.run_exists and found.run_place.fault:
+        if found.run_exists and found.run_place.fault not in (None, PlaceFault.READ_ONLY):
             raise UserError(f"--run: {request.run!r} on {name}: {place_words(found.run_place)}; choose another name")
         if found.run_exists and request.resume == "no":
             raise UserError(
@@ -378,6 +378,8 @@ def place_words(place: RunPlace) -> str:
             return f"{place.at} is a link to nothing"
         case PlaceFault.DENIED:
             return f"{place.at} belongs to {place.owner}, and you cannot write it"
+        case PlaceFault.READ_ONLY:
+            return f"the filesystem of {place.at} is read-only (after an I/O error, dmesg says why)"
         case _:
             return f"{place.at} is not a directory"
 

@@ -83,8 +83,6 @@ def _programs(facts: HostFacts, needs: Needs) -> Remarks:
             )
     if place and not place.workdir_exists:
         yield BAD, f"there is no {place.workdir}", f"{needs.typed('setup')} puts the project there; or set workdir="
-    elif place and not place.writable:
-        yield BAD, f"{place.workdir} cannot be written", "set workdir= to a directory of your own"
     if facts.kill_user_processes and who.user != "root":
         what = "logind ends your processes when you log out (KillUserProcesses=yes), and with them the run"
         yield BAD, what, "run there: loginctl enable-linger"
@@ -232,8 +230,11 @@ def _disks(facts: HostFacts) -> Remarks:
         if entry.path and entry.free_files is not None and entry.free_files < MIN_FREE_FILES:
             what = f"{entry.path} is out of inodes ({counted(entry.free_files, 'more file')} can be created)"
             yield BAD, what, "delete files, or set workdir= on another disk"
-        if entry.path and not entry.writable:
-            yield BAD, f"{entry.path} cannot be written", "choose another directory, or change its owner"
+        if entry.path and entry.read_only:
+            remedy = "after an I/O error, dmesg says why: remount or replace the disk, or choose another"
+            yield BAD, f"{entry.path} is on a filesystem that is read-only", remedy
+        elif entry.path and not entry.writable:
+            yield BAD, f"{entry.path} cannot be written", "choose a directory of your own, or change its owner"
     for disk in (facts.disks or NO_DISKS).unmounted_nvme:
         what = f"{disk.device} ({disk.size / 1e12:.1f} TB) is not mounted"
         yield NOTE, what, "mount it, and point cache= and scratch= at it"

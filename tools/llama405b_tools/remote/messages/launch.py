@@ -57,6 +57,7 @@ class PlaceFault(enum.StrEnum):
     NO_DIRECTORY = "no directory"
     DANGLING = "dangling"  # a link to nothing
     DENIED = "denied"
+    READ_ONLY = "read-only"  # its filesystem, for everybody
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
