@@ -43,7 +43,7 @@ apt_install() {  # apt_install PACKAGE …  install them, after whatever else us
 }
 
 need_venv() {  # need_venv EXTRAS  install the project and these extras into .venv, at the versions in constraints.txt
-    local stamp index=() comes="PyTorch for CUDA and its packages, 2.7 GB to download"
+    local stamp index=() comes="PyTorch for CUDA and its packages, 2.7 GB to download" size=(2.7 4.9) fault
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "python3 is $(python3 -V 2>&1), but Python >= 3.11 is needed; install it and put it first in PATH" >&2
         return 2
@@ -51,12 +51,17 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
     stamp="$1 $(cat pyproject.toml constraints.txt | sha256sum) $(pwd)"
     grep -qxF "$stamp" .venv/.set-up 2>/dev/null && return 0
     [ -x .venv/bin/python ] && [ -x .venv/bin/pip ] || python3 -m venv --clear .venv || return 2
+    [ -e "$gpu_device" ] || size=(0.3 1.2) # at least
     if [ ! -e "$gpu_device" ] && answers "$cpu_index/torch/"; then
         index=(--extra-index-url "$cpu_index") comes="PyTorch for CPU (there is no GPU) and its packages, 0.3 GB to download"
     elif [ ! -e "$gpu_device" ]; then
         comes="PyTorch and its packages, 0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA)"
         echo "$cpu_index does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL to it (and to those in your pip.conf, which it replaces)" >&2
     fi
+    fault=$(PYTHONPATH=tools .venv/bin/python -m llama405b_tools.remote.venv_room "${size[@]}") || {
+        echo "$fault; make room there" >&2
+        return 2
+    }
     echo "installing into .venv, once: $comes; unpacking takes minutes"
     trap 'echo "interrupted; run the same command again to go on" >&2; exit 130' INT
     .venv/bin/python -m pip install --disable-pip-version-check "${index[@]}" -c constraints.txt -e ".[$1]" || {

@@ -131,3 +131,15 @@ def test_with_a_gpu_pytorch_for_cuda_is_taken(venv, tmp_path):
     _, said = venv.type("need_venv train")
     assert "PyTorch for CUDA and its packages, 2.7 GB to download;" in said
     assert "--extra-index-url" not in venv.ran.read_text()
+
+
+def test_too_little_disk_is_told_before_pip_fills_it(venv, tmp_path):
+    python = tmp_path / ".venv/bin/python"
+    script = python.read_text()
+    python.write_text(f"{script}case $2 in *venv_room) echo 7.9 GB more, 1.0 GB are free; exit 1;; esac\n")
+    assert venv.type("need_venv train") == (2, "7.9 GB more, 1.0 GB are free; make room there\n")
+    assert "install" not in venv.ran.read_text()
+    (tmp_path / "gpu").touch()
+    venv.type("need_venv train")
+    [small, large] = [line.split()[3:] for line in venv.ran.read_text().splitlines() if line.startswith("pip")]
+    assert (float(small[1]) < float(large[1]), len(small)) == (True, 2)

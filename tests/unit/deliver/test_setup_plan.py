@@ -35,7 +35,7 @@ def test_facts_come_from_a_plain_shell():
 
 def test_the_systems_python_where_it_will_do():
     steps = lines()
-    assert list(steps) == ["making .venv", "installing packages", "checking"]
+    assert list(steps) == ["making .venv", "checking the disk", "installing packages", "checking"]
     assert "python3 -m venv --clear .venv" in steps["making .venv"]
     assert "-c constraints.txt -e '.[train]'" in steps["installing packages"]
     assert "--extra-index-url" not in steps["installing packages"]
@@ -64,7 +64,7 @@ def test_torchs_build_follows_the_driver(driver, build):
 def test_programs_by_root_or_sudo_or_not_at_all():
     bare = {key: value for key, value in BARE.items() if key not in ("has_tmux", "has_ip")}
     root = plan.plan(bare | {"uid": "0"}, Wishes(), "")[0]
-    _, _, apt = root.line.partition("; done; ")
+    _, _, apt = root.line.partition(f"; done; {plan.WHOLE}")
     assert apt.startswith("apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=")
     assert apt.endswith(" install -y -qq tmux iproute2")
     assert "sudo -n apt-get" in plan.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line

@@ -1,9 +1,17 @@
 """The steps of setup, run on this machine in a directory of the test's own."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
+from llama405b_tools.deliver import plan
 from llama405b_tools.deliver.plan import Step, Wishes
 from llama405b_tools.deliver.progress import StepProgress
 from llama405b_tools.deliver.setup import Work
@@ -50,3 +58,76 @@ def test_a_step_whose_connection_breaks_has_failed(work, monkeypatch):
     monkeypatch.setattr(work.fleet.connection("localhost"), "stream", lambda line, stdin: iter(["half a li"]))
     with pytest.raises(HostError, match="the connection was lost"):
         work.take("localhost", Step("checking", "", "delete .venv"), locked=False)
+
+
+def test_too_little_disk_is_told_with_the_numbers_before_pip_fills_it(work, tmp_path):
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    (tmp_path / ".llama405b-python").write_text(f"{sys.executable}\n")
+    facts = {"arch": "x86_64", "python": "3.12", "venv": "yes", "has_tmux": "yes", "has_ip": "yes", "driver": "580.1"}
+    steps = {step.name: step for step in plan.plan(facts, Wishes(), "")}
+    assert list(steps).index("checking the disk") == list(steps).index("installing packages") - 1
+    enough = steps["checking the disk"]
+    work.take("localhost", Step(enough.name, enough.line.replace(" 4.9", " 0.1"), enough.remedy), locked=True)
+    with pytest.raises(HostError) as failed:  # 9 PB
+        work.take("localhost", Step(enough.name, enough.line.replace(" 4.9", " 9000000"), enough.remedy), locked=True)
+    assert "checking the disk failed (the packages take " in str(failed.value)
+    assert f" GB more in {sys.prefix}" in str(failed.value)
+    assert " GB are free there); make room there, or set workdir= on a larger disk" in str(failed.value)
+
+
+def _gone(pid):
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not Path(f"/proc/{pid}").exists()
+
+
+def _written(path):
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
+    fake, began = tmp_path / "python3.12", tmp_path / "began"
+    wait = f"sleep 600 & echo $$ $! >{began}; wait"
+    fake.write_text(f'#!/bin/sh\ncase "$1 $2" in "-m venv") {wait};; esac\nexec {sys.executable} "$@"\n')
+    fake.chmod(0o755)
+    (tmp_path / "hosts").write_text(f"localhost workdir={tmp_path}/work\n")
+    command = [sys.executable, "-m", "llama405b_tools.cli", "setup", "hosts", "--python", str(fake)]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
+    setup = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pids = [int(word) for word in _written(began).split()]
+    try:
+        setup.send_signal(signal.SIGINT)
+        out, err = setup.communicate(timeout=20)
+        assert (setup.returncode, all(map(_gone, pids))) == (130, True)
+        assert "localhost: ending making .venv\n" in out
+        assert err == "interrupted: nothing of it runs on the hosts; run the same command to go on\n"
+    finally:
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        setup.kill()
+        setup.communicate()
+
+
+def test_a_package_manager_is_not_cut_off(work, tmp_path):
+    os.mkfifo(tmp_path / "go")
+    facts = {"arch": "x86_64", "uid": "0", "python": "3.12", "venv": "yes", "has_dnf": "yes", "has_ip": "yes"}
+    step = plan.plan(facts, Wishes(), "")[0]
+    assert "dnf install -y tmux" in step.line
+    stand_in = step.line.replace("dnf install -y tmux", "echo $$ >pid; read go <go; echo whole >done")
+    step = Step(step.name, stand_in, step.remedy)
+    threading.Thread(target=lambda: work.fleet.each(lambda name: work.take(name, step, locked=True))).start()
+    _written(tmp_path / "pid")
+    ending = threading.Thread(target=work.end)
+    ending.start()
+    assert work.ending.wait(20)
+    (tmp_path / "go").write_text("go\n")
+    ending.join(20)
+    assert (tmp_path / "done").read_text() == "whole\n"
+    with pytest.raises(HostError, match="setup was interrupted"):
+        work.take("localhost", step, locked=True)

@@ -17,7 +17,6 @@ CUDA_BUILDS = ((580, "cu130"), (570, "cu128"), (560, "cu126"))
 STAMP = ".venv/.set-up"
 PYTHON = '"$(cat .llama405b-python)"'
 INSTALL = f"{PYTHON} -m pip install --disable-pip-version-check"
-CPU_SIZE, CUDA_SIZE = "0.3 GB", "2.7 GB"  # of all packages, to download
 FETCH = f"import urllib.request as u; u.urlopen('{TORCH_INDEX}/cpu/torch/', timeout=10)"
 CPU_ANSWERS = f'curl -fsI -m 10 {TORCH_INDEX}/cpu/torch/ >/dev/null 2>&1 || timeout 15 python3 -c "{FETCH}" 2>/dev/null'
 # `apt-get update` does not wait for its lock
@@ -26,6 +25,7 @@ APT_IS_FREE = (
     'grep -qs ":$inode " /proc/locks && [ $s -lt 600 ]; '
     "do echo waiting for another apt to finish; s=$((s + 2)); sleep 2; done"
 )
+WHOLE = "trap '' TERM; "  # a package manager that is cut off leaves the system's packages half installed
 FACTS = r"""
 say() { printf '%s=%s\n' "$1" "$2"; }
 say arch "$(uname -m)"; say uid "$(id -u)"; say system "$(. /etc/os-release 2>/dev/null; echo "$ID $VERSION_ID")"
@@ -37,6 +37,21 @@ command -v "$PY" >/dev/null 2>&1 && say python "$("$PY" -c 'import sys; print("%
 { [ -e /dev/nvidiactl ] || grep -qs 0x10de /sys/bus/pci/devices/*/vendor; } && say gpu yes
 say driver "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -1)"
 """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Size:
+    """Size of all packages, in GB (at the versions in constraints.txt)."""
+
+    download: float
+    unpacked: float
+
+    def __str__(self) -> str:
+        """Return what is downloaded, for people."""
+        return f"{self.download} GB"
+
+
+CPU_SIZE, CUDA_SIZE = Size(0.3, 1.2), Size(2.7, 4.9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,16 +98,19 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
     if wishes.container:
         return [*programs, _container(facts, wishes)]
     environment = _environment(facts, wishes)
-    where, comes = _index(facts, wishes)
+    where, comes, size = _index(facts, wishes)
+    needs = f"{size.download} {size.unpacked}"
     if wishes.offline:
-        where, comes = _wheels(facts, wishes, wheel_python), ""
+        where, comes, needs = _wheels(facts, wishes, wheel_python), "", shlex.quote(wishes.offline)
     done = f"mkdir -p .venv && printf %s {shlex.quote(wishes.stamp)} >{STAMP}.new && mv {STAMP}.new {STAMP}"
     install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {done}"
+    room = f"{wishes.before}PYTHONPATH=tools {PYTHON} -m llama405b_tools.remote.venv_room {needs}"
     tried = 'import llama405b_tools.remote.agent, importlib.metadata as m; print(m.version("torch"))'
     check = f"{wishes.before}PYTHONPATH=tools {PYTHON} -c {shlex.quote(tried)}"
     return [
         *programs,
         environment,
+        Step("checking the disk", room, "make room there, or set workdir= on a larger disk"),
         Step("installing packages", install, "fix that; if the host has no network, use --offline", comes),
         Step("checking", check, "delete .venv on it, and run setup again", always=True),
     ]
@@ -135,10 +153,10 @@ def _programs(facts: Mapping[str, str]) -> list[Step]:
     if not (is_root or "sudo" in facts):
         raise UserError(f"{names} missing, and this user cannot install; run there as root: {commands[0]}")
     as_root = "" if is_root else "sudo -n "
-    line = f"{as_root}{dnf}"
+    line = f"{WHOLE}{as_root}{dnf}"
     if "has_apt-get" in facts:
         options = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600"
-        line = f"{APT_IS_FREE}; {as_root}apt-get update -qq && {as_root}env {options} install -y -qq {names}"
+        line = f"{APT_IS_FREE}; {WHOLE}{as_root}apt-get update -qq && {as_root}env {options} install -y -qq {names}"
     return [Step(f"installing {names}", line, f"install {names} on it by hand", always=True)]
 
 
@@ -178,20 +196,21 @@ def has_no_gpu(facts: Mapping[str, str]) -> bool:
     return "gpu" not in facts and not facts.get("driver")
 
 
-def _index(facts: Mapping[str, str], wishes: Wishes) -> tuple[str, str]:
-    """The option that tells pip where to find torch, the build that fits the driver, and what that downloads."""
+def _index(facts: Mapping[str, str], wishes: Wishes) -> tuple[str, str, Size]:
+    """The option that tells pip where to find torch, the build that fits the driver; what that downloads, and the least size."""
     if wishes.torch_index == "none":
-        return "", ""
+        return "", "", CPU_SIZE
     if wishes.torch_index != "auto":
-        return f"--extra-index-url {shlex.quote(wishes.torch_index)} ", ""
+        return f"--extra-index-url {shlex.quote(wishes.torch_index)} ", "", CPU_SIZE
     if has_no_gpu(facts) and "cpu_index" in facts:
-        return f"--extra-index-url {TORCH_INDEX}/cpu ", f"PyTorch for CPU: {CPU_SIZE} to download"
+        return f"--extra-index-url {TORCH_INDEX}/cpu ", f"PyTorch for CPU: {CPU_SIZE} to download", CPU_SIZE
     driver = re.match(r"(\d+)", facts.get("driver", ""))
     if not driver:
-        return "", f"{CPU_SIZE} to download; {CUDA_SIZE} if pip finds only PyTorch for CUDA"
+        return "", f"{CPU_SIZE} to download; {CUDA_SIZE} if pip finds only PyTorch for CUDA", CPU_SIZE
     for least, build in CUDA_BUILDS:
         if int(driver[1]) >= least:
-            return f"--extra-index-url {TORCH_INDEX}/{build} ", f"PyTorch for CUDA: {CUDA_SIZE} to download"
+            comes = f"PyTorch for CUDA: {CUDA_SIZE} to download"
+            return f"--extra-index-url {TORCH_INDEX}/{build} ", comes, CUDA_SIZE
     least, _ = CUDA_BUILDS[-1]
     raise UserError(f"driver {facts['driver']} is too old for any build of torch; install {least} or newer")
 

@@ -86,14 +86,18 @@ class StepProgress:
             ended.set()
             del self.doing[host]
 
+    def running(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield the steps that run anywhere, each with the last line of its output by host."""
+        doing = dict(self.doing)
+        for step in sorted({step for step, _ in doing.values()}):
+            yield step, {host: line for host, (each, line) in doing.items() if each == step}
+
     def _remind(self) -> None:
         """Print one line per step that runs anywhere, if nothing was said for a while."""
         with self.lock:
             if time.monotonic() - self.said < self.every_s:
                 return
-            doing = dict(self.doing)
-            for step in sorted({step for step, _ in doing.values()}):
-                hosts = {host: line for host, (each, line) in doing.items() if each == step}
+            for step, hosts in self.running():
                 self._print(fold_names(hosts), f"still {step}{given(': {}', next(iter(hosts.values())))}")
 
     def _print(self, whose: str, what: str) -> None:

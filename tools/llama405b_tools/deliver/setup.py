@@ -7,6 +7,8 @@ import json
 import shlex
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,10 +23,11 @@ from llama405b_tools.hosts.files import WORKDIR, Use
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.telling import run_telling
-from llama405b_tools.hosts.transport import Connection, HostError, Local
+from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
+from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.shell import shell_path
 
-FACTS_TIMEOUT_S = 30.0
+FACTS_TIMEOUT_S, POLL_S = 30.0, 0.1
 NOISE = ("WARNING: Location", "[notice]")  # what pip prints on any machine
 WHEELHOUSE = ".wheelhouse"
 BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs to install the project itself
@@ -76,6 +79,9 @@ class Work:
         self.fleet, self.root, self.lines, self.wishes, self.here = fleet, root, lines, wishes, here
         self.facts: dict[str, dict[str, str]] = {}
         self.progress = StepProgress()
+        self.streams: dict[str, Stream] = {}  # of the steps
+        self.lost: set[str] = set()  # hosts whose connection broke during one
+        self.ending = threading.Event()
 
     def bring_code(self, name: str) -> bool:
         """Inspect the host, and make its directory equal to the checkout.
@@ -145,6 +151,8 @@ class Work:
         Raises:
             HostError: It failed; says why, and what to do.
         """
+        if self.ending.is_set():
+            raise HostError("setup was interrupted")
         lock = "flock .llama405b-setup.lock " if locked else ""  # concurrent setups take turns
         directory = shell_path(self.fleet.workdir(name))
         line = f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}"
@@ -157,11 +165,33 @@ class Work:
                     last = text[-300:]
                     seen(last)
 
-            code = run_telling(self.fleet.connection(name), line, told)
+            def began(stream: Stream) -> None:
+                self.streams[name] = stream
+                if self.ending.is_set():  # meanwhile
+                    stream.end_input()
+
+            code = run_telling(self.fleet.connection(name), line, told, began)
+        if not code:
+            self.lost.add(name)
         if code != "0":
             why = last if code else "the connection was lost"
             raise HostError(f"{step.name} failed ({why}); {step.remedy}")
         return last
+
+    def end(self) -> str:
+        """End the steps that run on the hosts, and wait: a package manager finishes first; returns what is known then."""
+        self.ending.set()
+        for step, hosts in self.progress.running():
+            self.progress.say(fold_names(hosts), f"ending {step}")
+        for stream in list(self.streams.values()):
+            stream.end_input()
+        while self.progress.doing:
+            time.sleep(POLL_S)
+        lost = fold_names(sorted(self.lost))
+        return (
+            given("{}: the connection was lost, so what runs there is unknown", lost)
+            or "nothing of it runs on the hosts"
+        )
 
     def everywhere(self, wheels: Path | None, package: str) -> tuple[dict[str, Installed], dict[str, str]]:
         """Bring the code, install, and build a package, if given; returns results and faults, by host."""

@@ -11,6 +11,7 @@ SOURCE may also be a directory with an older model's pytorch_model*.bin: it is c
 
 import importlib
 import shlex
+import sys
 from collections.abc import Sequence
 
 from llama405b.contract.errors import RunError
@@ -52,7 +53,11 @@ def _export(fleet: Fleet, collected: Collected, out: str, options: Sequence[str]
     python, workdir, prefix = fleet.python(host), shell_path(fleet.workdir(host)), fleet.hosts[host].prefix or "true"
     written = shlex.join(["export", collected.path, out, *options])
     line = f"{prefix} && cd {workdir} && PYTHONPATH=tools {shell_path(python)} -m llama405b_tools.cli {written}"
-    code = run_telling(connection, line, lambda said: print(f"{host}: {said}", flush=True))
+    try:
+        code = run_telling(connection, line, lambda said: print(f"{host}: {said}", flush=True))
+    except KeyboardInterrupt:
+        print(f"interrupted: the export on {host} ends, too; run the same command to resume", file=sys.stderr)
+        raise
     if code == "2":  # its sentence says what to do
         return 2
     if code != "0":

@@ -5,6 +5,7 @@ in parallel, and one that fails does not hold up the others.
 """
 
 import platform
+import sys
 from collections.abc import Sequence
 
 from llama405b.contract.command import OneLineParser
@@ -53,7 +54,12 @@ def main(argv: Sequence[str]) -> int:
     here = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"
     wheels = make_wheelhouse(root) if args.offline else None
     with Fleet(hosts) as fleet:
-        made, faults = Work(fleet, root, lines, wishes, here).everywhere(wheels, args.build)
+        work = Work(fleet, root, lines, wishes, here)
+        try:
+            made, faults = work.everywhere(wheels, args.build)
+        except KeyboardInterrupt:
+            print(f"interrupted: {work.end()}; run the same command to go on", file=sys.stderr)
+            raise
     write_uses((host, made[host.name].use) for host in hosts if host.name in made)
     now = {name: found.said for name, found in made.items()} | {name: f"FAILED: {why}" for name, why in faults.items()}
     print(table(("host", "now"), [(host.name, now[host.name]) for host in hosts]), flush=True)
