@@ -139,7 +139,6 @@ def put(*path):
         (put("identity", "tools", "ip", False), BAD, "there is no ip", "iproute2"),
         (put("environment", "workdir_exists", False), BAD, "there is no /w", "llama405b setup"),
         (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False}]), BAD, "/w cannot be written", "a directory of your own"),
-        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False, "read_only": True}]), BAD, "/w is on a filesystem that is read-only", "dmesg"),
         (put("environment", "packages", None), BAD, "its python cannot be run", "set python="),
         (put("environment", "packages", "torch", "missing"), BAD, "torch is not installed", "llama405b setup"),
         (put("environment", "packages", "torch", "2.8.0"), BAD, "torch is 2.8.0", "at least 2.11"),
@@ -170,6 +169,7 @@ def put(*path):
         (put("rdma", {"ports": json.loads((DATA / "infiniband.json").read_text())["ports"], "peermem": True}), WARN, "mlx5_2 port 1 is not active", "cable"),
         (put("rdma", "peermem", False), NOTE, "nvidia_peermem is not loaded", "modprobe"),
         (put("failed", {"rdma": "TypeError: x"}), WARN, "rdma unknown", "by hand"),
+        (put("disks", "filesystems", [{"path": "/w", "free": 1 << 40, "writable": False, "read_only": True}]), BAD, "/w is on a filesystem that is read-only", "dmesg"),
     ],
 )  # fmt: skip
 def test_a_fault_of_a_host(change, level, what, remedy):

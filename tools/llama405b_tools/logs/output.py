@@ -18,6 +18,8 @@ from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.fold import Fold, OneByOne, text_of, where_of
 from llama405b_tools.text.merge import Entry
 
+MOST_BYTES = 1 << 20  # of each file that wait on its host while following
+NOTE_EVERY_S = 5.0  # about lines that were left out
 HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
@@ -45,7 +47,8 @@ class Show:
         self.fold = Fold() if args.fold else OneByOne()
         self.saved: set[Path] = set()
         self.hosts: dict[str, int] = {}
-        self.counted: dict[str, int] = {}
+        self.left_out: dict[str, int] = {}  # lines, by host
+        self.noted, self.note_at = dict[str, int](), 0.0
 
     def request(self, run: str, *, follow: bool, forever: bool) -> StreamRequest:
         """Build the request to the hosts."""
@@ -60,6 +63,7 @@ class Show:
             tail=args.tail,
             agent=args.agent,
             stderr=args.stderr,
+            most_bytes=MOST_BYTES if follow else 0,
         )
 
     def entries(self, entries: Iterator[Entry]) -> None:
@@ -82,12 +86,17 @@ class Show:
         return included and not any(regex.search(text) for regex in self.exclude)
 
     def dropped(self, counts: Mapping[str, int]) -> None:
-        """Report the entries that this terminal was too slow for."""
-        for host, count in counts.items():
-            more = count - self.counted.get(host, 0)
-            if more > 0:
-                self.note(f"{host}: {counted(more, 'entry', 'entries')} not shown: this terminal is too slow")
-                self.counted[host] = count
+        """Note now and then how many lines come too fast to be shown here."""
+        self.left_out = dict(counts)
+        if time.monotonic() >= self.note_at:
+            self._note_left_out()
+
+    def _note_left_out(self) -> None:
+        for host, count in self.left_out.items():
+            if more := count - self.noted.get(host, 0):
+                why = "they come faster than they can be shown here; `logs` without -f shows them all"
+                self.note(f"{host}: {counted(more, 'line')} left out: {why}")
+                self.noted[host], self.note_at = count, time.monotonic() + NOTE_EVERY_S
 
     def note(self, text: str) -> None:
         """Print a note about the reading itself."""
@@ -95,6 +104,7 @@ class Show:
 
     def close(self) -> None:
         """Show what remains."""
+        self._note_left_out()
         for group in self.fold.flush():
             self.show(group)
         with contextlib.suppress(BrokenPipeError):

@@ -28,11 +28,13 @@ class Tail:
     ) -> None:
         """Begin at the files' present ends, or at their beginnings.
 
-        ``wants`` selects files; ``most_bytes``: of what was added to a file only the end is read (0: all of it).
+        ``wants`` selects files; ``most_bytes``: of what was added to a file only the end is read (0: all of it), after
+        what ``begin_at`` wants whole.
         """
         self.root, self.wants, self.most_bytes = root, wants, most_bytes
         self.n_skipped = 0  # lines
         self.marks: dict[Path, Mark] = {}
+        self.whole_to: dict[Path, int] = {}  # up to there nothing is skipped
         if from_end:
             self.marks = {path: (path.stat().st_ino, path.stat().st_size) for path in self.files()}
 
@@ -41,9 +43,9 @@ class Tail:
         found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*.log"))
         return [path for path in found if self.wants(path) and path.is_file()]
 
-    def begin_at(self, path: Path, mark: Mark) -> None:
-        """Continue where an earlier reader stopped."""
-        self.marks[path] = mark
+    def begin_at(self, path: Path, mark: Mark, whole_to: int = 0) -> None:
+        """Continue where an earlier reader stopped; nothing before ``whole_to`` is skipped."""
+        self.marks[path], self.whole_to[path] = mark, whole_to
 
     def new(self, *, final: bool = False) -> Iterator[Piece]:
         """Yield what was added, at most one piece per file; ``final``: include a last line without a newline."""
@@ -58,7 +60,8 @@ class Tail:
                 now = os.fstat(file.fileno())
                 if now.st_ino != inode or now.st_size < offset:  # rewritten
                     offset = 0
-                if self.most_bytes and now.st_size - offset > self.most_bytes:
+                whole = offset < self.whole_to.get(path, 0)
+                if self.most_bytes and not whole and now.st_size - offset > self.most_bytes:
                     offset = self._skip(file, offset, now.st_size - self.most_bytes)
                 file.seek(offset)
                 block = file.read(MAX_READ_BYTES) if now.st_size > offset else b""

@@ -1,12 +1,13 @@
 """Show the logs of every rank on every host as one stream, in time order.
 
 Times are corrected for each host's measured clock skew. A broken connection is reopened and resumes at the right byte.
+With -f, lines that come faster than they can be shown are left out, and counted.
 Exits with 1 if a host could not be reached.
 """
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
@@ -17,9 +18,11 @@ from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.logs import first_error
 from llama405b_tools.logs.output import Show
 from llama405b_tools.logs.reader import Reader
+from llama405b_tools.remote.messages.status import HostRun
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import is_guarded
-from llama405b_tools.run.query import ask_hosts
+from llama405b_tools.run.query import Seen, ask_hosts
+from llama405b_tools.text.fold import fold_ranks
 from llama405b_tools.verbs.arguments import verb_parser
 
 
@@ -53,11 +56,7 @@ def main(argv: Sequence[str]) -> int:
         if unknown := [name for name in args.host if name not in fleet.hosts]:
             raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; use one of {', '.join(fleet.hosts)}")
         run, seen = ask_hosts(fleet, backend.run)
-        world = max((found.world for found in replies(seen).values() if found), default=0)
-        if world and (missing := sorted(rank for rank in show.ranks if rank >= world)):
-            raise UserError(
-                f"--rank: run {run} has {counted(world, 'rank')}, from 0 to {world - 1}, and no {missing[0]}"
-            )
+        _check_filters(show, args.host, run, seen)
         if args.first_error:
             failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
             print("\n".join(lines))
@@ -74,3 +73,35 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             return STOPPED_FOLLOWING
     return code_for(lost)
+
+
+def _check_filters(show: Show, hosts: Sequence[str], run: str, seen: Seen) -> None:
+    """Refuse filters that nothing in a run's logs can match.
+
+    Raises:
+        UserError: There is no such attempt, host or rank; says what there is.
+    """
+    known = {name: found for name, found in replies(seen).items() if found}
+    newest = max((found.attempt for found in known.values()), default=0)
+    world = max((found.world for found in known.values()), default=0)
+    if show.attempt > newest:
+        there = f"attempts 1 to {newest}" if newest > 1 else "attempt 1 alone"
+        raise UserError(f"--attempt: run {run} has {there}, and no {show.attempt}")
+    if missing := [name for name in hosts if seen[name] is None]:
+        raise UserError(f"--host: {missing[0]} has nothing of run {run}; use one of {', '.join(known)}")
+    if world and (beyond := sorted(rank for rank in show.ranks if rank >= world)):
+        raise UserError(f"--rank: run {run} has {counted(world, 'rank')}, from 0 to {world - 1}, and no {beyond[0]}")
+    held = [rank for name in hosts for rank in _ranks_by_host(known, world).get(name, ())]
+    if held and show.ranks and show.ranks.isdisjoint(held):
+        raise UserError(
+            f"--rank: {', '.join(hosts)} has only {fold_ranks(held)} of run {run}; correct --host or --rank"
+        )
+
+
+def _ranks_by_host(known: Mapping[str, HostRun], world: int) -> dict[str, range]:
+    """The ranks of each host of a run; {} unless all of its hosts have answered."""
+    if any(name not in known for found in known.values() for name in found.hosts):
+        return {}
+    firsts = sorted((found.first_rank, name) for name, found in known.items())
+    ends = [first for first, _ in firsts[1:]] + [world]
+    return {name: range(first, end) for (first, name), end in zip(firsts, ends, strict=True)}

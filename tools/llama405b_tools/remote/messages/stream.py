@@ -26,7 +26,7 @@ class StreamRequest:
     tail: int | None = None  # only the last N lines of each file
     agent: bool = False  # torchrun's own log too
     stderr: bool = False  # only standard error
-    most_bytes: int = 0  # of one file at a time; lines before them are skipped, and counted (0: none are)
+    most_bytes: int = 0  # of what a file has new; lines before them are skipped, and counted (0: none are)
     marks: Marks = dataclasses.field(default_factory=dict)  # where an earlier reader stopped
 
 
