@@ -1,13 +1,19 @@
 """Real processes are found and ended, including orphans and those that ignore signals."""
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
 
+import pytest
+
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
-from llama405b_tools.remote import processes
+from llama405b_tools.remote import ending, hostprobe, processes
+from llama405b_tools.remote.locks import take_lock
+from llama405b_tools.remote.messages.end import OrphansRequest
 from llama405b_tools.remote.streaming import _Secrets
 from llama405b_tools.remote.torchrun import MARKER
 
@@ -56,3 +62,45 @@ def test_the_values_of_a_runs_secrets_are_known_while_it_lives(tmp_path):
         child.kill()
         child.wait()
     assert secrets.pieces(plan, alive=False) == ["correct horse"]  # what is read last is hidden, too
+
+
+@contextlib.contextmanager
+def _process_of(value, *before):
+    child = subprocess.Popen([*before, "sleep", "60"], env=os.environ | {MARKER: value})
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _is_left(value):
+    """Whether doctor and `stop --orphans` call a run's processes leftovers; they agree."""
+    told = value in {each.value for each in ending.orphans(OrphansRequest(end=False)).orphans}
+    assert (value in hostprobe.leftovers()) is told
+    return told
+
+
+def test_a_run_in_another_directory_is_no_leftover_while_its_node_runner_lives(tmp_path):
+    value = f"{tmp_path}/elsewhere/runs/theirs:h"
+    with _process_of(value):
+        lock = take_lock(RunDir(tmp_path / "elsewhere/runs/theirs").lock("h"))
+        assert not _is_left(value)
+        os.close(lock)
+        assert _is_left(value)
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")
+def test_a_run_in_a_container_is_no_leftover_though_its_directory_is_not_seen_from_here(tmp_path):
+    value = f"{tmp_path}/inside/r:h"
+    (tmp_path / "inside").mkdir()
+    lock, hold = f"{tmp_path}/inside/r/status/h.lock", f"touch {tmp_path}/up; exec sleep 60"
+    inside = (
+        f"mount -t tmpfs none {tmp_path}/inside; mkdir -p $(dirname {lock}); exec flock --no-fork {lock} sh -c '{hold}'"
+    )
+    with _process_of(value, "unshare", "--mount", "sh", "-c", inside):
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not (tmp_path / "inside/r").exists()
+        assert not _is_left(value)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.files import append_line, read_record, read_records, write_json
@@ -16,7 +15,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import NO_PLAN, REHEARSAL, read_plan
 from llama405b.contract.records import Blame, NodeStatus, StopMark
 from llama405b.contract.requests import RunRequest
-from llama405b_tools.remote import processes
+from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
@@ -107,8 +106,7 @@ def orphans(request: OrphansRequest) -> OrphansReply:
     """Find processes of runs whose node runner is gone, by run directory; with ``end``, end them."""
     found = []
     for value, pids in sorted(processes.all_marked().items()):
-        directory, _, host = value.rpartition(":")
-        if is_alive(RunDir(Path(directory)), host):
+        if any(hostprobe.has_runner(pid, value) for pid in pids):
             continue
         what, left = processes.command_of(pids[0]), pids
         if request.end:

@@ -10,6 +10,7 @@ one of the hosts keeps a file in the directory that all are to share, for the ot
 
 import concurrent.futures
 import errno
+import fcntl
 import glob
 import hashlib
 import json
@@ -471,17 +472,34 @@ def sha256(path, number):
 
 
 def leftovers():
-    """Processes of earlier runs, whether or not their launcher is alive."""
+    """Processes of runs whose node runner is gone, by <run directory>:<host>."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open("/proc/%s/environ" % pid, "rb") as file:
                 for item in file.read().split(b"\0"):
-                    if item.startswith(b"LLAMA405B_NODE="):
-                        found.setdefault(item.decode("utf-8", "replace").partition("=")[2], []).append(int(pid))
+                    value = os.fsdecode(item.partition(b"=")[2])
+                    if item.startswith(b"LLAMA405B_NODE=") and not has_runner(int(pid), value):
+                        found.setdefault(value, []).append(int(pid))
         except OSError:
             continue
     return found
+
+
+def has_runner(pid: int, value: str) -> bool:
+    """Whether the node runner of a process of <run directory>:<host> lives: it holds a lock.
+
+    The path is what the process sees, in a container of its own, perhaps; a lock that cannot be looked at counts as held.
+    """
+    folder, _, host = value.rpartition(":")
+    try:
+        with open("/proc/%d/root%s/status/%s.lock" % (pid, folder, host), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return False
 
 
 class Listener:

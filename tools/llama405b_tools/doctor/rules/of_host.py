@@ -256,9 +256,9 @@ def _mounts(facts: HostFacts) -> Remarks:
 
 def _leftovers(facts: HostFacts, needs: Needs) -> Remarks:
     for value, pids in (facts.leftovers or {}).items():
-        what = f"{counted(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]}"
-        shows = f"{needs.typed('status')} shows what they are"
-        yield WARN, what, f"{shows}; {needs.typed('stop --orphans --end')} ends those without an owner"
+        what = f"{counted(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]}, whose node runner is gone"
+        remedy = f"{needs.typed('stop --orphans')} shows what they are, and ends them with --end"
+        yield WARN, what, remedy
 
 
 def _weights(facts: HostFacts) -> Remarks:
