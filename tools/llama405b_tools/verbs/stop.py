@@ -12,6 +12,7 @@ from llama405b.contract.errors import GOOD, UserError, code_for
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import check_run_name
+from llama405b.contract.records import Phase
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
@@ -80,14 +81,18 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
 
 
 def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
-    """Print the checkpoint that the run can resume from, and how many steps it would repeat."""
-    saved, metrics = progress([end.node for end in ends if end.known and end.node])
+    """Print the checkpoint that the run can resume from, how many steps it would repeat, and if a save was cut off, that."""
+    nodes = [end.node for end in ends if end.known and end.node]
+    saved, metrics = progress(nodes)
     if not metrics:
         return
-    last = metrics.step
-    hint = ""
-    if saved and (lost := last - step_of(Path(saved))) and any(end.was_alive for end in ends):
-        hint = f" ({counted(lost, 'step')} earlier); --grace {max(60, 4 * int(grace_s))}s would have given it more time to save"
+    last, hint = metrics.step, ""
+    if saved and (lost := last - step_of(Path(saved))):
+        hint = f" ({counted(lost, 'step')} earlier)"
+    beats = [beat for node in nodes for beat in node.heartbeats]
+    cut_off = all(end.was_alive for end in ends if end.known) and any(beat.phase is Phase.CHECKPOINT for beat in beats)
+    if cut_off and not any(node.unsaved for node in nodes):  # else no time would have helped
+        hint += f"; it was still saving: --grace {max(60, 4 * int(grace_s))}s would have given it more time"
     print(f"last step: {last}; newest checkpoint: {saved or 'none'}{hint}")
 
 
