@@ -21,7 +21,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.copied               replicator    what the next host has (``replicas.Copied``)
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
-    logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank
+    logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank (the node runner covers secrets)
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
     checkpoints/of-HOST/step-<8 digits>/   replicator   copies of the part of the host before, with ``place = node``
     checkpoints/for-export/step-<8 digits>/   export   what it has brought together, until the model is written

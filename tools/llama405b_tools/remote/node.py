@@ -30,6 +30,7 @@ from llama405b_tools.machine.torchrun import ended_by, root_cause
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
+from llama405b_tools.remote.masking import LogMask
 from llama405b_tools.remote.replicate import LAST
 from llama405b_tools.remote.secrets import read_secrets
 from llama405b_tools.remote.tail import Tail
@@ -52,7 +53,9 @@ class NodeRunner:
         self.marker = f"{run.path}:{host}"
         self.stop_signal = self.n_signals = 0
         self.fell_back = ""  # NCCL's line about falling back to TCP
+        self.secrets: dict[str, str] = {}
         self.hidden: list[str] = []  # of the secrets, in the tmux pane
+        self.mask = LogMask(run.logs(host), ())  # and in the logs
         self.ended = threading.Event()  # set once torchrun has ended
         self.replicator: subprocess.Popen[bytes] | None = None
         self.copying_since = -math.inf
@@ -73,6 +76,7 @@ class NodeRunner:
         if by := stopped_by(self.run, self.host):  # since the agent checked
             self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, self.host, by=by))
             return 128 + signal.SIGTERM
+        self.take_secrets()
         guardian, line = self.start_guardian()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.on_signal)
@@ -92,6 +96,7 @@ class NodeRunner:
             thread.join(GRACE_S)
         spared = [guardian, self.replicator.pid] if self.replicator else [guardian]
         processes.sweep(self.marker, below=os.getpid(), spare=tuple(spared))
+        self.mask.cover_all()
         if code:  # whoever waits for that is told before the copies are finished
             self.report_end(code)
         if self.replicator:
@@ -184,6 +189,7 @@ class NodeRunner:
         word = os.read(read, MOST_WORD)
         if word != DONE:
             processes.sweep(self.marker, spare=(runner,))
+            self.mask.cover_all()
             cause = Cause(CauseKind.RUNNER_KILLED, self.host)
             with contextlib.suppress(reader.MalformedError):
                 cause = reader.loads(Cause, word, "the node runner's word")
@@ -200,7 +206,7 @@ class NodeRunner:
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
         if self.plan.refuse_sockets:
             env |= fabric.NCCL_DEBUG_LINES
-        env |= self.take_secrets() | node_env(self.plan, self.host, str(self.run.path))
+        env |= self.secrets | node_env(self.plan, self.host, str(self.run.path))
         torchrun = torchrun_argv(self.plan, self.host, str(logs))
         torchrun[0] = str(Path(torchrun[0]).expanduser())
         argv = setup_argv(self.plan.setup, torchrun)
@@ -250,12 +256,12 @@ class NodeRunner:
             if self.fell_back:
                 child.terminate()
 
-    def take_secrets(self) -> dict[str, str]:
-        """Read the secrets file and delete it."""
-        secrets = read_secrets(self.run.secrets(self.host))
-        self.hidden = pieces_of(secrets.values())
+    def take_secrets(self) -> None:
+        """Read the secrets file and delete it; whoever knows them can mask them: this process, and the guardian."""
+        self.secrets = read_secrets(self.run.secrets(self.host))
+        self.hidden = pieces_of(self.secrets.values())
+        self.mask = LogMask(self.run.logs(self.host), self.hidden)
         self.run.secrets(self.host).unlink(missing_ok=True)
-        return secrets
 
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with a time limit."""
@@ -320,6 +326,7 @@ class NodeRunner:
                     if size != noted.get(path, 0):
                         noted[path] = size
                         times.write(f"{time.time():.3f} {size} {path.relative_to(tail.root)}\n")
+                        self.mask.cover(path)
                 times.flush()
                 for piece in tail.new(final=ended) if self.plan.refuse_sockets else ():
                     self.look_for_sockets(piece.data, child)
