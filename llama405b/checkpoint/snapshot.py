@@ -19,7 +19,7 @@ from llama405b.step import Updater
 
 def state_to_save(updater: Updater, me: Ranks) -> dict[str, Any]:
     """Return this rank's part of what DCP saves: the very tensors, of which updates may be pending."""
-    model_state, optimizer_state = get_state_dict(updater.kept, updater.optimizer)
+    model_state, optimizer_state = _state_of(updater)
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 
 
@@ -36,7 +36,7 @@ def restore(
     for module in model.modules():
         if isinstance(module, FSDPModule):  # some stay gathered after a forward without a backward
             module.reshard()
-    model_state, optimizer_state = get_state_dict(kept, optimizer)
+    model_state, optimizer_state = _state_of(updater)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     files = files or dcp.FileSystemReader(path)
     if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
@@ -54,6 +54,20 @@ def restore(
     if "cuda" in rng:
         torch.cuda.set_rng_state(rng["cuda"])
     return step_of(path)
+
+
+def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
+    """Return the tensors of model and optimizer; moments before the first update are zero.
+
+    torch makes those by a step with gradients of zero, which counts: the first update would be corrected as if it were the second.
+    """
+    kept, optimizer = updater.kept, updater.optimizer
+    if not optimizer.state:
+        optimizer.zero_grad()  # where there are gradients torch makes no moments
+        get_state_dict(kept, optimizer)
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    return get_state_dict(kept, optimizer)
 
 
 def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:

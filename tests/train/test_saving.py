@@ -12,7 +12,7 @@ import torch
 from llama405b.step import NonFiniteError
 from llama405b.trainer import Trainer
 from ranks_rig import run_ranks
-from update_rig import IDENTITY, bits, build, same, slow, take
+from update_rig import IDENTITY, batch, bits, build, same, slow, take
 
 SAVED, LAST = 3, 9
 STEP_S, STEPS_A_SAVE = 0.2, 4
@@ -219,3 +219,36 @@ def test_a_save_under_way_is_finished_before_a_run_ends_at_a_loss_that_is_not_fi
     with pytest.raises(NonFiniteError):
         Trainer.take_steps(trainer)
     assert finished == [1]
+
+
+def _after_a_masked_step(me, directory, root):
+    """Train from the start, save after a first step without a target and train on; and resume from what was saved."""
+    from llama405b.batch import IGNORE_INDEX, Batch
+    from llama405b.checkpoint.snapshot import restore
+    from llama405b.contract.checkpoints import Reached
+    from llama405b.step import train_step
+
+    def losses(disturb):
+        module, updater = build(me, directory, **FORMS["none"])
+        disturb(module, updater)
+        return [take(me, module, updater, step) for step in range(3)], bits(module, updater)
+
+    def save_first(module, updater):
+        masked = [Batch(each.ids_BS, torch.full_like(each.targets_BS, IGNORE_INDEX)) for each in batch(0, me, 1)]
+        assert train_step(module, updater, masked, max_norm=0.5, dp_size=me.dp.size) is None
+        store, saving = _saving(me, root)
+        saving.begin(1, updater, _identity(), Reached(12))
+        assert saving.finish().path.name == "step-00000001"
+        store.close()
+
+    def resume(module, updater):
+        restore(Path(root) / "step-00000001", module, updater, me)
+
+    return losses(lambda *_: None), losses(save_first), losses(resume)
+
+
+def test_a_save_before_the_first_update_changes_no_loss(tiny, tmp_path):
+    for undisturbed, saved, resumed in run_ranks(2, _after_a_masked_step, tiny, tmp_path / "c"):
+        assert saved[0] == resumed[0] == undisturbed[0]
+        assert same(saved[1], undisturbed[1])
+        assert same(resumed[1], undisturbed[1])
