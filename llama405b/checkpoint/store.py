@@ -142,8 +142,8 @@ class Store:
     def best_loss(self) -> float:
         """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""
         best = best_of(self.directory.own().values()) if self.keeps else None
-        loss = math.inf if best is None or best.evaluation_loss is None else best.evaluation_loss
-        return min(ranks.agreed(loss))
+        losses = ranks.agreed(best.evaluation_loss if best else None, float | None)
+        return min((loss for loss in losses if loss is not None), default=math.inf)
 
     def close(self) -> None:
         """Let the next run write into the directory."""

@@ -79,14 +79,17 @@ def test_what_is_held_out_is_not_trained_on():
     assert [whole.hold_out(f)[1].n_sequences for f in (0.001, 0.5)] == [1, 6]
 
 
-def _train(work, demo, *settings):
+def _train(work, demo, *settings, world=1):
     flags = {
         "model.path": demo, "data.paths": "corpus", "data.seq_len": 32, "training.global_batch_size": 4, "training.max_steps": 5,
         "parallel.device": "cpu", "parallel.numerics": "fp32", "checkpoint.every": 0,
     }  # fmt: skip
     typed = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
-    command = [sys.executable, "-m", "llama405b_tools.cli", "train", "--run-dir", "runs/r", *typed, *settings]
+    command = ["-m", "llama405b_tools.cli", "train"]
+    if world > 1:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "llama405b.train"]
+    command = [sys.executable, *command, "--run-dir", "runs/r", *typed, *settings]
     return subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -105,7 +108,7 @@ def test_a_run_tells_it(demo, corpus, tmp_path, how):
     assert found[4] < found[1]
 
 
-def test_the_best_is_kept_beside_the_newest_and_known_after_a_resume(demo, corpus, tmp_path):
+def test_several_ranks_keep_the_best_beside_the_newest_and_know_it_after_a_resume(demo, corpus, tmp_path):
     (tmp_path / "corpus").symlink_to(corpus)
     settings = {
         "evaluation.every": 1, "evaluation.fraction": 0.1, "checkpoint.every": 4, "checkpoint.keep_best": "true",
@@ -114,7 +117,7 @@ def test_the_best_is_kept_beside_the_newest_and_known_after_a_resume(demo, corpu
     typed = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
     def losses_of(steps):
-        done = _train(tmp_path, demo, *typed, "--training.max_steps", str(steps), "--resume", "auto")
+        done = _train(tmp_path, demo, *typed, "--training.max_steps", str(steps), "--resume", "auto", world=2)
         assert done.returncode == 0, done.stderr
         metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
         kept = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
