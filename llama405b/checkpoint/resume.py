@@ -15,6 +15,7 @@ from llama405b.checkpoint.gather import Gathered
 from llama405b.checkpoint.seal import Fault, PassedOver
 from llama405b.checkpoint.snapshot import restore
 from llama405b.checkpoint.store import Found, Store
+from llama405b.checkpoint.unpickling import UnsafeError
 from llama405b.checkpoint.verified import DamagedError, VerifiedReader
 from llama405b.contract.checkpoints import refuse_held, step_of
 from llama405b.contract.errors import UserError
@@ -52,7 +53,7 @@ class Resume:
         Raises:
             DamagedError: A part of it is not what was saved: the shards are as they may be, and ``found`` is now the same without
                 that file, if another host has a copy, or an older one.
-            UserError: There is none, or it cannot be read.
+            UserError: There is none, it cannot be read, or it holds what no checkpoint does.
         """
         assert self.found
         gathered = Gathered(self.store, self.found, progress)
@@ -63,6 +64,7 @@ class Resume:
                 reader.read_metadata()
             done = restore(self.found.path, model, updater, me, reader)
         except CheckpointException as failed:
+            _refuse_unsafe(failed)
             fault = _fault(self.found, failed, self.store.hosts)
             if fault.fault is Fault.DAMAGED and self._leave_out(gathered, failed):
                 raise DamagedError(f"{fault}; loading its copy instead") from None
@@ -149,6 +151,13 @@ class GatheringReader(VerifiedReader):
         self.gathered.bring(self.storage_data[item.storage_index].relative_path for item in plan.items)
         self.path = self.gathered.path
         return super().prepare_local_plan(plan)
+
+
+def _refuse_unsafe(failed: CheckpointException) -> None:
+    """Have every rank refuse what one found that should not be there: nobody goes on to an older one from that unseen."""
+    for _, (cause, _) in sorted(failed.failures.items()):
+        if isinstance(cause, UnsafeError):
+            raise UserError(str(cause)) from None
 
 
 def _fault(found: Found, failed: CheckpointException, hosts: tuple[str, ...]) -> PassedOver:

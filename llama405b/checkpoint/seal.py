@@ -19,6 +19,7 @@ from llama405b.contract.checkpoints import (
 from llama405b.contract.hashes import BLOCK_BYTES, block_hash, n_blocks
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.reader import MalformedError
+from llama405b.contract.trust import others_in
 
 THREADS = 4  # per rank; hashing releases the GIL
 
@@ -69,8 +70,6 @@ def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver
     try:
         if not path.is_dir():
             return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
-        if foreign := _foreign(path):
-            return foreign
         manifest, digest = read_manifest((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         return damaged(f"{path}: has no manifest")
@@ -85,11 +84,19 @@ def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver
     return manifest
 
 
-def _foreign(path: Path) -> PassedOver | None:
-    """Pass over what is not this user's: a checkpoint's .metadata is a pickle."""
-    if path.stat().st_uid == os.getuid():
-        return None
-    return PassedOver(path, Fault.UNREADABLE, f"{path}: belongs to another user")
+def warning_of(path: Path, manifest: Manifest) -> str:
+    """Warn of what others can write in a checkpoint, the first of it; '' if nobody can.
+
+    Raises:
+        OSError: A disk, a mount or a permission prevents reading.
+    """
+    for file in (path, path / MANIFEST, *(path / name for name in manifest.files)):
+        if file.exists() and (who := others_in(file.stat())):
+            return (
+                f"warning: {file}: {who}; its hashes say that it is whole, never that it is harmless: go on only if you trust "
+                "whoever can write it"
+            )
+    return ""
 
 
 def look_over(path: Path, manifest: Manifest) -> tuple[list[str], PassedOver | None]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from llama405b.checkpoint.unpickling import TensorPlanner, TensorReader
 from llama405b.contract.checkpoints import step_of
 from llama405b.ranks import Ranks
 from llama405b.step import Updater
@@ -23,10 +24,10 @@ def state_to_save(updater: Updater, me: Ranks) -> dict[str, Any]:
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 
 
-def restore(
-    path: Path, model: nn.Module, updater: Updater, me: Ranks, files: dcp.FileSystemReader | None = None
-) -> int:
-    """Load a checkpoint into the shards; returns its step. ``files``: what reads it; None: DCP, which verifies nothing.
+def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks, files: TensorReader | None = None) -> int:
+    """Load a checkpoint into the shards; returns its step. ``files``: what reads it; None: what verifies nothing.
+
+    Only tensors are read: the optimizer's settings are those of now.
 
     Raises:
         dcp.api.CheckpointException: On every rank, if ``files`` raised on any.
@@ -37,16 +38,13 @@ def restore(
         if isinstance(module, FSDPModule):  # some stay gathered after a forward without a backward
             module.reshard()
     model_state, optimizer_state = _state_of(updater)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    files = files or dcp.FileSystemReader(path)
+    state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
+    files = files or TensorReader(path)
     if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
         state["rng"] = {str(me.rank): _rng_state(me)}
-    dcp.load(state, storage_reader=files)
+    dcp.load(state, storage_reader=files, planner=TensorPlanner())
     if isinstance(model, FullyShardedDataParallel):  # it saves copies; all others were filled in place
-        asked = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         set_state_dict(kept, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-        for group, settings in zip(optimizer.param_groups, asked, strict=True):  # the current configuration wins
-            group.update(settings)
     updater.publish()
     rng = state.get("rng", {}).get(str(me.rank), {})
     if "cpu" in rng:

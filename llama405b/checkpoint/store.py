@@ -21,7 +21,7 @@ import torch.distributed as dist
 from llama405b import ranks
 from llama405b.capacity.room import room_fault
 from llama405b.checkpoint.commit import Directory, best_of, parts_of
-from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest
+from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest, warning_of
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
@@ -54,6 +54,7 @@ class Seen:
     files: tuple[str, ...] = ()  # present, and as the manifest says as far as that was checked
     copies: tuple[str, ...] = ()  # of other hosts' files
     fault: PassedOver | None = None  # the first
+    warning: str = ""  # of who else can write it
 
 
 class Store:
@@ -233,7 +234,10 @@ class Store:
         self.on_keepers(rename, self.root)
 
     def look_at(self, path: Path) -> Found | PassedOver:
-        """Open a checkpoint; returns the first fault that is seen without reading its tensors, but an unreadable file first."""
+        """Open a checkpoint; returns the first fault that is seen without reading its tensors, but an unreadable file first.
+
+        Warns of one that others can write.
+        """
         seen = ranks.agreed(self._see(path) if self.keeps else Seen(), Seen)
         of_keepers = [seen[keeper] for keeper in self.keepers]
         faults = sorted(
@@ -252,6 +256,8 @@ class Store:
         if missing:
             damage = next((f"{fault}; " for fault in faults if fault.fault is Fault.DAMAGED), "")
             return PassedOver(path, Fault.DAMAGED, f"{damage}{path}/{missing[0]}: on no host of this run")
+        if warnings := [each.warning for each in of_keepers if each.warning]:
+            self.say(warnings[0])
         own = tuple(frozenset(seen[keeper].files) for keeper in self.keeper_of)
         held = tuple(frozenset((*seen[keeper].files, *seen[keeper].copies)) for keeper in self.keeper_of)
         return Found(path, manifest, held, own)
@@ -268,7 +274,7 @@ class Store:
     def _see(self, path: Path) -> Seen:
         """What of a checkpoint is in this rank's directory: its own part, and copies of others'."""
         parts = [path] if self.shared else [part for part in parts_of(path) if part.exists()]
-        own, copies, digest = list[str](), set[str](), ""
+        own, copies, digest, warning = list[str](), set[str](), "", ""
         fault: PassedOver | None = None
         for part in parts:
             opened = open_manifest(part, self.saved)
@@ -281,6 +287,7 @@ class Store:
             digest = digest or its_digest
             try:
                 good, why = look_over(part, opened)
+                warning = warning or warning_of(part, opened)
             except OSError as error:
                 said = f"{part}: cannot be read ({reason_of(error)}) on {self.me.host}"
                 return Seen(digest, fault=PassedOver(part, Fault.UNREADABLE, said))
@@ -288,4 +295,4 @@ class Store:
                 own, fault = good, why
             elif its_digest == digest:
                 copies |= {*good}
-        return Seen(digest, tuple(own), tuple(sorted(copies.difference(own))), fault)
+        return Seen(digest, tuple(own), tuple(sorted(copies.difference(own))), fault, warning)

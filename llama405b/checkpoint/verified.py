@@ -10,12 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from llama405b.checkpoint.seal import THREADS, block_hashes
+from llama405b.checkpoint.unpickling import TensorReader
 from llama405b.contract.checkpoints import METADATA, Manifest
 from llama405b.contract.errors import UserError
 
@@ -33,7 +34,7 @@ class DamagedError(UserError):
         return type(self), (str(self), self.file)
 
 
-class VerifiedReader(FileSystemReader):
+class VerifiedReader(TensorReader):
     """Reads what matches a manifest, and refuses all else."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -43,10 +44,11 @@ class VerifiedReader(FileSystemReader):
         self.told: Callable[[int, int], None] = lambda *_: None
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
-        """Return DCP's metadata, which is read once: it is a pickle, so it is opened only if it is what was saved.
+        """Return DCP's metadata, which is read once, and only if it is what was saved.
 
         Raises:
             DamagedError: It is not.
+            UserError: It is not DCP's metadata.
         """
         if self.metadata is None:
             self.check(METADATA, 0, self.manifest.files[METADATA].bytes)
@@ -58,6 +60,7 @@ class VerifiedReader(FileSystemReader):
 
         Raises:
             DamagedError: A part of it is not what was saved.
+            UnsafeError: There is something else than tensors.
             OSError: A file cannot be read.
         """
         of_file: dict[str, list[ReadItem]] = collections.defaultdict(list)
@@ -89,11 +92,13 @@ class VerifiedReader(FileSystemReader):
             OSError: The file cannot be read.
         """
         size, file = self.manifest.block_bytes, Path(self.path) / name
-        blocks = range(offset // size, -(-(offset + length) // size))
-        unknown = [block for block in blocks if (name, block) not in self.good]
         sealed = self.manifest.files.get(name)
         if sealed is None or not file.is_file() or file.stat().st_size != sealed.bytes:
             raise DamagedError(f"{file}: missing, or not of the size that was saved", name)
+        if not 0 <= offset <= offset + length <= sealed.bytes:
+            raise DamagedError(f"{file}: ends before what should be in it", name)
+        blocks = range(offset // size, -(-(offset + length) // size))
+        unknown = [block for block in blocks if (name, block) not in self.good]
         for block, found in zip(unknown, block_hashes(file, unknown, size), strict=True):
             if found != sealed.blocks[block]:
                 where = f"block {block + 1} of {len(sealed.blocks)}"

@@ -114,7 +114,10 @@ def open_weights(source: str, step: int | None) -> tuple[Weights, str]:
     if is_pickled(Path(source)):
         pickled = PickledWeights(Path(source))
         return pickled, next((name for name, dtype in DTYPES.items() if dtype == pickled.dtype), "fp32")
-    return SavedWeights(find_checkpoint(source, step)), "bf16"
+    saved = SavedWeights(find_checkpoint(source, step))
+    if saved.warning:
+        print(saved.warning, file=sys.stderr, flush=True)
+    return saved, "bf16"
 
 
 def find_checkpoint(source: str, step: int | None) -> Path:

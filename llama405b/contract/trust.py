@@ -19,14 +19,28 @@ def refuse_others_writing(path: Path) -> None:
         OSError: The file does not exist.
     """
     info = path.stat()
-    if not stat.S_ISREG(info.st_mode):
+    why = others_in(info)
+    if not why or not stat.S_ISREG(info.st_mode):
         return
-    if info.st_uid not in (os.getuid(), 0):
-        raise UserError(f"{path}: belongs to another user ({user_of(info.st_uid)}); copy it to a file of your own")
+    if _is_foreign(info):
+        raise UserError(f"{path}: {why}; copy it to a file of your own")
+    who = "o" if info.st_mode & stat.S_IWOTH else "g"
+    raise UserError(f"{path}: {why}, and so run commands as you; run: chmod {who}-w {path}")
+
+
+def others_in(info: os.stat_result) -> str:
+    """Say who but this user (and root) can write a file, as ``everyone can write it``; '' if nobody can."""
+    if _is_foreign(info):
+        return f"belongs to another user ({user_of(info.st_uid)})"
     if info.st_mode & stat.S_IWOTH:
-        raise UserError(f"{path}: everyone can write it, and so run commands as you; run: chmod o-w {path}")
+        return "everyone can write it"
     if info.st_mode & stat.S_IWGRP and not _private_group(info.st_gid, info.st_uid):
-        raise UserError(f"{path}: its group can write it, and so run commands as you; run: chmod g-w {path}")
+        return "its group can write it"
+    return ""
+
+
+def _is_foreign(info: os.stat_result) -> bool:
+    return info.st_uid not in (os.getuid(), 0)
 
 
 def _private_group(gid: int, uid: int) -> bool:

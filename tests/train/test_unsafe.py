@@ -1,0 +1,141 @@
+"""A checkpoint from elsewhere runs nothing, although a manifest by the same hand vouches for it; and who can write it is said."""
+
+import dataclasses
+import io
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from test_checkpoint import _resume, _save_four
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from llama405b.commands import export
+from llama405b.contract.errors import UserError
+from ranks_rig import run_ranks
+
+STEP = "step-00000008"
+
+
+class Touches:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved") / "checkpoints"
+    return root, run_ranks(2, _save_four, tiny, root)[0][0]
+
+
+@pytest.fixture
+def root(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def _vouch(step, name):
+    """Write the manifest anew, as whoever changed a file can."""
+    from llama405b.checkpoint.seal import seal
+    from llama405b.contract.checkpoints import read_manifest, write_manifest
+
+    manifest, _ = read_manifest((step / "manifest.json").read_bytes())
+    files = {**manifest.files, name: seal(step / name, manifest.files[name].rank)}
+    (step / "manifest.json").write_bytes(write_manifest(dataclasses.replace(manifest, files=files))[0])
+
+
+def _change(step, change):
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    change(metadata)
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    _vouch(step, ".metadata")
+
+
+def _evil_bytes(step, name, content):
+    """Append a pickle to a data file, and have the metadata say that an entry is there."""
+    file = next(step.glob("__0_*.distcp"))
+    written = io.BytesIO()
+    torch.save(content, written)
+    offset = file.stat().st_size
+    with file.open("ab") as opened:
+        opened.write(written.getvalue())
+    _vouch(step, file.name)
+
+    def point(metadata):
+        old = next(index for index in metadata.storage_data if index.fqn == name)
+        place = dataclasses.replace(
+            metadata.storage_data[old],
+            relative_path=file.name,
+            offset=offset,
+            length=len(written.getvalue()),
+        )
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        metadata.storage_data = {i: where for i, where in metadata.storage_data.items() if i.fqn != name}
+        metadata.storage_data[MetadataIndex(name)] = place
+
+    _change(step, point)
+
+
+def _refused(tiny, root):
+    """What resume and export say."""
+    words = [words.removeprefix("stopped with rank 0: ") for words in run_ranks(2, _resume, tiny, root)]
+    with pytest.raises(UserError) as exported:
+        export.main([str(root / STEP), str(root.parent / "out"), "--model", str(tiny)])
+    assert words[0] == words[1]
+    return words[0], str(exported.value)
+
+
+def test_metadata_from_elsewhere_runs_nothing(tiny, root, tmp_path):
+    _change(root / STEP, lambda metadata: metadata.planner_data.update(x=Touches(tmp_path / "ran")))
+    for said in _refused(tiny, root):
+        assert said.startswith(f"{root}/{STEP}/.metadata: holds 'posix.mkdir', which is no type of DCP's metadata")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_settings_of_the_optimizer_from_elsewhere_are_not_read(tiny, root, tmp_path):
+    _evil_bytes(root / STEP, "optimizer.param_groups.0.lr", Touches(tmp_path / "ran"))
+    shutil.rmtree(root / "step-00000006")
+    for name, passed_over, _ in run_ranks(2, _resume, tiny, root):
+        assert (name, passed_over) == (STEP, [])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_should_be_a_tensor_and_is_not_runs_nothing(tiny, root, tmp_path):
+    _evil_bytes(root / STEP, "model.model.norm.weight", Touches(tmp_path / "ran"))
+    resumed, exported = _refused(tiny, root)
+    assert resumed.startswith("model.model.norm.weight in the checkpoint: is no tensor, and might run commands as you")
+    assert "model.norm.weight is [], but" in exported
+    assert not (tmp_path / "ran").exists()
+
+
+def _look_at(me, root):
+    from llama405b.checkpoint.store import Store
+    from llama405b.contract.paths import RunDir
+
+    said = []
+    found = Store(root, 3, me, run=RunDir(root.parent / "run"), say=said.append).look_at(root / STEP)
+    return str(found.path), said
+
+
+def test_a_checkpoint_that_others_can_write_is_used_with_a_warning(tiny, root, capsys):
+    file = root / STEP / "__0_0.distcp"
+    os.chown(file, 12345, -1)
+    (root / STEP / "__1_0.distcp").chmod(0o666)
+    warning = f"warning: {file}: belongs to another user (uid 12345); its hashes say that it is whole, never that it is harmless"
+    for path, said in run_ranks(2, _look_at, root):
+        assert path == str(root / STEP)
+        assert [each[: len(warning)] for each in said] == [warning]
+    assert export.main([str(root / STEP), str(root.parent / "out"), "--model", str(tiny)]) == 0
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_a_checkpoint_of_another_user_resumes(tiny, root):
+    os.chown(root / STEP, 12345, -1)
+    for name, passed_over, _ in run_ranks(2, _resume, tiny, root):
+        assert (name, passed_over) == (STEP, [])
