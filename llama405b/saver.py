@@ -60,7 +60,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing."""
+        """Whether this rank is still writing, or deleting."""
         return self.saving.busy
 
     def after_step(
@@ -90,11 +90,15 @@ class Saver:
             self.finish()
         if ending or best or (self.put_off and not busy):
             self.begin(step, reached, None if ending else step_s)
-        if ending and (failed := self.finish()):
-            raise failed
+        if ending:
+            failed = self.finish()
+            self.tidy()
+            if failed:
+                raise failed
 
     def begin(self, step: int, reached: Reached, next_update_s: float | None) -> None:
-        """Begin to save."""
+        """Begin to save, once older checkpoints are deleted."""
+        self.tidy()
         self.put_off = False
         self.asked, self.waiting = self.waiting, []
         self.step = step
@@ -128,6 +132,11 @@ class Saver:
             self.answer(step, None, str(outcome))
         self.pulse.phase(Phase.TRAIN)
         return outcome if isinstance(outcome, UserError) else None
+
+    def tidy(self) -> None:
+        """Wait until older checkpoints are deleted, and report if one cannot be: the run goes on, and tries again."""
+        if why := self.saving.pruned():
+            self.journal.log(f"{why}; that is tried again after the next save")
 
     def answer(self, step: int, path: Path | None, why: str) -> None:
         """Report for all requests of this save that they were carried out, or why not."""

@@ -99,6 +99,7 @@ def save(store, step, updater):
     saving = Saving(store)
     saving.begin(step, updater, RunIdentity(*IDENTITY), Reached(step * 12))
     outcome = saving.finish()
+    saving.pruned()
     if isinstance(outcome, Exception):
         raise outcome
     return outcome

@@ -5,9 +5,11 @@ never changed or replaced, and deleted only by the run that wrote it. Knows file
 """
 
 import contextlib
+import errno
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from llama405b.contract.checkpoints import (
     CONFIG_FILE,
     DATA_FILE,
     MANIFEST,
+    METADATA,
     MODEL_FILES,
     Manifest,
     Seal,
@@ -29,6 +32,8 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.replicas import replicas
+
+OLD = r"tmp-old(-[0-9a-f]{8})?"  # how the names end of what is being deleted
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -59,7 +64,7 @@ class Directory:
         return final.with_name(f"{final.name}.{self.run.name}.tmp-read")
 
     def begin(self, final: Path) -> None:
-        """Create an empty directory to write into, after deleting those that this run left half-written.
+        """Create an empty directory to write into, after deleting what this run left half-written or half-deleted.
 
         Raises:
             UserError: The checkpoint exists.
@@ -69,9 +74,11 @@ class Directory:
                 f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
                 "give this one its own --checkpoint.dir"
             )
-        for leftover in self._leftovers("tmp(-read|-old)?"):
-            shutil.rmtree(leftover)
+        for leftover in self._leftovers(f"tmp(-read)?|{OLD}"):
+            shutil.rmtree(leftover, ignore_errors=True)  # what cannot be deleted takes room, and is said by ``retire``
         partial = self.partial(final)
+        if partial.exists():
+            self._give_up(partial)
         partial.mkdir()
         self._describe(partial)
 
@@ -85,16 +92,26 @@ class Directory:
         sync(partial / MODEL_FILES)
 
     def seal_others(self, final: Path) -> dict[str, Seal]:
-        """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
+        """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint.
+
+        Raises:
+            OSError: It cannot be read, or is gone.
+        """
         return {name: seal(file, 0) for name, file in self._others(final).items()}
 
     def others(self, final: Path) -> dict[str, bytes]:
-        """Return what no tensors are in, by name."""
+        """Return what no tensors are in, by name.
+
+        Raises:
+            OSError: It cannot be read, or is gone.
+        """
         return {name: file.read_bytes() for name, file in self._others(final).items()}
 
     def _others(self, final: Path) -> dict[str, Path]:
         partial = self.partial(final)
         files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
+        if partial / METADATA not in files:
+            raise FileNotFoundError(errno.ENOENT, "what was written into it is gone")
         return {file.relative_to(partial).as_posix(): file for file in files}
 
     def add(self, final: Path, files: Mapping[str, bytes]) -> None:
@@ -124,15 +141,29 @@ class Directory:
         return {path: each for path, each in opened.items() if isinstance(each, Manifest) and each.run == self.run.name}
 
     def retire(self, step: int, keep: int, spared: Set[int], *, keep_best: bool = False) -> None:
-        """Delete all but the newest ``keep`` checkpoints of this run up to a step, the best if asked, and the steps to spare."""
+        """Delete all but the newest ``keep`` checkpoints of this run up to a step, the best if asked, and the steps to spare.
+
+        What could not be deleted before is tried again.
+
+        Raises:
+            OSError: Something cannot be deleted, the first of it; all else is.
+        """
         own = {path: manifest for path, manifest in self.own().items() if step_of(path) <= step}
         best = best_of(own.values()) if keep_best else None
-        for old in list(own)[:-keep]:
-            if step_of(old) in spared or own[old] is best:
-                continue
-            doomed = old.with_name(f"{old.name}.{self.run.name}.tmp-old")  # a kill leaves nothing that looks complete
-            old.rename(doomed)
-            shutil.rmtree(doomed)
+        faults = []
+        doomed = [old for old in list(own)[:-keep] if step_of(old) not in spared and own[old] is not best]
+        for old in [*self._leftovers(OLD), *doomed]:
+            try:
+                shutil.rmtree(old if old not in own else self._give_up(old))
+            except OSError as error:
+                faults.append(OSError(error.errno, f"{old.name}: {error.strerror}"))
+        if faults:
+            raise faults[0]
+
+    def _give_up(self, path: Path) -> Path:
+        """Rename a directory before it is deleted: a kill leaves nothing that looks complete, and its name is free at once."""
+        step, _, _ = path.name.partition(".")
+        return path.rename(path.with_name(f"{step}.{self.run.name}.tmp-old-{uuid.uuid4().hex[:8]}"))
 
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Rename checkpoints so that ``auto`` does not find them."""
@@ -150,5 +181,5 @@ class Directory:
                     partial.rename(final)
 
     def _leftovers(self, ending: str) -> list[Path]:
-        own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run.name)}\.{ending}")
+        own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run.name)}\.({ending})")
         return [path for path in self.root.iterdir() if own.fullmatch(path.name)]

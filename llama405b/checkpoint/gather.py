@@ -5,6 +5,7 @@ verified where it is read.
 """
 
 import contextlib
+import errno
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from llama405b.checkpoint.commit import parts_of
 from llama405b.checkpoint.store import Found, Store
 from llama405b.contract.checkpoints import DATA_FILE
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.phrases import reason_of, remedy_of
 from llama405b.copies import Progress
 
 PIECE_BYTES = 64 << 20
@@ -56,7 +57,7 @@ class Gathered:
                 self._make_room(moves)
             except OSError as error:
                 raise UserError(
-                    f"{self.found.path}: {reason_of(error)} on {self.store.me.host}; free up space there"
+                    f"{self.found.path}: {reason_of(error)} on {self.store.me.host}{remedy_of(error)}"
                 ) from None
         failed = ""
         moves = [move for move in moves if move[1] != move[2]]  # what it has itself is linked
@@ -105,7 +106,7 @@ class Gathered:
         needed = sum(self.found.manifest.files[name].bytes for name in coming)
         free = shutil.disk_usage(self.store.root).free
         if needed > free:
-            raise OSError(f"{needed / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free")
+            raise OSError(errno.ENOSPC, f"{needed / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free")
         if self.path not in self.made:
             self.made.append(self.path)
             shutil.rmtree(self.path, ignore_errors=True)

@@ -3,6 +3,7 @@
 Knows keepers and the files of ``contract.replicas``; not tensors.
 """
 
+import contextlib
 import dataclasses
 import time
 
@@ -51,17 +52,21 @@ class Copies:
         self.resumed = resumed
         self._tell()
 
-    def after_save(self, step: int, group: dist.ProcessGroup | None = None) -> set[int]:
-        """Have all hosts copy this step, once they have copied the one before it; returns the steps to spare.
+    @property
+    def spared(self) -> set[int]:
+        """The steps that are not deleted: the newest that was copied, and the one that is being copied."""
+        return {self.everywhere or self.resumed, self.step} if self.active else set()
+
+    def after_save(self, step: int, group: dist.ProcessGroup | None = None) -> None:
+        """Have all hosts copy this step, once they have copied the one before it.
 
         All copy the same step: of what each would choose by itself, none might be whole when a host is lost.
         """
         if not self.active:
-            return set()
+            return
         if self.survey(group) == self.step:
             self.step = step
-            self._tell()
-        return {self.everywhere or self.resumed, self.step}
+        self._tell()
 
     def survey(self, group: dist.ProcessGroup | None = None) -> int:
         """Return the newest step of which every host has a copy on the next one, 0 if there is none; all ranks call it alike."""
@@ -78,7 +83,8 @@ class Copies:
     def _tell(self) -> None:
         if self.ring:
             self.ring = dataclasses.replace(self.ring, step=self.step, everywhere=self.everywhere)
-            write_json(self.store.run.ring(self.store.me.host), self.ring)
+            with contextlib.suppress(OSError):  # it is told again after the next save
+                write_json(self.store.run.ring(self.store.me.host), self.ring)
 
     def _spot(self) -> Spot | None:
         """Where this host takes copies; waits until the process that does has said so."""

@@ -25,7 +25,7 @@ from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.write import SealingWriter
 from llama405b.contract.checkpoints import Manifest, Reached, RunIdentity, Seal
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.phrases import reason_of, remedy_of
 from llama405b.memory import free_bytes
 from llama405b.step import Updater
 
@@ -52,12 +52,14 @@ class Saving:
         self.staging: Staging | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.under_way: Future[Saved] | None = None
+        self.pruning: Future[str] | None = None
+        self.step = 0  # of the last save
         self.blocked_s = 0.0
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing."""
-        return self.under_way is not None and not self.under_way.done()
+        """Whether this rank is still writing, or deleting."""
+        return any(future is not None and not future.done() for future in (self.under_way, self.pruning))
 
     def begin(
         self, step: int, updater: Updater, identity: RunIdentity, reached: Reached, next_update_s: float | None = None
@@ -68,7 +70,7 @@ class Saving:
 
         Call it on all ranks after the same step, and ``finish`` before the next time.
         """
-        began = time.monotonic()
+        began, self.step = time.monotonic(), step
         if self.staging is None:
             of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
             self.staging = Staging(of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -83,6 +85,8 @@ class Saving:
     def finish(self) -> Saved | UserError | None:
         """Wait for what was begun; returns it, or why it could not be written: then earlier checkpoints are untouched.
 
+        Older ones are deleted from now on, beside training: see ``pruned``.
+
         Raises:
             UserError: Another run has taken the directory over.
         """
@@ -91,11 +95,18 @@ class Saving:
         began, under_way, self.under_way = time.monotonic(), self.under_way, None
         try:
             saved = under_way.result()
+            blocked_s = self.blocked_s + saved.ways.waited_s + time.monotonic() - began
+            return dataclasses.replace(saved, blocked_s=blocked_s)
         except UserError as error:
             self.store.refuse_if_taken()
             return error
-        blocked_s = self.blocked_s + saved.ways.waited_s + time.monotonic() - began
-        return dataclasses.replace(saved, blocked_s=blocked_s)
+        finally:
+            self.pruning = self.thread.submit(self._prune)
+
+    def pruned(self) -> str:
+        """Wait until older checkpoints are deleted; returns why one could not be: that is tried again after the next save."""
+        pruning, self.pruning = self.pruning, None
+        return pruning.result() if pruning else ""
 
     def _save(self, step: int, state: dict[str, Any], frozen: Frozen, identity: RunIdentity, reached: Reached) -> Saved:
         began, store = time.monotonic(), self.store
@@ -108,8 +119,9 @@ class Saving:
             mine = self._write(partial, state, frozen)
             others = self._share(final)
             store.on_keepers(lambda: directory.add(final, others), partial, store.group)
-            if self.me.leads:
-                mine |= directory.seal_others(final)
+            store.on_keepers(
+                lambda: mine.update(directory.seal_others(final) if self.me.leads else {}), partial, store.group
+            )
             manifest = self._manifest(step, mine, identity, reached)
             store.on_keepers(
                 lambda: store.saved.update({str(final): directory.prepare(final, manifest)}), partial, store.group
@@ -117,11 +129,22 @@ class Saving:
             store.on_keepers(lambda: directory.commit(final), final, store.group)
         finally:
             frozen.abandon()
-        spared = self.copies.after_save(step, store.group) if self.copies else set[int]()
-        store.on_keepers(
-            lambda: directory.retire(step, store.keep, spared, keep_best=store.keep_best), store.root, store.group
-        )
+        if self.copies:
+            self.copies.after_save(step, store.group)
         return Saved(final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
+
+    def _prune(self) -> str:
+        store, spared = self.store, self.copies.spared if self.copies else set[int]()
+        try:
+            store.on_keepers(
+                lambda: store.directory.retire(self.step, store.keep, spared, keep_best=store.keep_best),
+                store.root,
+                store.group,
+                "an old checkpoint cannot be deleted",
+            )
+        except UserError as error:
+            return str(error)
+        return ""
 
     def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:
         writer = SealingWriter(partial, self.me.rank, frozen)
@@ -129,17 +152,22 @@ class Saving:
             with without_crc():
                 dcp.save(state, storage_writer=writer, process_group=self.store.group)
         except dcp.api.CheckpointException as failed:
-            causes = "; ".join(f"rank {rank}: {reason_of(cause[0])}" for rank, cause in sorted(failed.failures.items()))
-            raise UserError(f"{partial}: the checkpoint could not be written ({causes}); free up space there") from None
+            causes = {rank: cause for rank, (cause, _) in sorted(failed.failures.items())}
+            said = "; ".join(f"rank {rank}: {reason_of(cause)}" for rank, cause in causes.items())
+            remedy = next(filter(None, map(remedy_of, causes.values())), "")
+            raise UserError(f"{partial}: the checkpoint could not be written ({said}){remedy}") from None
         return writer.seals
 
     def _share(self, final: Path) -> dict[str, bytes]:
         """Return what rank 0 has beside tensors, and other keepers lack."""
-        if self.store.shared:
+        store, others = self.store, dict[str, bytes]()
+        if store.shared:
             return {}
-        others = self.store.directory.others(final) if self.me.leads else {}
-        names = ranks.from_rank0(tuple(others), tuple[str, ...], self.store.group)
-        brought = {name: ranks.bytes_from(0, others.get(name, b""), self.store.group) for name in names}
+        store.on_keepers(
+            lambda: others.update(store.directory.others(final) if self.me.leads else {}), final, store.group
+        )
+        names = ranks.from_rank0(tuple(others), tuple[str, ...], store.group)
+        brought = {name: ranks.bytes_from(0, others.get(name, b""), store.group) for name in names}
         return {} if self.me.leads else brought
 
     def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity, reached: Reached) -> Manifest:

@@ -27,7 +27,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.phrases import reason_of, remedy_of
 from llama405b.contract.replicas import replicated_steps
 from llama405b.contract.trust import user_of
 from llama405b.ranks import Ranks
@@ -187,10 +187,16 @@ class Store:
         dist.barrier(self.group)
         (self.root / tokens[self.me.rank]).unlink(missing_ok=True)
 
-    def on_keepers(self, act: Callable[[], None], where: Path, group: dist.ProcessGroup | None = None) -> None:
+    def on_keepers(
+        self,
+        act: Callable[[], None],
+        where: Path,
+        group: dist.ProcessGroup | None = None,
+        fault: str = "cannot be written",
+    ) -> None:
         """Have keepers do something with their directories while they hold them, and every rank refuse if one cannot.
 
-        ``group``: the store's own, for what happens beside training.
+        ``group``: the store's own, for what happens beside training. ``fault``: what is said of ``where`` then.
         """
         with ranks.refusing_together(group):
             try:
@@ -198,9 +204,7 @@ class Store:
                     self.holder.check()
                     act()
             except OSError as error:
-                raise UserError(
-                    f"{where}: cannot be written ({reason_of(error)}){self._on_host()}; free up space there"
-                ) from None
+                raise UserError(f"{where}: {fault} ({reason_of(error)}){self._on_host()}{remedy_of(error)}") from None
 
     def refuse_if_taken(self) -> None:
         """Check that no other run has taken the directory over.
@@ -219,7 +223,7 @@ class Store:
         def look() -> None:
             seen.extend({*(path.name for path in committed(self.root)), *replicated_steps(self.root)})
 
-        self.on_keepers(look, self.root)
+        self.on_keepers(look, self.root, fault="cannot be listed")
         names = set[str]().union(*ranks.agreed(tuple(seen), tuple[str, ...]))
         return [self.root / name for name in sorted(names)]
 

@@ -37,6 +37,15 @@ class SealingWriter(dcp.FileSystemWriter):
         self.directory, self.rank, self.frozen = path, rank, frozen
         self.seals: dict[str, Seal] = {}
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Demand the directory that its keeper made: torch would make it, below the mount point of a filesystem that is not mounted.
+
+        Raises:
+            OSError: This rank does not see it.
+        """
+        self.directory.stat()
+        return super().prepare_local_plan(plan)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part, and flush it to the disk; DCP tells all ranks what is raised.
 

@@ -98,6 +98,7 @@ class _Saves:
             UserError: It could not be written.
         """
         outcome = self.saving.finish()
+        self.saving.pruned()
         if not isinstance(outcome, Saved):
             raise outcome or UserError("bench checkpoint: nothing was saved")
         return outcome

@@ -1,7 +1,22 @@
 """Building blocks of messages for people. Pure."""
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence, Sized
+
+_GONE = "it was removed, or its filesystem is not mounted"
+REMEDIES = {
+    errno.ENOSPC: "free up space there",
+    errno.EDQUOT: "free up space there: this user's quota is used up",
+    errno.EACCES: "give this user the right",
+    errno.EPERM: "give this user the right",
+    errno.EROFS: "its filesystem is read-only: mount it writable again, or see dmesg there if a disk failed",
+    errno.EIO: "its disk fails: see dmesg there",
+    errno.ENOENT: _GONE,
+    errno.ENOTDIR: _GONE,
+    errno.ESTALE: _GONE,
+    errno.ENODEV: "mount it again",
+}
 
 
 def given(form: str, value: str | float | None) -> str:
@@ -41,3 +56,8 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)
+
+
+def remedy_of(error: BaseException) -> str:
+    """Return ``; free up space there``, or what else helps where a file cannot be read or written; '' if that is unknown."""
+    return given("; {}", REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else "")

@@ -1,6 +1,7 @@
 """Saving beside training: what lands is the state after the step, however slowly it is written."""
 
 import errno
+import shutil
 import threading
 import time
 import types
@@ -137,7 +138,7 @@ class _Told:
         self.phases.append(str(phase))
 
 
-def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_at=0):
+def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_at=0, before_step=None):
     """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved."""
     from llama405b import ranks
     from llama405b.checkpoint import write as of_write
@@ -162,6 +163,8 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
     of_write._Hashing.write = failing
     error = ""
     for step in range(1, steps + 1):
+        if before_step:
+            before_step(me, Path(root), step)
         take(me, module, updater, step)
         while saver.busy and not slow_s:  # steps are longer than saves
             time.sleep(0.01)
@@ -185,9 +188,33 @@ def test_training_goes_on_after_a_save_that_failed(tiny, tmp_path):
         assert (error, there) == ("", ["step-00000006", "step-00000008"])
 
 
+def _in_use_until_step_9(me, root, step):
+    """What is deleted loses a file, and stays: as on NFS, while an export reads it."""
+    from llama405b.checkpoint import commit
+
+    def in_use(path, ignore_errors=False):
+        next(path.glob("*.distcp")).unlink(missing_ok=True)
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    if step == 1:
+        commit.shutil = types.SimpleNamespace(rmtree=in_use, copyfile=shutil.copyfile)
+    if step == 9:
+        commit.shutil = shutil
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tiny, tmp_path):
+    for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "2", (), 0.0, 10, 0, _in_use_until_step_9):
+        assert [(kind, step) for kind, step, *_ in told.events] == [("saved", step) for step in (2, 4, 6, 8, 10)]
+        [said] = [line for line in told.lines if "deleted" in line]
+        assert said.endswith(
+            "c: an old checkpoint cannot be deleted (step-00000002: Directory not empty); that is tried again after the next save"
+        )
+        assert (error, there) == ("", ["step-00000008", "step-00000010"])
+
+
 def test_a_last_save_that_fails_is_an_error(tiny, tmp_path):
     for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "4", (8,)):
-        assert "could not be written (rank 1: No space left on device)" in error
+        assert "could not be written (rank 1: No space left on device); free up space there" in error
         assert [name for name in there if not name.endswith(".tmp")] == ["step-00000004"]
         assert told.events[-1][:2] == ("not saved", 8)
 

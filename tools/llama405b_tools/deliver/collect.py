@@ -111,4 +111,4 @@ def _link(fleet: Fleet, head: str, path: str, places: Places) -> None:
             lines.append(f"ln -f {shlex.quote(f'{there}/{name}')} {shlex.quote(f'{path}/{name}')}")
     done = fleet.connection(head).run("set -e\n" + "\n".join(lines), "", ASK_S)
     if done.code:
-        raise RunError(f"{head}: {path} cannot be made ({done.err.strip()}); free up space there")
+        raise RunError(f"{head}: {path} cannot be made ({done.err.strip()}); correct that, then export again")

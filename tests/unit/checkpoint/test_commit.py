@@ -1,0 +1,148 @@
+"""What is deleted in a directory of checkpoints, and what an error there means. The disk is the test's."""
+
+import contextlib
+import errno
+import functools
+import os
+import shutil
+import types
+from pathlib import Path
+
+import pytest
+
+from llama405b.checkpoint import ring, store
+from llama405b.checkpoint.commit import Directory
+from llama405b.checkpoint.seal import seal
+from llama405b.checkpoint.store import Store
+from llama405b.contract.checkpoints import Manifest, write_manifest
+from llama405b.contract.errors import UserError
+from llama405b.contract.paths import RunDir
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "c").mkdir()
+    return Directory(tmp_path / "c", RunDir(tmp_path / "r"), "node", 1)
+
+
+def _checkpoint(directory, step):
+    path = directory.root / f"step-{step:08d}"
+    path.mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (path / name).touch()
+    files = {name: seal(path / name, 0) for name in (".metadata", "__0_0.distcp")}
+    (path / "manifest.json").write_bytes(write_manifest(Manifest(2, step, files, 1, run="r"))[0])
+    return path
+
+
+@pytest.fixture
+def in_use(monkeypatch):
+    """Directories with a file that is in use, as on NFS: they lose all else, and stay."""
+    names, rmtree = set(), shutil.rmtree
+
+    def delete(path, ignore_errors=False, **more):
+        if not any(path.name.startswith(name) for name in names):
+            rmtree(path, ignore_errors, **more)
+            return
+        rmtree(path)
+        path.mkdir()
+        (path / ".nfs0001").touch()
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    return names
+
+
+def _steps(directory):
+    return sorted(path.name[:13] for path in directory.root.iterdir())
+
+
+def test_what_cannot_be_deleted_is_named_and_all_else_is_deleted(directory, in_use):
+    for step in (1, 2, 3, 4):
+        _checkpoint(directory, step)
+    in_use.add("step-00000001")
+    with pytest.raises(OSError, match="step-00000001: Directory not empty"):
+        directory.retire(4, 2, set())
+    assert _steps(directory) == ["step-00000001", "step-00000003", "step-00000004"]
+    assert not (directory.root / "step-00000001").exists()  # nothing that is half-deleted looks complete
+    with pytest.raises(OSError, match=r"step-00000001.r.tmp-old-\w+: Directory not empty"):
+        directory.retire(4, 2, set())
+    in_use.clear()
+    directory.retire(4, 2, set())
+    assert _steps(directory) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("ending", ["tmp", "tmp-old", "tmp-read"])
+def test_a_save_begins_beside_what_cannot_be_deleted(directory, in_use, ending):
+    left = directory.root / f"step-00000004.r.{ending}"
+    left.mkdir()
+    (left / "old").touch()
+    in_use.add("step-00000004")
+    final = directory.root / "step-00000004"
+    directory.begin(final)
+    assert [path.name for path in directory.partial(final).iterdir()] == ["model"]
+    directory.begin(directory.root / "step-00000005")  # nor later
+    _checkpoint(directory, 4)
+    in_use.clear()
+    directory.retire(5, 1, set())
+    directory.begin(directory.root / "step-00000006")
+    assert _steps(directory) == ["step-00000004", "step-00000006"]
+
+
+@pytest.fixture
+def keeper(monkeypatch):
+    """A store's rank 0, alone."""
+    monkeypatch.setattr(store.ranks, "refusing_together", lambda *_: contextlib.nullcontext())
+    found = types.SimpleNamespace(
+        root=Path("/c"), keeps=True, holder=types.SimpleNamespace(check=lambda: None), _on_host=lambda: " on node"
+    )
+    found.on_keepers = functools.partial(Store.on_keepers, found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOTEMPTY, ""),
+        (errno.EACCES, "; give this user the right"),
+        (errno.EROFS, "; its filesystem is read-only: mount it writable again, or see dmesg there if a disk failed"),
+        (errno.EIO, "; its disk fails: see dmesg there"),
+        (errno.ENOENT, "; it was removed, or its filesystem is not mounted"),
+    ],
+)
+def test_room_is_asked_for_where_it_helps(keeper, number, words):
+    def fails():
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(UserError) as refused:
+        keeper.on_keepers(fails, Path("/c/step-1"))
+    assert str(refused.value) == f"/c/step-1: cannot be written ({os.strerror(number)}) on node{words}"
+
+
+def test_a_directory_that_cannot_be_listed_is_not_called_unwritable(keeper, monkeypatch):
+    def closed(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(store, "committed", closed)
+    with pytest.raises(UserError, match=r"^/c: cannot be listed \(Permission denied\) on node; give"):
+        Store.present(keeper)
+
+
+def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
+    told = []
+
+    def write(_path, record):
+        told.append(record.step)
+        if len(told) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    copies = object.__new__(ring.Copies)
+    copies.active, copies.step, copies.everywhere, copies.resumed = True, 0, 0, 0
+    copies.ring = ring.Ring(1, "b", ring.Spot(1, "a", 1, "t"), "/c", "r", 2)
+    copies.store = types.SimpleNamespace(run=RunDir(Path("/r")), me=types.SimpleNamespace(host="a"))
+    copies.survey = lambda _: 0
+    monkeypatch.setattr(ring, "write_json", write)
+    copies.after_save(4)
+    copies.after_save(8)  # it is told again what to copy
+    assert told == [4, 4]
