@@ -8,8 +8,9 @@ from pathlib import Path
 from llama405b.checkpoint.saving import Saved, Saving
 from llama405b.contract.cadence import best_interval
 from llama405b.contract.checkpoints import Reached, RunIdentity
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.events import EventKind
+from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
 from llama405b.contract.requests import RunRequest
 from llama405b.contract.schema import Checkpoint
@@ -23,6 +24,7 @@ class SavingClock:
 
     def __init__(self, config: Checkpoint, world: int, restart_s: float) -> None:
         self.cadence, self.restart_s, self.mtbf_s = config.cadence, restart_s, config.mtbf * 3600 / world
+        self.most_failures = config.max_failures
         self.began_at = time.monotonic()
         self.cost_s: float | None = None
 
@@ -50,13 +52,14 @@ class Saver:
     ) -> None:
         self.saving, self.updater, self.identity = saving, updater, identity
         self.clock, self.journal, self.pulse = clock, journal, pulse
-        self.saves = clock.cadence.saves
+        self.saves, self.most_failures = clock.cadence.saves, clock.most_failures
         self.step = 0  # of the save that is under way; 0: none is
         self.put_off = False  # a save that was due while another was under way
         self.asked: list[RunRequest] = []  # answered with the save that is under way
         self.waiting: list[RunRequest] = []  # answered with the next one
         self.best_loss = math.inf  # the least evaluation loss that was saved
         self.evaluated = math.inf  # that of the save that is under way
+        self.failed = 0  # saves in a row
 
     @property
     def busy(self) -> bool:
@@ -83,11 +86,16 @@ class Saver:
 
         Raises:
             UserError: The last checkpoint of the run could not be written, or another run has taken the directory over.
+            RunError: Too many saves in a row have failed.
         """
         self.waiting += requests
         self.put_off = self.put_off or due
         if self.step and (ending or best or not busy):
-            self.finish()
+            why = self.finish()
+            if self.most_failures and self.failed >= self.most_failures and not ending:
+                raise RunError(
+                    f"{counted(self.failed, 'save')} in a row have failed, so the run ends before it loses more steps: {why}"
+                )
         if ending or best or (self.put_off and not busy):
             self.begin(step, reached, None if ending else step_s)
         if ending:
@@ -116,6 +124,7 @@ class Saver:
             self.pulse.phase(Phase.CHECKPOINT)
         outcome, step, self.step = self.saving.finish(), self.step, 0
         if isinstance(outcome, Saved):
+            self.failed = 0
             self.clock.cost_s = outcome.blocked_s
             self.best_loss = min(self.best_loss, self.evaluated)
             self.journal.log(
@@ -127,6 +136,7 @@ class Saver:
             )  # fmt: skip
             self.answer(step, outcome.path, "")
         elif outcome:
+            self.failed += 1
             self.journal.log(f"step {step} was not saved: {outcome}; earlier checkpoints are untouched")
             self.journal.event(EventKind.NOT_SAVED, step=step, detail=str(outcome))
             self.answer(step, None, str(outcome))
@@ -135,7 +145,8 @@ class Saver:
 
     def tidy(self) -> None:
         """Wait until older checkpoints are deleted, and report if one cannot be: the run goes on, and tries again."""
-        if why := self.saving.pruned():
+        why = self.saving.pruned()
+        if why and not self.failed:  # else the save has failed for that
             self.journal.log(f"{why}; that is tried again after the next save")
 
     def answer(self, step: int, path: Path | None, why: str) -> None:

@@ -3,10 +3,14 @@
 Leases are numbered, and the highest number counts. To take the directory over is to create the next number, which only one
 process can; whoever held the one before finds out when it next asks. A holder that neither renews nor ends its lease
 within ``STALE_S`` is taken for dead: by watching it, because clocks differ. flock would be simpler, but NFS does not keep it.
+
+A holder also knows its directory by its lease. Where that is gone, so is the directory, or what was mounted there: nothing is written below
+a mount point then.
 """
 
 import contextlib
 import dataclasses
+import errno
 import re
 import threading
 import time
@@ -29,6 +33,8 @@ class Holder:
     def __init__(self, root: Path, run: str, where: str, attempt: int) -> None:
         self.root, self.number = root, 0  # 0: nothing held
         self.lease = Lease(run, where, attempt, uuid.uuid4().hex)
+        self.mount = ""  # where its filesystem is mounted
+        self.say: Callable[[str], None] = print
         self.leaving = threading.Event()
         self.renewer = threading.Thread(target=self._renew, name="lease", daemon=True)
 
@@ -44,26 +50,44 @@ class Holder:
             self._wait_for(newest, say)
             if self._create(newest + 1):
                 break
+        self.mount, self.say = mount_of(self.root), say
         for path in self.root.iterdir():
             if _number_of(path) in range(1, self.number):
                 path.unlink(missing_ok=True)
         self.renewer.start()
 
     def check(self) -> None:
-        """Raise if another process has taken the directory over.
+        """Raise if another process has taken the directory over; make it anew if it was removed.
 
         Raises:
             UserError: It has.
-            OSError: The directory cannot be read.
+            OSError: The directory cannot be read, or its filesystem is not mounted.
         """
         if not self.number:
             return
+        lost = self._is_lost()
+        if lost and mount_of(self.root) != self.mount:
+            raise OSError(errno.ENODEV, f"the filesystem on {self.mount} is not mounted any more")
         newest = self._newest()
-        if newest > self.number:
+        if newest > self.number or (lost and newest and not self._is_free(self._read(newest))):
             raise UserError(
                 f"{self.root}: {_named(self._read(newest))} has taken over this directory, as this run was silent for "
                 f"{STALE_S:.0f} s or was launched again; this attempt saves nothing more"
             )
+        if lost:
+            self._take_again(newest)
+
+    def _take_again(self, newest: int) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not self._create(max(newest + 1, self.number)):
+            self.check()  # another process was faster
+            return
+        self.say(f"{self.root}: was removed or emptied while this run held it; the run goes on saving there")
+
+    def _is_lost(self) -> bool:
+        """Whether the lease is not in the directory."""
+        found = self._read(self.number)
+        return not self._path(self.number).exists() if found is None else found.token != self.lease.token
 
     def end(self) -> None:
         """Let the next run have the directory at once."""
@@ -71,7 +95,8 @@ class Holder:
             self.leaving.set()
             self.renewer.join(RENEW_S)
             with contextlib.suppress(OSError):
-                self._write(self.number, ended=True)
+                if not self._is_lost():
+                    self._write(self.number, ended=True)
 
     def _wait_for(self, number: int, say: Callable[[str], None]) -> None:
         """Return once the directory is free to take; see ``take``."""
@@ -102,10 +127,12 @@ class Holder:
             with contextlib.suppress(OSError):  # the next time will do
                 if self._newest() > self.number:
                     return
-                self._write(self.number)
+                if not self._is_lost():
+                    self._write(self.number)
 
     def _newest(self) -> int:
-        return max((_number_of(path) for path in self.root.iterdir()), default=0)
+        paths = self.root.iterdir() if self.root.exists() else ()
+        return max(map(_number_of, paths), default=0)
 
     def _path(self, number: int) -> Path:
         return self.root / f"lease-{number:08d}.json"
@@ -128,6 +155,17 @@ class Holder:
 
     def _write(self, number: int, *, ended: bool = False) -> None:
         write_json(self._path(number), dataclasses.replace(self.lease, renewed=time.time(), ended=ended))
+
+
+def mount_of(path: Path) -> str:
+    """Return where the filesystem of a path is mounted, whether or not the path exists; '' if unknown (proc(5), mountinfo)."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    points = [re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines]
+    real = path.resolve()
+    return max((point for point in points if real.is_relative_to(point)), key=len, default="")
 
 
 def _number_of(path: Path) -> int:

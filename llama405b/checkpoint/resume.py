@@ -33,7 +33,7 @@ class Resume:
 
         Raises:
             UserError: A named checkpoint is missing or incomplete; ``auto`` finds checkpoints but none that is complete, or
-            a newer one cannot be read; or the directory holds checkpoints of another run.
+            a newer one cannot be read, or none where this run has saved some; or the directory holds checkpoints of another run.
         """
         self.store, self.wanted = store, wanted
         self.found: Found | None = None
@@ -118,6 +118,12 @@ class Resume:
                 self.found = looked
             else:
                 self._pass_over(looked)
+        known = [path for path in self.store.saved if Path(path).parent == self.store.root]
+        if known and not self.n_present:
+            raise UserError(
+                f"--resume auto: {self.store.root} is empty, but this run saved {Path(max(known)).name} there; is its filesystem "
+                "mounted? To start from the model's weights, use another --run"
+            )
         if self.passed_over and not self.found:
             raise UserError(
                 f"--resume auto: {self.store.root} has {counted(self.n_present, 'checkpoint')}, but none verifies "

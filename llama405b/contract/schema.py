@@ -190,6 +190,9 @@ class Checkpoint:
         "with saves beside training: CPU memory per host for copies, like 200GB; auto: up to 80% of what is free; 0: none",
     )
     keep: int = option(2, "how many of this run's newest checkpoints to keep; at least 2")
+    max_failures: int = option(
+        5, "saves in a row that may fail before the run ends, so that no more steps are lost; 0: any number"
+    )
     keep_best: bool = option(
         False, "keep the one with the least evaluation loss as well, and save whenever an evaluation is the best so far"
     )

@@ -277,6 +277,22 @@ def test_a_fresh_run_does_not_touch_another_ones_checkpoints(copy, tmp_path):
     assert len(_steps(root)) == 3
 
 
+def test_auto_starts_no_run_anew_whose_checkpoints_are_not_there(tmp_path):
+    from llama405b.contract import reader
+    from llama405b.contract.events import EventKind, RunEvent
+    from llama405b.contract.files import append_line
+    from llama405b.contract.paths import RunDir
+
+    root = tmp_path / "c"
+    for name in ("c/step-00000004", "c/step-00000008", "before/step-00000009"):
+        event = RunEvent(0.0, "rank-0", EventKind.SAVED, 1, path=str(tmp_path / name), digest="d")
+        append_line(RunDir(tmp_path / "run").events("rank-0"), reader.dumps(event))
+    [said] = run_ranks(1, _find, root, "auto")
+    assert said.startswith(
+        f"--resume auto: {root} is empty, but this run saved step-00000008 there; is its filesystem mounted?"
+    )
+
+
 def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
     root, losses = copy
     name, notes, resumed = run_ranks(2, _resume, tiny, root, "4")[0]

@@ -1,6 +1,11 @@
 """One writer per directory of checkpoints. The clock and the other holders are the test's."""
 
+import errno
+import os
+import shutil
+import subprocess
 import threading
+import types
 
 import pytest
 
@@ -153,3 +158,79 @@ def test_a_lease_that_cannot_be_written_is_not_held_and_keeps_nobody_waiting(clo
         holder.end()
     assert leases(tmp_path) == []
     assert take(hold("b")) == []
+
+
+def test_a_directory_that_was_removed_is_made_anew(clock, hold, tmp_path):
+    holder = Holder(tmp_path / "c", "a", "node:/w", 1)
+    (tmp_path / "c").mkdir()
+    said = take(holder)
+    shutil.rmtree(tmp_path / "c")
+    holder.check()
+    assert leases(tmp_path / "c") == ["lease-00000001.json"]
+    assert said == [f"{tmp_path}/c: was removed or emptied while this run held it; the run goes on saving there"]
+    holder.check()
+    assert len(said) == 1
+    holder.leaving.set()
+
+
+@pytest.mark.parametrize("way", ["its run's", "another's"])
+def test_a_directory_that_another_run_has_made_anew_is_its(clock, hold, tmp_path, way):
+    take(first := hold("a"))
+    (tmp_path / leases(tmp_path)[0]).unlink()
+    take(second := hold("b"))
+    if way == "another's":
+        with pytest.raises(UserError, match="run 'b'"):
+            first.check()
+        first.end()
+    else:
+        second.end()
+        first.check()
+        assert leases(tmp_path) == ["lease-00000001.json", "lease-00000002.json"]
+        with pytest.raises(UserError, match="run 'a'"):
+            second.check()
+    assert read_record(Lease, tmp_path / "lease-00000001.json").run == "b"
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """A directory that is mounted, with ways to unmount it and to mount it again."""
+    source, point = tmp_path / "disk", tmp_path / "mounted here"
+    (source / "c").mkdir(parents=True)
+    point.mkdir()
+
+    def mount():
+        subprocess.run(["mount", "--bind", source, point], check=True)
+
+    def unmount():
+        subprocess.run(["umount", point], check=True)
+
+    if os.getuid() != 0 or subprocess.run(["mount", "--bind", source, point], check=False).returncode:
+        pytest.skip("NOT RUN: may not mount")
+    yield point, mount, unmount
+    subprocess.run(["umount", "-q", point], check=False)
+
+
+@pytest.mark.parametrize("below", ["", "c"])
+def test_nothing_is_written_where_a_filesystem_is_not_mounted(clock, mounted, monkeypatch, below):
+    point, mount, unmount = mounted
+    holder = Holder(point / below, "a", "node:/w", 1)
+    said = take(holder)
+    unmount()
+    with pytest.raises(OSError, match=f"the filesystem on {point} is not mounted any more") as gone:
+        holder.check()
+    assert gone.value.errno == errno.ENODEV
+    holder.leaving.set()  # the test renews
+    holder.leaving = types.SimpleNamespace(wait=lambda _: next(turns), is_set=lambda: False, set=lambda: None)
+    turns = iter([False, True])
+    holder._renew()
+    assert list(point.iterdir()) == []
+    mount()
+    holder.check()
+    turns = iter([False, True])
+    holder._renew()
+    assert read_record(Lease, point / below / "lease-00000001.json").renewed
+    assert said == []
+    unmount()
+    holder.renewer = types.SimpleNamespace(join=lambda _: None)
+    holder.end()
+    assert list(point.iterdir()) == []
