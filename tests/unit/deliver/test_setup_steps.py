@@ -115,18 +115,22 @@ def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
 
 
 def test_a_package_manager_is_not_cut_off(work, tmp_path):
-    os.mkfifo(tmp_path / "go")
     facts = {"arch": "x86_64", "uid": "0", "python": "3.12", "venv": "yes", "has_dnf": "yes", "has_ip": "yes"}
     step = plan.plan(facts, Wishes(), "")[0]
     assert "dnf install -y tmux" in step.line
-    stand_in = step.line.replace("dnf install -y tmux", "echo $$ >pid; read go <go; echo whole >done")
-    step = Step(step.name, stand_in, step.remedy)
-    threading.Thread(target=lambda: work.fleet.each(lambda name: work.take(name, step, locked=True))).start()
-    _written(tmp_path / "pid")
-    ending = threading.Thread(target=work.end)
-    ending.start()
-    assert work.ending.wait(20)
-    (tmp_path / "go").write_text("go\n")
+    stand_in = "echo $$ >pid; while [ ! -e go ]; do sleep 0.05; done; echo whole >done"
+    step = Step(step.name, step.line.replace("dnf install -y tmux", stand_in), step.remedy)
+    taking = threading.Thread(target=lambda: work.fleet.each(lambda name: work.take(name, step, locked=True)))
+    taking.start()
+    try:
+        _written(tmp_path / "pid")
+        ending = threading.Thread(target=work.end)
+        ending.start()
+        assert work.ending.wait(20)
+        assert not (tmp_path / "done").exists()
+    finally:
+        (tmp_path / "go").touch()
+        taking.join(20)
     ending.join(20)
     assert (tmp_path / "done").read_text() == "whole\n"
     with pytest.raises(HostError, match="setup was interrupted"):

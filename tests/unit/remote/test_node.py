@@ -1,5 +1,9 @@
-"""The node runner's own log: each attempt's line comes before what its torchrun writes."""
+"""The node runner's own log, where each attempt's line comes before what its torchrun writes; and secrets in the others."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -7,11 +11,13 @@ import pytest
 
 from conftest import ROOT
 from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.files import write_json
+from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
+from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.remote import node as node_runner
 from llama405b_tools.remote.node import NodeRunner
+from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 
@@ -83,3 +89,29 @@ def test_where_somebody_ended_torchrun_it_began_not_where_its_peers_lost_contact
     assert own == Cause(CauseKind.TORCHRUN_KILLED, "a", signal=15, exit_code=1)
     peers = [Failure(name, Cause(CauseKind.LOST_PEER, name)) for name in ("b", "c")]
     assert judge.first_failure([*peers, Failure("a", own)]).host == "a"
+
+
+@pytest.mark.parametrize("victim", ["nobody", "node runner"])
+def test_a_secret_that_the_program_prints_is_in_no_file_once_the_run_is_over(run, tmp_path, victim):
+    canary, log = "canary 9b1c44", run.logs("a") / "r-3-12345678_x/attempt_0/0/stdout.log"
+    torchrun, hold = tmp_path / "py", "exec sleep 600" if victim == "node runner" else ":"
+    torchrun.write_text(f'#!/bin/sh\nmkdir -p {log.parent}\necho "it is $KEY!" | tee {log} >&2\n{hold}\n')
+    torchrun.chmod(0o755)
+    plan = Plan("r", 3, 5.0, "r-3-x", "a:1", ("mine.py",), ("KEY",),
+                (Node("a", 1, 0, str(tmp_path), str(torchrun), "10.0.0.1", "lo", {}),))  # fmt: skip
+    write_json(run.plan, plan)
+    write_secrets(run.secrets("a"), {"KEY": canary})
+    runner = subprocess.Popen(
+        [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), "a"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"},
+        stdout=subprocess.DEVNULL,
+    )
+    if victim == "node runner":
+        assert within(30, lambda: log.exists() and log.read_text().endswith("!\n"))
+        runner.send_signal(signal.SIGKILL)
+    runner.wait(30)
+    over = (NodeState.EXITED, NodeState.KILLED)
+    assert within(30, lambda: (status := read_record(NodeStatus, run.status("a"))) and status.state in over)
+    assert log.read_text() == "it is REDACTED*****!\n"
+    for path in filter(os.path.isfile, run.path.rglob("*")):
+        assert canary not in path.read_text(), path
