@@ -38,27 +38,43 @@ def test_who_is_lost_is_named_before_who_waits_for_it(watch):
     assert watch.hangs
 
 
-@pytest.mark.parametrize("ends", [None, ended(Cause(CauseKind.LOST_PEER, "a", 0))], ids=["hangs", "says so"])
-def test_the_host_whose_link_is_cut_is_named_before_its_connection_notices(tmp_path, monkeypatch, ends):
-    """From b nothing comes any more; a hangs, or reports that it has lost contact."""
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """Watch a run on a and b that stands at second 4, with a clock of its own; returns what is known in the end."""
     clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(follow, "time", clock)
     monkeypatch.setattr(follow, "POLL_S", 0.001)
 
-    def until(watch):
-        clock.now += 1
-        for host, rank, cut_at in (("a", 0, 15.0 if ends else 200.0), ("b", 1, 5.0)):
-            if clock.now < cut_at:
-                beats = (Beat(rank, host, 5, min(clock.now, 4.0), 7, Phase.TRAIN, -5.0),)
-                take(watch, host, beats=beats, now=clock.now)
-        if ends and clock.now == 15:
-            take(watch, "a", node=ends)
-        return clock.now == 200
+    def until_the_end(hang_after_s, a_until, b_until, a_ends=None):
+        def until(watch):
+            clock.now += 1
+            for rank, (host, heard_until) in enumerate({"a": a_until, "b": b_until}.items()):
+                if clock.now < heard_until:
+                    beats = (Beat(rank, host, 5, min(clock.now, 4.0), 7, Phase.TRAIN, -5.0),)
+                    take(watch, host, beats=beats, now=clock.now)
+            if a_ends and clock.now == a_until:
+                take(watch, "a", node=a_ends)
+            return clock.now == 60
 
-    with running_fleet(("a", "b"), watched := plan("-m", "llama405b.train")) as fleet:
-        worst = watch_run(fleet, watched, Limits(22.0, 3600.0), until).worst()
+        with running_fleet(("a", "b"), followed := plan("-m", "llama405b.train")) as fleet:
+            return watch_run(fleet, followed, Limits(hang_after_s, 3600.0), until)
+
+    return until_the_end
+
+
+@pytest.mark.parametrize(
+    ("a_until", "a_ends"), [(60, None), (15, ended(Cause(CauseKind.LOST_PEER, "a", 0)))], ids=["hangs", "says so"]
+)
+def test_the_host_whose_link_is_cut_is_named_before_its_connection_notices(watched, a_until, a_ends):
+    """From b nothing comes any more; a hangs, or reports that it has lost contact."""
+    worst = watched(22.0, a_until, 5, a_ends).worst()
     assert (worst.host, worst.cause.kind) == ("b", CauseKind.UNREACHABLE)
+
+
+def test_a_run_does_not_hang_because_nothing_is_heard_of_it(watched):
+    """The guard's own network is away for a while."""
+    assert watched(10.0, 5, 5).failures == []
 
 
 def test_a_rank_whose_heartbeat_stands_does_not_hang_while_steps_are_taken(watch):

@@ -20,7 +20,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.messages.end import Ended
-from llama405b_tools.remote.messages.stream import BEATS_EVERY_S, News, NodeNews, StreamRequest
+from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.judge import Failure, Heard
@@ -45,7 +45,6 @@ DOING = {
     Phase.TRAIN: "taking the first step",
 }
 PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by themselves
-LOST_AFTER_S = 3 * BEATS_EVERY_S  # without heartbeats, where the run has failed: far sooner than a connection notices
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ class Watch:
         """Count the hosts that have fallen silent as unreachable: the run has failed, and others only waited for them."""
         for host, heard in self.heard.items():
             silent_s = now_s - heard.at_s
-            if host not in self.ended and silent_s > LOST_AFTER_S:
+            if host not in self.ended and silent_s > judge.HEARD_WITHIN_S:
                 self.unreachable.setdefault(host, f"nothing was heard from it for {silent_s:.0f} s")
 
     def worst(self) -> Failure | None:

@@ -11,8 +11,11 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
 from llama405b.contract.words import STUCK
 from llama405b_tools.remote.messages.status import Beat, HostRun
+from llama405b_tools.remote.messages.stream import BEATS_EVERY_S
 
-HEARD_WITHIN_S = 20.0  # a host not heard from for longer is unreachable: nothing is known about its ranks
+HEARD_WITHIN_S = (
+    3 * BEATS_EVERY_S
+)  # of a host that is silent for longer, nothing is known; its connection notices far later
 ONGOING = (NodeState.STARTING, NodeState.RUNNING)
 SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME, Phase.CHECKPOINT)
 
