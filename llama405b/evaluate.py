@@ -9,6 +9,7 @@ from torch import nn
 
 from llama405b.batch import IGNORE_INDEX, Batch
 from llama405b.data.batches import Batches
+from llama405b.parallel.fsdp2 import forget_forward
 from llama405b.ranks import Ranks, sum_over_ranks
 from llama405b.step import nll_of
 
@@ -50,6 +51,7 @@ def evaluate(
         alive()
         sums[0] += nll_of(model, batch)
         sums[1] += (batch.targets_BS != IGNORE_INDEX).sum()
+        forget_forward(model)
     nats, n_targets = sum_over_ranks(sums).tolist()
     return Evaluated(nats / n_targets if n_targets else math.nan, int(n_targets), n_sequences)
 

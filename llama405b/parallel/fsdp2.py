@@ -110,6 +110,17 @@ def _gathers(module: nn.Module) -> int:
     return 1 + (group.post_forward_mesh_info is not None and group.unshard_in_backward)
 
 
+def forget_forward(model: nn.Module) -> None:
+    """Have FSDP forget the order of forwards that no backward follows: it is read backwards from there to gather ahead.
+
+    Otherwise the next backward would end by gathering the last unit of these forwards, for nobody.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and (group := fully_shard.state(module)._fsdp_param_group):
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
+
+
 def checkpoint_activations(model: nn.Module) -> None:
     """Recompute each decoder layer's activations in the backward pass. Call AFTER sharding, or the units double."""
     apply_activation_checkpointing(

@@ -68,6 +68,35 @@ def test_it_does_not_depend_on_ranks_or_batches(tiny):
     assert trained[0][0] != trained[0][1]
 
 
+def _gathered_in_a_step(me, directory, evaluates):
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as of_torch
+
+    from llama405b.evaluate import evaluate
+    from update_rig import build, take
+
+    module, updater = build(me, directory, overlap=True)
+    take(me, module, updater, 0)
+    if evaluates:
+        evaluate(module, _batches(), me, 2)
+    gather, found = of_torch.foreach_all_gather, []
+
+    def note(parameters, *args):
+        found.append(parameters[-1]._param_fqn)
+        return gather(parameters, *args)
+
+    of_torch.foreach_all_gather = note
+    take(me, module, updater, 1)
+    updater.drain()
+    return found
+
+
+def test_the_step_after_an_evaluation_gathers_nothing_for_nobody(tiny):
+    usual, _ = run_ranks(2, _gathered_in_a_step, tiny, False)
+    after, _ = run_ranks(2, _gathered_in_a_step, tiny, True)
+    assert usual.count("lm_head.weight") == 1
+    assert after == [name for name in usual if name != "lm_head.weight"]  # the evaluation left it gathered
+
+
 def test_what_is_held_out_is_not_trained_on():
     whole = _batches()
     kept, held = whole.hold_out(0.3)
