@@ -118,8 +118,22 @@ def set_timeout(timeout_s: int) -> None:
 
 
 def from_rank0(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's value on every rank; see ``agreed``."""
-    return agreed(value, kind, group)[0]
+    """Return rank 0's value on every rank; see ``from_rank``."""
+    return from_rank(0, value, kind, group)
+
+
+def from_rank(rank: int, value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> T:
+    """Return one rank's value on every rank: one broadcast, where ``agreed`` would hold a copy for each rank.
+
+    ``kind``, ``group``: see ``agreed``.
+
+    Raises:
+        MalformedError: That rank sent something else.
+    """
+    if dist.get_world_size() == 1:
+        return value
+    own = reader.dumps(value).encode() if dist.get_rank() == rank else b""
+    return reader.loads(kind or type(value), bytes_from(rank, own, group), f"what rank {rank} sent")
 
 
 def agreed(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> list[T]:

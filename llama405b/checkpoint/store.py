@@ -271,7 +271,7 @@ class Store:
         if self.me.rank == keeper:
             opened = [open_manifest(part, self.saved) for part in parts_of(path)]
             mine = next(each for each in opened if isinstance(each, Manifest))
-        manifest = ranks.agreed(mine, Manifest | None)[keeper]
+        manifest = ranks.from_rank(keeper, mine, Manifest | None)
         assert manifest
         return manifest
 

@@ -1,0 +1,60 @@
+"""What ranks tell each other."""
+
+from ranks_rig import run_ranks
+
+
+def _say(me):
+    import torch.distributed as dist
+
+    from llama405b import ranks
+
+    gathered = []
+    gather = dist.all_gather
+
+    def note(into, *args, **more):
+        gathered.append(sum(each.numel() for each in into))
+        return gather(into, *args, **more)
+
+    dist.all_gather = note
+    known = {"tokenizer.json": "x" * 1000} if me.leads else {}
+    said = ranks.from_rank0(known, dict[str, str])
+    return said, sum(gathered), ranks.agreed(me.rank), sum(gathered)
+
+
+def test_what_one_rank_says_is_not_gathered_from_all():
+    for said, before, everyone, after in run_ranks(2, _say):
+        assert said == {"tokenizer.json": "x" * 1000}
+        assert everyone == [0, 1]
+        assert before == 0 < after
+
+
+def _found(me, root):
+    import torch.distributed as dist
+
+    from llama405b.checkpoint.store import Store
+    from llama405b.contract.paths import RunDir
+
+    store = Store(root, 2, me, run=RunDir(root / "r"))
+    gathered, gather = [], dist.all_gather
+
+    def note(into, *args, **more):
+        gathered.append(max(each.numel() for each in into))
+        return gather(into, *args, **more)
+
+    dist.all_gather = note
+    store.look_at(root / "step-00000001")
+    return max(gathered), (root / "step-00000001/manifest.json").stat().st_size
+
+
+def test_a_manifest_is_not_gathered_from_all(tmp_path):
+    from llama405b.contract.checkpoints import METADATA, Manifest, Seal, write_manifest
+
+    step = tmp_path / "step-00000001"
+    step.mkdir()
+    names = (METADATA, "__0_0.distcp", *(f"__1_{i}.distcp" for i in range(60)))
+    for name in names:
+        (step / name).touch()
+    seals = {name: Seal(0, int(name.startswith("__1")), ("0" * 64,)) for name in names}
+    (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 1, seals, 2))[0])
+    for longest, size in run_ranks(2, _found, tmp_path):
+        assert longest < size / 2
