@@ -31,7 +31,7 @@ from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, read_layouts
 from llama405b.copies import Progress, Stage
 from llama405b.model.llama import restore_buffers, tie_head
-from llama405b.parallel.fsdp2 import units
+from llama405b.parallel.fsdp2 import WRAPPER, units
 from llama405b.ranks import Ranks
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -81,6 +81,23 @@ def materialise(model: nn.Module, me: Ranks, *, offload: bool = False) -> None:
     model.to_empty(device="cpu" if offload else me.device)
     tie_head(model)
     restore_buffers(model, model.config, me.device)
+
+
+@torch.no_grad()
+def refuse_not_finite(model: nn.Module, where: Path) -> None:
+    """Refuse weights that are NaN or infinite on any rank; ``where`` they come from. No copy of them is made.
+
+    Raises:
+        UserError: On every rank; names the first tensor that has some.
+    """
+    names, finite = zip(*((name, _is_finite(_local(p))) for name, p in model.named_parameters()), strict=True)
+    first_bad = [*torch.stack(finite).tolist(), False].index(False)
+    [left] = ranks.greatest_of([len(names) - first_bad])
+    if left:
+        name = names[-left].replace(WRAPPER, "")
+        raise UserError(
+            f"{where}: {name} has weights that are NaN or infinite; check its source, or use another checkpoint"
+        )
 
 
 class _Files:
@@ -200,6 +217,13 @@ def _read(directory: Path, me: Ranks) -> tuple[Layout, _Seen]:
         return {}, _Seen(f"{directory}: {reason_of(error)}", "", whole=True)
     why = f"{directory}: has only the rows of other ranks; push them again with --shards, for {me.world} ranks"
     return {}, _Seen(why, "", whole=True)
+
+
+def _is_finite(shard: Tensor) -> Tensor:
+    """Return whether all elements are, where they are: nobody waits for a GPU."""
+    if not shard.numel():
+        return torch.ones((), dtype=torch.bool, device=shard.device)
+    return torch.stack(torch.aminmax(shard)).isfinite().all()
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

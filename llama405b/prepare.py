@@ -171,6 +171,7 @@ def resume_at(
         except DamagedError as fault:
             journal.log(str(fault))
             check(chosen)
+    load.refuse_not_finite(updater.kept, start)
     for each in chosen.passed_over:
         journal.log(f"ignored {each}; renamed to …aside")
         journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
@@ -282,6 +283,8 @@ def build_module(
         else:
             made_up = llama if random else None
             how = load.load(kept, weights_in, config.model.load, me, pulse.loaded, offload=offload, random=made_up)
+    if not from_checkpoint:
+        load.refuse_not_finite(kept, weights_in)
     if config.model.activation_checkpointing:
         fsdp2.checkpoint_activations(module)
     n, each = llama.parameters, sum(parallel.state_bytes)

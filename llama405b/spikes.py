@@ -15,7 +15,7 @@ class Spikes:
     def __init__(self, times: float, losses: Iterable[float] = ()) -> None:
         """``times``: the median of the last steps' losses, above which a loss is a spike; ``losses``: what is usual."""
         self.times, self.losses = times, collections.deque(losses, maxlen=WINDOW)
-        self.in_a_row = 0
+        self.in_a_row = 0  # steps that were left out, for whatever reason
 
     @classmethod
     def after(cls, times: float, losses: Iterable[float], *, always: bool = False) -> "Spikes":
@@ -34,10 +34,16 @@ class Spikes:
         """Whether a loss is a spike."""
         return self.usual is not None and loss > self.times * self.usual
 
+    def leave_out(self) -> None:
+        """Count a step that did not change the weights."""
+        self.in_a_row += 1
+
     def take(self, loss: float, *, always: bool = False) -> bool:
         """Hear a step's loss, which is usual if it is no spike, or ``always``; returns whether it is a spike."""
         is_one = self.is_one(loss)
-        self.in_a_row = self.in_a_row + 1 if is_one else 0
         if always or not is_one:
+            self.in_a_row = 0
             self.losses.append(loss)
+        else:
+            self.leave_out()
         return is_one

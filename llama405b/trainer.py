@@ -94,7 +94,7 @@ class Trainer:
                 self.saver.finish()
                 raise
             if metrics is None:
-                self.skip(step)
+                self.pulse.stepped(step)
             else:
                 metrics = self.evaluated(metrics)
                 timeouts = self.config.timeouts  # a slow disk, on one rank, may hold up the update there
@@ -127,7 +127,6 @@ class Trainer:
             UserError: Most steps of this attempt have nothing to learn.
         """
         self.skipped += 1
-        self.pulse.stepped(step)
         self.journal.log(f"step {step}/{self.journal.steps}  skipped: every target is masked")
         self.journal.event(EventKind.SKIPPED, step=step, count=self.skipped)
         taken = step - self.steps.start + 1
@@ -138,10 +137,10 @@ class Trainer:
             )
 
     def one_step(self, step: int) -> Metrics | None:
-        """Fetch a batch, update the weights, and measure; None if the batch has nothing to learn.
+        """Fetch a batch, update the weights, and measure; None if the step was left out.
 
         Raises:
-            NonFiniteError: Loss or gradient is not finite.
+            NonFiniteError: Loss or gradient is not finite, and the run is to stop then, or one step after another would be left out.
             SpikeError: The loss is far above the last ones', and the run is to stop then.
         """
         laps = Laps(self.me.device)
@@ -175,15 +174,15 @@ class Trainer:
         )
 
     def learn(self, step: int, laps: Laps) -> StepResult | None:
-        """Fetch a batch and update the weights; None if the batch has nothing to learn.
+        """Fetch a batch and update the weights; None if it has nothing to learn, or nothing finite came of it.
 
         Raises:
-            NonFiniteError: Loss or gradient is not finite.
+            NonFiniteError: See ``report_not_finite``.
         """
         config, microbatches = self.config, next(self.reader)
         laps.end("data")
         try:
-            return train_step(
+            result = train_step(
                 self.module,
                 self.updater,
                 microbatches,
@@ -193,9 +192,30 @@ class Trainer:
                 lap=laps.end,
             )
         except NonFiniteError as error:
+            self.report_not_finite(step, error)
+            return None
+        if result is None:
+            self.skip(step)
+        return result
+
+    def report_not_finite(self, step: int, error: NonFiniteError) -> None:
+        """Report a loss or gradient that is not finite, with the documents of its step.
+
+        Raises:
+            NonFiniteError: The run is to stop then, or one step after another would be left out.
+        """
+        choice = self.config.training.on_nonfinite
+        self.spikes.leave_out()
+        self.report(EventKind.NOT_FINITE, step, choice, f"{error}; the weights are still those of step {step - 1}")
+        if choice == "stop":
             raise NonFiniteError(
-                f"step {step}: {error}; the weights are still those of step {step - 1}; lower --optimizer.lr, or check "
-                "the data of this step, and resume"
+                f"step {step}: {error}; the weights are still those of step {step - 1}; the log names its documents; resume "
+                "with --training.on_nonfinite skip, without these documents, or with a lower --optimizer.lr"
+            ) from None
+        if self.spikes.in_a_row >= MOST_SKIPPED:
+            raise NonFiniteError(
+                f"step {step}: {MOST_SKIPPED} steps in a row were left out, the last since {error}; resume from an older "
+                "checkpoint, or with a lower --optimizer.lr"
             ) from None
 
     def judge(self, step: int, result: StepResult) -> None:
@@ -209,9 +229,7 @@ class Trainer:
             return
         loss = f"loss {result.loss:.4f} is {result.loss / (usual or math.inf):.1f} times the median of the last steps"
         what = "" if result.updated else f"; the weights are still those of step {step - 1}"
-        detail = f"{loss}{what}; its documents: {self.documents_of_step()}"
-        self.journal.log(f"step {step}/{self.journal.steps}  {detail}")
-        self.journal.event(EventKind.SPIKE, step=step, detail=f"{choice}: {detail}")
+        self.report(EventKind.SPIKE, step, choice, f"{loss}{what}")
         if choice == "stop":
             raise SpikeError(
                 f"step {step}: {loss}; the log names its documents; resume from the last checkpoint, with "
@@ -222,6 +240,12 @@ class Trainer:
                 f"step {step}: {MOST_SKIPPED} steps in a row were left out, the last since {loss}; resume from an older "
                 "checkpoint, or with --training.on_spike warn or a higher --training.spike"
             )
+
+    def report(self, kind: EventKind, step: int, choice: str, what: str) -> None:
+        """Log what is wrong with a step, with its documents; ``choice``: what is done about it."""
+        detail = f"{what}; its documents: {self.documents_of_step()}"
+        self.journal.log(f"step {step}/{self.journal.steps}  {detail}")
+        self.journal.event(kind, step=step, detail=f"{choice}: {detail}")
 
     def documents_of_step(self) -> str:
         """Name the first documents of the step that was read last; '' on ranks that report nothing."""

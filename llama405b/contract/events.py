@@ -21,6 +21,7 @@ class EventKind(enum.StrEnum):
     SPIKE = (
         "spike"  # ``step``, whose loss was far above the last ones'; ``detail``: how far, what was done, its documents
     )
+    NOT_FINITE = "not finite"  # the loss or gradient of ``step``; ``detail``: what was done, its documents
     SKIPPED = "skipped"  # ``step``, in which every target is masked; the ``count``-th of this attempt
     STOPPED = "stopped"  # after ``step``, on request
     REFUSED = "refused"  # the trainer refused its input: ``cause``

@@ -99,6 +99,9 @@ class Training:
         "warn",
         "what a step does whose loss is far above the last ones'; skip: leave the weights as they are; stop: end the run",
     )
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "stop", "what a step does whose loss or gradient is NaN or infinite; skip: leave the weights as they are"
+    )
     spike: float = option(3.0, "times the median loss of the last 64 steps, above which that is so")
     seed: int = option(0, "seed of every random generator")
 

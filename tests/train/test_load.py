@@ -1,7 +1,10 @@
 """Loading is exact: every rank's shard equals that slice of the files, bit for bit."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
+from conftest import ROOT
 from llama405b.contract.fingerprint import fingerprint_of
 from llama405b.contract.tensors import read_tensors
 from ranks_rig import run_ranks
@@ -225,3 +229,53 @@ def test_rows_of_two_models_are_never_mixed(tiny, tmp_path):
         assert lacking in said[0]
         assert mixed in said[1]
         assert said[2:] == [sent, sent, "each rank read its own rows"]
+
+
+def _refusal(me, directory):
+    from llama405b import load
+    from llama405b.contract.errors import UserError
+    from llama405b.contract.schema import Parallel
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp2
+
+    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
+    fsdp2.shard(module, Parallel(), me.device)
+    load.load(module, directory, "auto", me, lambda *_: None)
+    load.refuse_not_finite(module, directory)
+    if me.rank == 1:
+        shards = dict(module.named_parameters())
+        shards["model.layers.2.mlp.up_proj.weight"].data.to_local()[3, 3] = torch.nan
+        shards["lm_head.weight"].data.to_local()[0, 0] = torch.inf
+    with pytest.raises(UserError) as refused:
+        load.refuse_not_finite(module, directory)
+    return str(refused.value)
+
+
+def test_weights_that_are_not_finite_are_named_on_every_rank(tiny):
+    for words in run_ranks(3, _refusal, tiny):  # on three, k_proj leaves one without any row
+        assert words.startswith(f"{tiny}: model.layers.2.mlp.up_proj.weight has weights that are NaN or infinite; ")
+
+
+def test_a_run_refuses_weights_that_are_not_finite(demo, corpus, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(demo, tmp_path / "model")
+    index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+    file = tmp_path / "model" / index["weight_map"]["model.norm.weight"]
+    tensors = load_file(file)
+    tensors["model.norm.weight"][5] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    flags = [
+        "--model.path=model",
+        f"--data.paths={corpus}",
+        "--data.seq_len=32",
+        "--training.max_steps=1",
+        "--parallel.device=cpu",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "llama405b.train", "--run-dir", "x", *flags], cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "llama405b train: model: model.norm.weight has weights that are NaN or infinite; " in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,17 +1,22 @@
 """The step loop around a step: what a skipped one does, and does not."""
 
 import dataclasses
+import itertools
 import types
 
 import pytest
 import torch
 
 from llama405b import ranks
+from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
 from llama405b.contract.schema import Config
 from llama405b.heartbeat import Pulse
 from llama405b.ranks import Ranks
+from llama405b.spikes import MOST_SKIPPED, Spikes
+from llama405b.step import NonFiniteError, StepResult
+from llama405b.timer import Laps
 from llama405b.trainer import Trainer
 
 TAKEN = Metrics(0, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1)
@@ -64,6 +69,65 @@ def test_the_long_timeout_lasts_until_a_step_was_taken(take):
     short = Config().timeouts.step
     assert take(None, None)[0] == []
     assert take(None, TAKEN, None)[0] == [short]
+
+
+def _meets(monkeypatch, *outcomes, **choices):
+    """A trainer whose steps come out so: a loss, or "nan"; returns it, what it logs, and its events."""
+    script, logged, events = iter(outcomes), [], []
+
+    def train_step(*_, refuses, **__):
+        outcome = next(script)
+        if outcome == "nan":
+            raise NonFiniteError("loss nan, gradient norm nan")
+        return StepResult(outcome, 1.0, 8, updated=not refuses(outcome))
+
+    monkeypatch.setattr("llama405b.trainer.train_step", train_step)
+    monkeypatch.setattr("llama405b.trainer.documents_at", lambda *_: ["d.jsonl 7"])
+    journal = types.SimpleNamespace(
+        log=logged.append, event=lambda kind, **more: events.append((kind, more["step"])), steps=9
+    )
+    parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
+    reader = Script(itertools.repeat([]))
+    reader.position, reader.batches = 2, types.SimpleNamespace(mixture=None)
+    training = dataclasses.replace(Config().training, on_spike="skip", **choices)
+    parts |= {
+        "config": dataclasses.replace(Config(), training=training),
+        "me": Ranks(0, 1, 0, "a", torch.device("cpu")),
+    }
+    trainer = Trainer(**parts | {"journal": journal, "reader": reader, "spikes": Spikes(3.0, [2.0] * 20)})
+    return trainer, logged, events
+
+
+def test_a_step_that_is_not_finite_ends_the_run_with_its_documents(monkeypatch):
+    trainer, logged, events = _meets(monkeypatch, "nan")
+    with pytest.raises(NonFiniteError, match=r"step 4: loss nan, .* with --training\.on_nonfinite skip"):
+        trainer.learn(4, Laps(trainer.me.device))
+    assert logged == [
+        "step 4/9  loss nan, gradient norm nan; the weights are still those of step 3; its documents: d.jsonl 7"
+    ]
+    assert events == [(EventKind.NOT_FINITE, 4)]
+
+
+def test_a_step_that_is_not_finite_can_be_left_out(monkeypatch):
+    trainer, _, events = _meets(monkeypatch, 2.0, "nan", 2.5, on_nonfinite="skip")
+    results = [trainer.learn(step, Laps(trainer.me.device)) for step in (1, 2, 3)]
+    assert [result and result.loss for result in results] == [2.0, None, 2.5]
+    assert events == [(EventKind.NOT_FINITE, 2)]
+    assert trainer.skipped == 0
+
+
+def test_not_one_step_after_another_is_left_out_spikes_included(monkeypatch):
+    outcomes = ["nan", 50.0] * (MOST_SKIPPED // 2)
+    trainer, _, _ = _meets(monkeypatch, "nan", 2.0, *outcomes[::-1], on_nonfinite="skip")
+
+    def take(step):
+        if result := trainer.learn(step, Laps(trainer.me.device)):
+            trainer.judge(step, result)
+
+    for step in range(1, MOST_SKIPPED + 2):
+        take(step)
+    with pytest.raises(NonFiniteError, match=f"{MOST_SKIPPED} steps in a row were left out, the last since loss nan"):
+        take(MOST_SKIPPED + 2)
 
 
 def test_how_long_a_skipped_step_took_is_not_known(take):
