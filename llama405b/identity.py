@@ -1,14 +1,16 @@
 """What a run learns, and whether it still does. Knows the configuration and the tokens; not tensors."""
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from llama405b.checkpoint.store import Found
 from llama405b.contract.checkpoints import RunIdentity
-from llama405b.contract.errors import UserError
+from llama405b.contract.resuming import accept_changes, same_data, settings_of
 from llama405b.contract.schema import Config
 from llama405b.contract.tensors import read_hf_json
 from llama405b.data.batches import Batches
@@ -57,7 +59,26 @@ def _parts(batches: Batches) -> str:
     return f", {'+'.join(map(str, counts))} sequences an epoch"
 
 
-def accept_changes(start: Found, now: RunIdentity, *, allowed: bool) -> str:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a run begins, or goes on."""
+
+    identity: RunIdentity
+    position: int  # sequences read before
+    steps: int  # of the whole run
+
+
+def beginning(start: Found | None, config: Config, files: Path, batches: Batches) -> Beginning:
+    """Return where a run goes on from a checkpoint; None: where it begins."""
+    identity = identity_of(config, files, batches)
+    done, position = (start.manifest.step, position_after(start, identity)) if start else (0, 0)
+    training = config.training
+    steps = training.max_steps or done + batches.steps(training.epochs, training.global_batch_size, position)
+    settings = settings_of(config.optimizer, steps)
+    return Beginning(dataclasses.replace(identity, settings=settings), position, steps)
+
+
+def changes_at(start: Found, now: RunIdentity, allowed: Sequence[str]) -> str:
     """Say what changes with this resume, for the log; '' if nothing does.
 
     Raises:
@@ -66,14 +87,7 @@ def accept_changes(start: Found, now: RunIdentity, *, allowed: bool) -> str:
     before = start.manifest.identity
     if before is None:
         return f"{start.path} does not record its model and data (version 0.1); they are not compared"
-    changes = before.changes(now)
-    if not changes:
-        return ""
-    anew = "" if _same_data(before, now) else ", so the data is read from its beginning"
-    said = f"{start.path} was saved with other settings ({', '.join(changes)}){anew}"
-    if not allowed:
-        raise UserError(f"--resume: {said}; set them back, or accept this with --checkpoint.allow_changes true")
-    return said
+    return accept_changes(str(start.path), before, now, allowed)
 
 
 def position_after(start: Found, now: RunIdentity) -> int:
@@ -81,10 +95,4 @@ def position_after(start: Found, now: RunIdentity) -> int:
     manifest = start.manifest
     if manifest.identity is None:  # version 0.1
         return manifest.step * now.global_batch_size
-    return manifest.sequences or 0 if _same_data(manifest.identity, now) else 0
-
-
-def _same_data(before: RunIdentity, now: RunIdentity) -> bool:
-    """Whether both read the same sequences in the same order; how they are packed does not matter."""
-    one, other = ((each.data, each.sequence_length, each.data_seed) for each in (before, now))
-    return one == other
+    return manifest.sequences or 0 if same_data(manifest.identity, now) else 0

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,11 +18,10 @@ from llama405b.capacity.estimate import Load
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.ring import Copies
 from llama405b.checkpoint.saving import Saving
-from llama405b.checkpoint.store import Store
+from llama405b.checkpoint.store import Found, Store
 from llama405b.checkpoint.verified import DamagedError
 from llama405b.commands.demo import make_demo
 from llama405b.contract import weights
-from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.config import DEMO_MODEL, check_world, on_ranks, to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
@@ -35,7 +34,7 @@ from llama405b.cores import bind
 from llama405b.data.batches import Batches, described, open_batches
 from llama405b.data.reader import Reader
 from llama405b.heartbeat import Pulse
-from llama405b.identity import accept_changes, identity_of, position_after
+from llama405b.identity import Beginning, beginning, changes_at
 from llama405b.inbox import Inbox
 from llama405b.journal import Journal
 from llama405b.model import llama as model
@@ -67,10 +66,10 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     cache = run.path.parent / ".cache"
     batches = open_batches(config.data, files, cache, me, pulse.loaded, journal.log)
     batches, held_out = held_out_of(config, batches, files, cache, me, pulse, journal.log)
-    identity = identity_of(config, files, batches)
     llama = weights.read_llama(files, config.model.layers)
     each_bytes = Load.of(llama, config, me.world).checkpoint_bytes
-    check = functools.partial(say_changes, identity=identity, allowed=config.checkpoint.allow_changes, journal=journal)
+    begins = functools.partial(beginning, config=config, files=files, batches=batches)
+    check = functools.partial(say_changes, begins=begins, allowed=config.checkpoint.allow_changes, journal=journal)
     saving, chosen = open_checkpoints(config, run, resume, each_bytes, me, journal, check)
     if saving.store.keeps:
         write_atomic(run.config, to_toml(config))
@@ -88,15 +87,15 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     if saving.copies:
         saving.copies.begin(done)
     training = config.training
-    position = position_after(chosen.found, identity) if chosen.found else 0
-    steps = training.max_steps or done + batches.steps(training.epochs, training.global_batch_size, position)
+    begin = begins(chosen.found)
+    position, steps = begin.position, begin.steps
     reader = Reader(batches, me, training.global_batch_size, training.micro_batch_size, position, config.data.workers)
     say_what_is_read(config, batches, steps, accumulate, me, journal)
     journal.resumed_at(done, steps)
     usual = Spikes.after(training.spike, journal.losses if position else (), always=training.on_spike == "warn")
     spikes = Spikes(training.spike, ranks.from_rank0(tuple(usual.losses), tuple[float, ...]))
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
-    saver = Saver(saving, updater, identity, clock, journal, pulse)
+    saver = Saver(saving, updater, begin.identity, clock, journal, pulse)
     if config.checkpoint.keep_best:
         saver.best_loss = saving.store.best_loss()
     return Trainer(
@@ -137,13 +136,15 @@ def held_out_of(
     return batches, held_out
 
 
-def say_changes(chosen: Resume, *, identity: RunIdentity, allowed: bool, journal: Journal) -> None:
+def say_changes(
+    chosen: Resume, *, begins: Callable[[Found | None], Beginning], allowed: Sequence[str], journal: Journal
+) -> None:
     """Log what changes with a resume.
 
     Raises:
         UserError: Something changes, and is not allowed to.
     """
-    if chosen.found and (changed := accept_changes(chosen.found, identity, allowed=allowed)):
+    if chosen.found and (changed := changes_at(chosen.found, begins(chosen.found).identity, allowed)):
         journal.log(changed)
 
 

@@ -4,7 +4,6 @@ DCP itself loads torn directories and flipped bits without an error. Knows the s
 """
 
 import dataclasses
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import LoadPlan
@@ -17,7 +16,7 @@ from llama405b.checkpoint.snapshot import restore
 from llama405b.checkpoint.store import Found, Store
 from llama405b.checkpoint.unpickling import UnsafeError
 from llama405b.checkpoint.verified import DamagedError, VerifiedReader
-from llama405b.contract.checkpoints import refuse_held, step_of
+from llama405b.contract.checkpoints import named_path, refuse_held, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.copies import Progress
@@ -97,7 +96,7 @@ class Resume:
     def _choose_named(self) -> None:
         """The requested checkpoint; later ones are set aside, unless they belong to another run."""
         root = self.store.root
-        path = root / f"step-{int(self.wanted):08d}" if self.wanted.isdecimal() else Path(self.wanted)
+        path = named_path(root, self.wanted)
         found = self.store.look_at(path)
         if isinstance(found, PassedOver):
             raise UserError(f"--resume: {found}; use another one, or auto")

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
@@ -51,12 +51,25 @@ class RunIdentity:
     data_seed: int
     training_seed: int
     packing: str = "concatenated"  # as before documents were kept apart
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others; those of both are compared
 
-    def changes(self, now: "RunIdentity") -> list[str]:
-        """Say what differs now, as ``global batch size 64 -> 32``."""
-        names = [field.name for field in dataclasses.fields(self)]
-        pairs = [(name.replace("_", " "), getattr(self, name), getattr(now, name)) for name in names]
-        return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+    def changes(self, now: "RunIdentity") -> dict[str, str]:
+        """Say what differs now, by name: ``64 -> 32`` of ``training.global_batch_size``."""
+        pairs = {name: (getattr(self, field), getattr(now, field)) for field, name in NAMES.items()}
+        pairs |= {name: (old, now.settings[name]) for name, old in self.settings.items() if name in now.settings}
+        return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}
+
+
+NAMES = {  # by field of RunIdentity: what a user calls it
+    "model": "model",
+    "data": "data",
+    "sequence_length": "data.seq_len",
+    "global_batch_size": "training.global_batch_size",
+    "numerics": "parallel.numerics",
+    "data_seed": "data.seed",
+    "training_seed": "training.seed",
+    "packing": "data.packing",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,6 +186,11 @@ def step_of(path: Path) -> int:
     if not match:
         raise UserError(f"{path}: its name is not step-<8 digits>; name a checkpoint directory")
     return int(match[1])
+
+
+def named_path(root: Path, named: str) -> Path:
+    """Return the checkpoint that is named by its step or path."""
+    return root / f"step-{int(named):08d}" if named.isdecimal() else Path(named)
 
 
 def committed(root: Path) -> list[Path]:

@@ -70,6 +70,12 @@ class Command:
     world: int
 
 
+def add_resume(add: Callable[..., object]) -> None:
+    """Add ``--resume`` to a parser."""
+    text = "no | auto (newest checkpoint that verifies) | STEP | PATH [no]; without a value: auto"
+    add("--resume", nargs="?", default="no", const="auto", metavar="WHICH", help=text)
+
+
 def check_resume(resume: str) -> None:
     """Refuse a value of --resume that is not no, auto, a step, or a path that ends in step-<8 digits>."""
     if not re.fullmatch("no|auto|[0-9]{1,8}", resume) and not re.fullmatch("step-[0-9]{8}", Path(resume).name):
@@ -96,7 +102,7 @@ def parse(argv: Sequence[str]) -> Command:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]"
     )
-    parser.add_argument("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
+    add_resume(parser.add_argument)
     parser.add_argument(
         "--dry-run", action="store_true", help="shard the model on the meta device and report what it needs"
     )

@@ -22,6 +22,7 @@ from llama405b.contract.checkpoints import LEAST_KEPT
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
+from llama405b.contract.resuming import ALL, CHANGES
 from llama405b.contract.schema import ALIASES, TYPES, Config, Training, fields
 from llama405b.contract.sizes import staging_bytes
 from llama405b.contract.trust import refuse_others_writing
@@ -289,6 +290,8 @@ def convert(key: str, value: Json, where: str) -> Any:
         UserError: It is of another type, or not one of the allowed words.
     """
     type_ = _type_of(key)
+    if key == "checkpoint.allow_changes":
+        value = _from_switch(value)
     if typing.get_origin(type_) is tuple:
         return _convert_list(key, value, where)
     if typing.get_origin(type_) is Literal:
@@ -301,6 +304,13 @@ def convert(key: str, value: Json, where: str) -> Any:
     if _is(value, type_):
         return type_(value)
     raise UserError(f"{where}: {key} is {value!r}; use a value of type {type_.__name__}")
+
+
+def _from_switch(value: Json) -> Json:
+    """Read a list that was a switch: on is all."""
+    only = value[0] if isinstance(value, list) and len(value) == 1 else value
+    switch = SWITCHES.get(str(only).lower())
+    return value if switch is None else [ALL] * switch
 
 
 def _read_by(reads: Callable[[str], object], value: Json, where: str) -> str:
@@ -382,6 +392,8 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     only_offload = "bf16 moments need offload states or full, and fsdp2; set them, or use fp32"
     already_bf16 = "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
     too_slow = f"a step changes second moments by less than BF16 resolves where beta2 is {betas[1]:g}; use fp32, or at most 0.99"
+    unknown = [name for name in config.checkpoint.allow_changes if name not in (*CHANGES, ALL)]
+    no_change = f"{last_of(unknown)!r} is not what a resume compares{_nearest(last_of(unknown), CHANGES)}; use {', '.join((*CHANGES, ALL))}"
     stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
@@ -392,6 +404,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("data.long_documents", config.data.long_documents == "truncate" and is_one_text, one_text),
         ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
         ("checkpoint.keep_best", config.checkpoint.keep_best and not (evaluation.every and saves), no_best),
+        ("checkpoint.allow_changes", bool(unknown), no_change),
         ("checkpoint.replicas", config.checkpoint.replicas > 1, "checkpoint.replicas is above 1; use 0 or 1"),
         ("evaluation.every", bool(evaluation.every) and not evaluates, no_data),
         ("evaluation.every", bool(evaluation.paths) and not evaluation.every, never),

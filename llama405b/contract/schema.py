@@ -199,8 +199,9 @@ class Checkpoint:
     keep_best: bool = option(
         False, "keep the one with the least evaluation loss as well, and save whenever an evaluation is the best so far"
     )
-    allow_changes: bool = option(
-        False, "resume although model, data, sequence length, global batch, numerics or a seed are not the checkpoint's"
+    allow_changes: tuple[str, ...] = option(
+        (),
+        "what a resume may change, by name: model, data, optimizer.lr and others that it names when it refuses; all: anything",
     )
 
     @property

@@ -22,5 +22,5 @@ def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_pat
 
     before = identity(plain, isolated=False)
     assert identity(marked, isolated=False) == before
-    assert before.changes(identity(marked, isolated=True)) == ["packing concatenated -> isolated"]
+    assert before.changes(identity(marked, isolated=True)) == {"data.packing": "concatenated -> isolated"}
     assert identity(masked, isolated=False).data != before.data

@@ -122,5 +122,8 @@ def test_a_flipped_bit_in_one_of_0_1_never_leaves_files_out(of_0_1):
 
 def test_changes_are_named():
     now = dataclasses.replace(IDENTITY, global_batch_size=3, data="901 tokens 5")
-    assert IDENTITY.changes(now) == ["data 900 tokens 2 -> 901 tokens 5", "global batch size 6 -> 3"]
-    assert IDENTITY.changes(IDENTITY) == []
+    assert IDENTITY.changes(now) == {
+        "data": "900 tokens 2 -> 901 tokens 5",
+        "training.global_batch_size": "6 -> 3",
+    }
+    assert IDENTITY.changes(IDENTITY) == {}

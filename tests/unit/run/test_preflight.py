@@ -6,9 +6,11 @@ import pytest
 from fakes import FakeFleet
 
 from llama405b.capacity.calibration import Alone, Calibration, Point
+from llama405b.contract.checkpoints import METADATA, Manifest, RunIdentity, Seal, write_manifest
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
-from llama405b.contract.plan import Node
+from llama405b.contract.plan import Node, Plan
+from llama405b.contract.resuming import settings_of
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.machine.addresses import Address
@@ -385,3 +387,31 @@ def test_weights_are_counted_only_where_they_can_be_loaded(tiny, tmp_path):
     assert launch_facts._weights_bytes(str(model / "none")) == 0
     files[0].unlink()
     assert launch_facts._weights_bytes(str(model)) == 0
+
+
+def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_starts(tmp_path):
+    given = ["--run", "r", "--resume", "--model.path", "m", "--data.paths", "d", "--training.max_steps", "9"]
+    settings = parse(given, 0.0).config
+    identity = RunIdentity("m", "d", 4096, 64, "fp32-master", 0, 0, "isolated", settings_of(settings.optimizer, 9))
+    step = tmp_path / "step-00000004"
+    step.mkdir()
+    seals = {name: Seal(0, 0, ("0" * 64,)) for name in (METADATA, "__0_0.distcp")}
+    (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 4, seals, 1, identity=identity))[0])
+
+    def launch(*more):
+        request = parse([*given, "--checkpoint.dir", str(tmp_path), *more], 0.0)
+        found = launch_facts._resumable(preflight._inputs(request))
+        said = {"a": dataclasses.replace(facts([]), resumable=found), "b": facts([])}
+        nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
+        plan = Plan("r", 2, 0.0, "r", "a:1", request.training_program(), (), nodes)
+        preflight.check_training(request, plan, said)
+
+    launch()
+    launch("--training.global_batch_size", "32", "--checkpoint.allow_changes", "training.global_batch_size")
+    for change in (
+        ["--training.global_batch_size", "32"],
+        ["--training.global_batch_size", "0"],
+        ["--optimizer.lr", "1"],
+    ):
+        with pytest.raises(UserError, match=f"^--resume: {step} was saved with other settings"):
+            launch(*change)

@@ -102,3 +102,30 @@ def test_files_that_others_may_write_are_refused(tmp_path):
         path.chmod(0o644)
         with pytest.raises(UserError, match="belongs to another user"):
             refuse_others_writing(path)
+
+
+@pytest.mark.parametrize("words", [["--resume", "auto"], ["--resume"], ["--resume", "5"]])
+def test_a_resume_of_no_run_asks_which_was_meant(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^--resume: nothing to resume; name the run with --run$"):
+        parse(*words)
+    for age, name in ((90, "short"), (50, "long")):
+        plan = tmp_path / "runs" / name / "plan.json"
+        plan.parent.mkdir(parents=True)
+        plan.touch()
+        os.utime(plan, (1e9 - age, 1e9 - age))
+    with pytest.raises(UserError, match=r"^--resume: nothing to resume; did you mean --run long\?$"):
+        parse(*words)
+    manifest = tmp_path / "runs/long/checkpoints/step-00000005/manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    with pytest.raises(UserError, match=r"^--resume: nothing to resume; did you mean --run long \(step 5\)\?$"):
+        parse(*words)
+    assert parse(*words, "--run", "long").resume == {"--resume": "auto"}.get(words[-1], words[-1])
+    parse(*words, "--checkpoint.dir", "elsewhere")  # which may hold some
+
+
+def test_resume_alone_means_auto_and_hides_no_other_flag():
+    request = parse("hosts", "--run", "r", "--resume", "--follow", "--restart=2")
+    assert (request.resume, request.follow) == ("auto", True)
+    assert request.typed == ("--preset", "demo", "hosts", "--follow", "--restart=2")

@@ -18,7 +18,14 @@ from pathlib import Path
 
 import llama405b
 from llama405b.contract import corpus, reader, weights
-from llama405b.contract.checkpoints import committed, refuse_held
+from llama405b.contract.checkpoints import (
+    MANIFEST,
+    committed,
+    named_path,
+    newest_complete,
+    read_manifest,
+    refuse_held,
+)
 from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
@@ -31,7 +38,15 @@ from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import stop_mark
 from llama405b_tools.remote.locks import is_alive, run_of, runs
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, Reach, RunPlace
+from llama405b_tools.remote.messages.launch import (
+    InputCheck,
+    LaunchFacts,
+    PlaceFault,
+    ProbeRequest,
+    Reach,
+    Resumable,
+    RunPlace,
+)
 
 VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
 
@@ -105,7 +120,20 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         user=user_of(os.getuid()),
         runs=_identity(Path("runs")),
         weights_bytes=_weights_bytes(request.weights),
+        resumable=_resumable(request.inputs),
     )
+
+
+def _resumable(check: InputCheck | None) -> Resumable | None:
+    """The checkpoint that a run would go on from; if it cannot be read, the trainer says so."""
+    if check is None or check.resume == "no":
+        return None
+    root = Path(check.checkpoints)
+    path = newest_complete(root) if check.resume == "auto" else named_path(root, check.resume)
+    with contextlib.suppress(OSError, reader.MalformedError):
+        if path and (identity := read_manifest((path / MANIFEST).read_bytes())[0].identity):
+            return Resumable(str(path), identity)
+    return None
 
 
 def _weights_bytes(path: str) -> int:

@@ -53,7 +53,7 @@ def launch(
         if again:
             raise RunError(str(error)) from None
         raise
-    check_training(request, plan)
+    check_training(request, plan, answers)
     if faults := room_faults(request, plan, answers):
         raise RunError(fault_list(faults, len(hosts)))
     if outlook := expected(request, plan, answers, kept(request.hosts_file, hosts)):

@@ -12,6 +12,7 @@ from llama405b.contract import command, config
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
+from llama405b.contract.resuming import accept_changes, as_configured
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
@@ -112,6 +113,8 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         request.new_checkpoints,
         whole=request.config.parallel.fsdp == "fsdp1",
         template=data.chat_template,
+        resume=request.resume,
+        checkpoints=request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints",
     )
 
 
@@ -234,8 +237,8 @@ def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
     )
 
 
-def check_training(request: LaunchRequest, plan: Plan) -> None:
-    """Parse the planned command with the trainer's own parser, and check the batch size against the ranks.
+def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
+    """Parse the planned command with the trainer's own parser; check it against the ranks and what is resumed.
 
     Raises:
         UserError: The trainer would refuse it.
@@ -244,7 +247,10 @@ def check_training(request: LaunchRequest, plan: Plan) -> None:
         parsed = command.parse(plan.program[2:])
         if parsed.config != request.config:
             raise UserError("the planned command does not match the request; please report this as a bug")
-        config.check_world(parsed.config, plan.world)
+        settings = config.on_ranks(parsed.config, plan.world)
+        if found := next((each.resumable for each in answers.values() if each.resumable), None):
+            now = as_configured(found.identity, settings)
+            accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
 
 
 def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:

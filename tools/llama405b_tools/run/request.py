@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract import command, config
+from llama405b.contract.checkpoints import newest_complete, step_of
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
@@ -124,7 +126,7 @@ def _parser() -> OneLineParser:
     add("--run", default="", help="name of the run [<preset>-<date>-<time>]")
     add("--config", type=Path, help="TOML file of settings")
     add("--preset", default="", help=f"settings to start from: {', '.join(config.preset_names())}")
-    add("--resume", default="no", help="no | auto (newest checkpoint that verifies) | STEP | PATH [no]")
+    command.add_resume(add)
     add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
@@ -190,6 +192,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     flags: tuple[str, ...] = ()
     if not program:
         resolved, flags = _training(known, settings)
+        refuse_nothing_to_resume(known, resolved)
     return LaunchRequest(
         hosts_file=known.hosts,
         run=check_run_name(known.run or _new_name(known, now)),
@@ -221,11 +224,12 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
 def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
     """Return the arguments without these flags and their values."""
     kept: list[str] = []
-    skips = False
+    flag = ""
     for argument in argv:
-        if not skips and argument.partition("=")[0] not in flags:
+        is_value = flag in flags and not argument.startswith("-")  # --resume may have none
+        if not is_value and argument.partition("=")[0] not in flags:
             kept.append(argument)
-        skips = not skips and argument in flags
+        flag = argument
     return tuple(kept)
 
 
@@ -234,6 +238,23 @@ def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Confi
     own = config.read_toml(known.config) | config.read_flags(settings)
     flags = (*_flag("--preset", known.preset), *config.to_flags(own))
     return command.parse([*source_flags(known), *settings]).config, flags
+
+
+def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> None:
+    """Refuse to resume a run that is not named: a new one has no checkpoint.
+
+    Raises:
+        UserError: Names the newest run that this directory has.
+    """
+    if known.run or settings.checkpoint.dir or not (known.resume == "auto" or known.resume.isdecimal()):
+        return
+    runs = [RunDir(path) for path in Path("runs").glob("*") if (path / "plan.json").exists()]
+    newest = max(runs, key=lambda run: run.plan.stat().st_mtime, default=None)
+    if newest is None:
+        raise UserError("--resume: nothing to resume; name the run with --run")
+    path = newest_complete(newest.checkpoints)
+    reached = given(" (step {})", step_of(path) if path else 0)
+    raise UserError(f"--resume: nothing to resume; did you mean --run {newest.name}{reached}?")
 
 
 def source_flags(known: argparse.Namespace) -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.weights import Llama
 from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
@@ -21,6 +22,8 @@ class InputCheck:
     new_checkpoints: str = ""  # the directory that must hold no checkpoint
     whole: bool = False  # a part of the weights is not enough
     template: str = ""  # the file of a chat template; "": the tokenizer's own
+    resume: str = "no"  # no, auto, a step or a path
+    checkpoints: str = ""  # where auto and steps are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +75,14 @@ class RunPlace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Resumable:
+    """A checkpoint that the run would go on from."""
+
+    path: str
+    identity: RunIdentity
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LaunchFacts:
     """What launch must know about a host."""
 
@@ -111,3 +122,4 @@ class LaunchFacts:
     gpu_bytes: int = 0  # its memory
     memory_bytes: int = 0  # of the host
     shares: bool | None = None  # whether it sees what the head wrote for ``shared``; None: unknown
+    resumable: Resumable | None = None  # on the head; None: there is none, or it does not say what it is of
