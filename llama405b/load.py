@@ -77,8 +77,9 @@ def load(
 
 
 def materialise(model: nn.Module, me: Ranks, *, offload: bool = False) -> None:
-    """Give the sharded meta model memory, its tied head and its rotary buffers; the weights stay undefined."""
-    model.to_empty(device="cpu" if offload else me.device)
+    """Give what is on the meta device of a sharded model memory, its tied head and its rotary buffers; the weights stay undefined."""
+    device = torch.device("cpu") if offload else me.device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     tie_head(model)
     restore_buffers(model, model.config, me.device)
 

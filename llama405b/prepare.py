@@ -29,6 +29,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
+from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
 from llama405b.cores import bind
 from llama405b.data.batches import Batches, described, open_batches
@@ -277,7 +278,7 @@ def build_module(
         fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
         kept, offload = kept_weights(module, parallel), parallel.offload != "none"
         if kept is not module:
-            load.materialise(module, me)
+            load.materialise(module, me, offload=parallel.offload == "full")
         if from_checkpoint:
             load.materialise(kept, me, offload=offload)
             how = "weights come from the checkpoint"
@@ -295,8 +296,9 @@ def build_module(
     journal.log(
         f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{_update_words(parallel)}"
     )
-    for line in checked:
-        journal.log(line)
+    for line in (*checked, rounding_note(parallel, config.optimizer)):
+        if line:
+            journal.log(line)
     return module, kept
 
 

@@ -18,7 +18,11 @@ import llama405b.model.kernels  # noqa: F401  # registers varlen
 from llama405b.axes import Axes
 from llama405b.batch import Batch
 from llama405b.contract.schema import Parallel
+from llama405b.model.llama import build_on_meta
+from llama405b.optim.adamw import start_moments
+from llama405b.optim.norm import local
 from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
+from llama405b.parallel.masters import kept_weights
 from llama405b.step import nll_of
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = full
@@ -94,3 +98,28 @@ def track(config: dict, parallel: Parallel, world: int, seq_len: int, micro_batc
     finally:
         torch.set_default_dtype(torch.float32)
         dist.destroy_process_group()
+
+
+def optimizer_bytes(config: dict, parallel: Parallel, world: int) -> tuple[int, int]:
+    """What a rank keeps beside the model's parameters and gradients, and what of a rank goes into a checkpoint."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        config = LlamaConfig(**config)
+        model = build_on_meta(config, "sdpa", shard_dtype(parallel))
+        if config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        shard(model, parallel, torch.device("cpu"), device_mesh(Axes(dp_shard=world), "cpu"))
+        kept, own = kept_weights(model, parallel), {id(p) for p in model.parameters()}
+        optimizer = torch.optim.AdamW(kept.parameters())
+        for parameter in kept.parameters():
+            start_moments(optimizer, parameter, parameter.dtype)
+        moments = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+        weights, masters = list(kept.parameters()), [p for p in kept.parameters() if id(p) not in own]
+        return _bytes([*moments, *masters]), _bytes([*moments, *weights])
+    finally:
+        dist.destroy_process_group()
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    """This rank's, which as the first needs no padding."""
+    return sum(local(t).numel() * t.dtype.itemsize for t in tensors)

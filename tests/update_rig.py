@@ -20,7 +20,17 @@ def batch(step, me, accumulation):
     return [Batch(part[:, :-1], part[:, 1:]) for part in mine.tensor_split(min(accumulation, each))]
 
 
-def build(me, directory, *, overlap, offload="full", numerics="", wrap=("LlamaDecoderLayer", "Embedding"), **more):
+def build(
+    me,
+    directory,
+    *,
+    overlap,
+    offload="full",
+    numerics="",
+    wrap=("LlamaDecoderLayer", "Embedding"),
+    masters=True,
+    **more,
+):
     from llama405b import load
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
@@ -32,10 +42,10 @@ def build(me, directory, *, overlap, offload="full", numerics="", wrap=("LlamaDe
     parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
-    kept = kept_weights(module, parallel)
+    kept = kept_weights(module, parallel) if masters else module
     load.load(kept, directory, "rank0", me, lambda *_: None, offload=True)
     if kept is not module:
-        load.materialise(module, me)
+        load.materialise(module, me, offload=parallel.offload == "full")
     fsdp2.checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, kept=kept)
 

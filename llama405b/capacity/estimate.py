@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from llama405b.capacity.files import BYTES, Loading, Saving, loading, saving
 from llama405b.capacity.hardware import GIB, Gpu, read_gpus
-from llama405b.capacity.memory import Job, Peak, peak
+from llama405b.capacity.memory import NORMS, Job, Peak, norm_elements, peak
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import Rates, StepTime, step_time
 from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
@@ -22,6 +22,14 @@ PINNED = 1.19
 
 KINDS = ("parameters", "gradients", "moments")
 GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
+
+
+NORMS_IN_FP32 = {"pure-bf16": 4 + 4, "fp32-master": 0, "fp32": 0}  # more bytes per parameter of a norm: master, moments
+WEIGHT_IN_FP32 = 2  # of them, those that take no memory of their own in a checkpoint: the master is the weight
+
+
+NORM = {"pure-bf16": 4 + 4, "fp32-master": 0, "fp32": 0}  # more bytes per parameter of a norm: its master, and moments
+NORM_SAVED = {"pure-bf16": 2 + 4, "fp32-master": 0, "fp32": 0}  # of those in a checkpoint: it has the master alone
 
 
 def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
@@ -111,7 +119,8 @@ class Load:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint on disk, over all ranks."""
-        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.llama.parameters
+        norms = NORM_SAVED[self.numerics] * norm_elements(self.llama, 1)
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.llama.parameters + norms
 
     @property
     def host_bytes(self) -> dict[str, float]:
@@ -122,8 +131,10 @@ class Load:
             "states": (weight, gradient, self.moment_bytes),
             "full": (weight * PINNED, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
         }[self.offload]
-        on_host = self.llama.parameters * self.ranks_per_host / max(self.world, self.ranks_per_host)
-        return {name: size * on_host for name, size in zip(KINDS, parts, strict=True) if size}
+        share = self.ranks_per_host / max(self.world, self.ranks_per_host)
+        found = {name: size * self.llama.parameters * share for name, size in zip(KINDS, parts, strict=True) if size}
+        norms = NORM[self.numerics] * norm_elements(self.llama, 1) * share
+        return found | {NORMS: norms} if found and norms else found
 
     @property
     def update_bytes_per_parameter(self) -> int:
@@ -193,6 +204,7 @@ def _job(load: Load) -> Job:
         kept=dict(zip(KINDS, kept, strict=True)),
         halves=load.halves,
         embedding_apart="Embedding" in load.wrap,
+        norms=NORM[load.numerics] * (load.offload == "none"),
         sums=load.global_batch > load.micro_batch * load.world,
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from llama405b.contract.weights import EMBEDDING, HEAD, Llama
 
+NORMS = "norms in FP32"  # their masters, and what their moments take more
 LOSS_BYTES = 4  # of a logit in FP32: its copy, its log-softmax and each of two gradients
 
 
@@ -29,6 +30,7 @@ class Job:
     kept: Mapping[str, float]  # bytes per parameter of the shards that stay: parameters, gradients, moments
     halves: bool  # attention and MLP are units of their own, instead of the decoder layer
     embedding_apart: bool = True  # the embedding is a unit
+    norms: float = 0.0  # more bytes per parameter of a norm
     sums: bool = False  # gradients of earlier micro-batches are there from the start
 
 
@@ -75,6 +77,11 @@ class Pieces:
         return self.attention + self.mlp + self.norms
 
 
+def norm_elements(llama: Llama, world: int) -> int:
+    """Return how many elements a rank keeps of all norms."""
+    return (2 * llama.layers + 1) * math.ceil(llama.hidden / world)
+
+
 def shard_elements(llama: Llama, world: int) -> int:
     """Return how many elements a rank keeps of all parameters: FSDP2 shards the first dimension, and pads it."""
 
@@ -99,6 +106,7 @@ class _Step:
         shards = shard_elements(job.llama, job.world)
         self.held: dict[str, float] = collections.defaultdict(float)
         self.held |= {name: shards * size for name, size in job.kept.items() if name != "gradients"}
+        self.held[NORMS] = job.norms * norm_elements(job.llama, job.world)
         self.gradient_bytes = job.kept["gradients"]
         if job.sums:
             self.held["gradients"] += shards * self.gradient_bytes

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 
 from llama405b.contract.schema import Optimizer
 from llama405b.optim.norm import local
+from llama405b.parallel.masters import is_norm
 
 CHUNK = (
     1 << 20
@@ -22,9 +23,8 @@ State = dict[str, Tensor]  # of one parameter: step, exp_avg, exp_avg_sq
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """Build fused AdamW over the shards, on the CPU if they are offloaded. Matrices decay, vectors (norms) do not."""
-    # By name: FSDP1 leaves flat pieces, so the number of dimensions does not help.
     named = dict(model.named_parameters())
-    vectors = {name: p for name, p in named.items() if "norm" in name or name.endswith(".bias")}
+    vectors = {name: p for name, p in named.items() if is_norm(name) or name.endswith(".bias")}
     matrices = [p for name, p in named.items() if name not in vectors]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
@@ -92,9 +92,11 @@ def update_adamw(
 ) -> None:
     """Update this rank's parts of parameters with torch's fused AdamW, and without DTensor's dispatch.
 
+    Gradients may have another dtype than the weights.
     It takes one dtype: where moments have another than the weights they pass through FP32, chunk by chunk.
     """
     weights = [local(parameter) for parameter in parameters]
+    gradients = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
     first, second = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
     steps = [state["step"] for state in states]
     if first[0].dtype == weights[0].dtype:

@@ -25,6 +25,7 @@ from llama405b.copies import Progress, refused
 from llama405b.optim.adamw import Settings, nothing_to_keep, settings_of, start_moments, state_tensors, update_adamw
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
+from llama405b.parallel.masters import masters_of
 from llama405b.step import Keeps, Unit, UpdateWork
 
 LONG_WAIT_S = 5.0
@@ -79,6 +80,7 @@ class Offloaded:
         self.before_update: Keeps = nothing_to_keep
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         named = {name.replace(WRAPPER, ""): p for name, p in kept.named_parameters()}
+        self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in masters_of(model, kept)}
         self.parts, self.hooks = [], []
         for unit in fsdp_units(model):
             groups: dict[int, list[nn.Parameter]] = {}
@@ -103,9 +105,10 @@ class Offloaded:
             Exception: An update failed; the worker's own.
         """
         for part in self.parts:
-            gradients = [[_taken(p) for p in parameters] for _, parameters in part.groups]
+            weights = [[self.weights[id(p)] for p in parameters] for _, parameters in part.groups]
+            gradients = [[_taken(weight) for weight in group] for group in weights]
             self.done.down_bytes += _bytes(gradients)
-            self.done.up_bytes += part.gathers * _bytes([map(local, parameters) for _, parameters in part.groups])
+            self.done.up_bytes += part.gathers * _bytes([map(local, group) for group in weights])
             if part.sums:
                 self._finish(part.adding)  # or a slow worker would leave more and more gradients waiting
                 part.adding = self.worker.submit(_add, part.sums, gradients)
@@ -174,7 +177,17 @@ class Offloaded:
             self.wait(part)
 
     def publish(self) -> None:
-        """FSDP gathers from the weights as they are kept."""
+        """See ``Updater``."""
+        for part in self.parts:
+            self._publish(part)
+
+    @torch.no_grad()
+    def _publish(self, part: Part) -> None:
+        """Give the model the weights of a unit; FSDP gathers from those that are kept, but for what has masters."""
+        for _, parameters in part.groups:
+            for parameter in parameters:
+                if (weight := self.weights[id(parameter)]) is not parameter:
+                    local(weight).copy_(local(parameter))
 
     def work(self) -> UpdateWork:
         """See ``Updater``."""
@@ -192,6 +205,7 @@ class Offloaded:
             written, scaled = [tensor for tensor in changed if tensor.dim()], step.factor != 1.0
             self.done.update_bytes += 2 * _bytes([written]) + (1 + 2 * scaled) * _bytes([gradients])
         self.done.update_s += time.perf_counter() - began
+        self._publish(part)
 
 
 def fill_for_fsdp(model: nn.Module, sets: int, progress: Progress) -> None:

@@ -11,7 +11,7 @@ The CUDA half of this (streams, events, pinned memory) has been read, and never 
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from llama405b.contract.schema import Moments
 from llama405b.copies import Arrived, Progress, allocate, copy, nothing
 from llama405b.optim.norm import local
-from llama405b.optim.offloaded import Due, Offloaded, Part, Waits
+from llama405b.optim.offloaded import Offloaded, Part, Waits
 from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
 
 
@@ -66,7 +66,7 @@ class States(Offloaded):
         moments: Moments,
         pinning: Progress,
     ) -> None:
-        """Allocate what crosses PCIe, have FSDP hand over the gradients, and give the model its weights.
+        """Allocate what crosses PCIe, and have FSDP hand over the gradients.
 
         ``pinning`` hears of the progress; all else: see ``Offloaded``.
 
@@ -95,7 +95,6 @@ class States(Offloaded):
             unit.modules[0].set_all_reduce_hook(functools.partial(self._land, part))
             for member in members:
                 member.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, member))
-        self.publish()
 
     def collect(self) -> None:
         """The gradients came during the backward."""
@@ -152,17 +151,12 @@ class States(Offloaded):
 
     def publish(self) -> None:
         """See ``Updater``."""
-        for part in self.parts:
-            self._upload(part)
+        super().publish()
         self.drain()
         self.told = dataclasses.replace(self.done)  # no step's work
 
-    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:
-        super()._update(part, sums, step)
-        self._upload(part)
-
     @torch.no_grad()
-    def _upload(self, part: Part) -> None:
+    def _publish(self, part: Part) -> None:
         """Round a unit's masters to BF16, and begin to copy them to the device."""
         self.staged()  # the unit before
         landing = self.landings[part.name]

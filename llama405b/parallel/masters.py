@@ -1,5 +1,7 @@
 """FP32 masters of a sharded model's weights: the same names, the same shards, and no forward."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -10,9 +12,10 @@ from llama405b.parallel.fsdp2 import WRAPPER
 def kept_weights(model: nn.Module, parallel: Parallel) -> nn.Module:
     """Return the module whose parameters are the weights as they are kept: ``model``, or FP32 masters on the meta device.
 
-    ``model``: sharded by FSDP2, and not yet wrapped for activation checkpointing.
+    In pure BF16 only norms have masters, beside the model's other parameters: their weights are about 1, where BF16 would lose
+    every update at usual learning rates. ``model``: sharded by FSDP2, and not yet wrapped for activation checkpointing.
     """
-    if parallel.offload != "states":
+    if parallel.offload != "states" and parallel.numerics != "pure-bf16":
         return model
     kept = nn.Module()
     kept.config = model.config
@@ -23,5 +26,20 @@ def kept_weights(model: nn.Module, parallel: Parallel) -> nn.Module:
             if not hasattr(owner, step):
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
-        owner.register_parameter(last, nn.Parameter(torch.empty_like(parameter, dtype=torch.float32)))
+        if parallel.offload == "states" or is_norm(name):
+            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+        owner.register_parameter(last, parameter)
     return kept
+
+
+def is_norm(name: str) -> bool:
+    """Whether a parameter is a norm's, by its name: FSDP1 leaves flat pieces, so the number of dimensions does not help."""
+    return "norm" in name
+
+
+def masters_of(model: nn.Module, kept: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield each weight of the model that has a master, with it."""
+    of = {name.replace(WRAPPER, ""): master for name, master in kept.named_parameters()}
+    for name, weight in model.named_parameters():
+        if (master := of[name.replace(WRAPPER, "")]) is not weight:
+            yield weight, master

@@ -32,7 +32,7 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
             kept = kept_weights(module, parallel)
             load.load(kept, directory, "rank0", me, lambda *_: None, offload=offload != "none")
             if kept is not module:
-                load.materialise(module, me)
+                load.materialise(module, me, offload=parallel.offload == "full")
         fsdp2.checkpoint_activations(module)
         if offload == "full":
             fill_for_fsdp(module, 1, lambda *_: None)

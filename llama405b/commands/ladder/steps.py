@@ -86,7 +86,7 @@ def _build(what: Workload, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Up
     kept = kept_weights(module, parallel)
     load.materialise(kept, me, offload=parallel.offload != "none")
     if kept is not module:
-        load.materialise(module, me)
+        load.materialise(module, me, offload=parallel.offload == "full")
     generator = torch.Generator(me.device).manual_seed(0)
     for parameter in kept.parameters():
         assert isinstance(parameter.data, DTensor)

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from llama405b.capacity.estimate import Load, estimate
-from llama405b.capacity.memory import shard_elements
+from llama405b.capacity.memory import NORMS, shard_elements
 from llama405b.capacity.outlook import HALVES, WHOLE
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import parse_llama
-from tracked import track
+from tracked import optimizer_bytes, track
 
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 MODELS = [
@@ -44,6 +44,20 @@ def _compare(model, numerics, offload, wrap, batch):
 @pytest.mark.parametrize(("model", "numerics", "offload", "wrap", "batch"), SOME)
 def test_a_step_takes_what_torch_tracks(model, numerics, offload, wrap, batch):
     _compare(model, numerics, offload, wrap, batch)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("model", MODELS[::2])
+def test_the_optimizer_takes_what_it_keeps(model, numerics):
+    (name, layers, world), parallel = model, Parallel(numerics=numerics)
+    config = PRESETS[name] | {"num_hidden_layers": layers}
+    llama = parse_llama(config, name)
+    load = Load(llama, numerics, "none", world, 512, 1, world)
+    held = estimate(load).peak.held
+    kept, _ = optimizer_bytes(config, parallel, world)
+    assert held["moments"] + held.get(NORMS, 0) == kept
+    assert load.checkpoint_bytes == optimizer_bytes(config, parallel, 1)[1]
+    assert (numerics == "pure-bf16") == (kept != load.moment_bytes * shard_elements(llama, world))
 
 
 @pytest.mark.soak

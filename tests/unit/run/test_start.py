@@ -144,3 +144,19 @@ def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):
     assert [name for name, end in ends.items() if isinstance(end, HostError)] == ["c"]
     assert all(not ends[name].remains and ends[name].was_alive and ends[name].stopped_by for name in "ab")
     assert fleet.fakes["a"].heard[-1][1].grace_s == 30.0
+
+
+def test_a_launch_warns_of_pure_bf16_at_a_small_learning_rate(fleet):
+    words = ["--run", "r", "--model.path", "m", "--data.paths", "d", "--training.global_batch_size", "0"]
+
+    def said(*more):
+        lines = []
+        launch(parse([*words, *more], 0.0), list(fleet.hosts.values()), fleet, say=lines.append)
+        for host in fleet.fakes.values():
+            host.alive = False
+        return "\n".join(lines)
+
+    assert "note: with numerics pure-bf16 a step at learning rate 1e-05 changes about 2.7% of the weights; " in said(
+        "--parallel.numerics", "pure-bf16"
+    )
+    assert "pure-bf16" not in said()

@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
+from llama405b.contract.rounding import rounding_note
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import hosts_argument
@@ -15,7 +16,7 @@ from llama405b_tools.run.calibrations import kept
 from llama405b_tools.run.expect import expected, misfit
 from llama405b_tools.run.guard_record import asked_for
 from llama405b_tools.run.loading import loading_note
-from llama405b_tools.run.preflight import check_training, fault_list, nccl_lines, part_of, plan_of, probe_hosts
+from llama405b_tools.run.preflight import Facts, check_training, fault_list, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.room import room_faults
 from llama405b_tools.run.screen import show
@@ -75,13 +76,23 @@ def launch(
     say(f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, {took}")
     for line in nccl_lines(request, parts):
         say(f"  {line}")
-    if request.config and (note := loading_note(request, plan, answers)):
+    for note in training_notes(request, plan, answers):
         say(note)
     if outlook:
         say(expectation(outlook))
     if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):
         say(UNPROVED)
     return plan
+
+
+def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterator[str]:
+    """Say what the settings of a training run entail on these hosts."""
+    if request.config is None:
+        return
+    if note := loading_note(request, plan, answers):
+        yield note
+    if note := rounding_note(request.config.parallel, request.config.optimizer):
+        yield f"note: {note}"
 
 
 def resumed(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> tuple[LaunchRequest, list[Host]]:
