@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from llama405b.batch import IGNORE_INDEX, Batch
+from llama405b.contract.phrases import counted
 from llama405b.data.batches import Batches
 from llama405b.parallel.fsdp2 import forget_forward
 from llama405b.ranks import Ranks, sum_over_ranks
@@ -31,7 +32,10 @@ class Evaluated:
             return math.inf
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.4f}, perplexity {self.perplexity:,.2f} ({self.n_targets:,} targets in {self.n_sequences:,} sequences)"
+        of = " in ".join(
+            counted(n, noun, grouped=True) for n, noun in ((self.n_targets, "target"), (self.n_sequences, "sequence"))
+        )
+        return f"loss {self.loss:.4f}, perplexity {self.perplexity:,.2f} ({of})"
 
 
 @torch.no_grad()

@@ -113,7 +113,9 @@ def say_what_is_read(
         journal.log(line)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     micro = f"{counted(accumulate, 'micro-batch', 'micro-batches')} on each of {counted(me.world, 'rank')}"
-    journal.log(f"{counted(steps, 'step')} of {shape} ({micro}), {batches.n_sequences} sequences in an epoch")
+    journal.log(
+        f"{counted(steps, 'step')} of {shape} ({micro}), {counted(batches.n_sequences, 'sequence')} in an epoch"
+    )
 
 
 def held_out_of(

@@ -96,29 +96,32 @@ class Trainer:
             if metrics is None:
                 self.pulse.stepped(step)
             else:
-                metrics = self.evaluated(metrics)
+                metrics, evaluated = self.evaluated(metrics)
                 timeouts = self.config.timeouts  # a slow disk, on one rank, may hold up the update there
                 ranks.set_timeout(timeouts.load if self.saver.step else timeouts.step)
                 self.pulse.stepped(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
                 self.journal.metrics(metrics)
+                if evaluated:
+                    self.journal.log(evaluated)
             if self.obey(step, metrics):
                 self.journal.log(f"stopped after step {step}, as requested")
                 self.journal.event(EventKind.STOPPED, step=step)
                 break
         self.updater.drain()
 
-    def evaluated(self, metrics: Metrics) -> Metrics:
-        """Evaluate the weights after a step, if that is due; returns its metrics with the loss."""
+    def evaluated(self, metrics: Metrics) -> tuple[Metrics, str]:
+        """Evaluate the weights after a step, if that is due; returns its metrics with the loss, and a line about it."""
         every, step = self.config.evaluation.every, metrics.step
         if self.held_out is None or (step % every and step != self.steps.stop - 1):
-            return metrics
+            return metrics, ""
         self.pulse.phase(Phase.EVAL)
         began, evaluation = time.monotonic(), self.config.evaluation
         micro = evaluation.micro_batch_size or self.config.training.micro_batch_size
         found = evaluate(self.module, self.held_out, self.me, micro, evaluation.max_sequences, self.pulse.alive)
-        self.journal.log(f"evaluation after step {step}: {found}, {time.monotonic() - began:.1f} s")
         self.pulse.phase(Phase.TRAIN)
-        return dataclasses.replace(metrics, evaluation_loss=found.loss if math.isfinite(found.loss) else None)
+        loss = found.loss if math.isfinite(found.loss) else None
+        line = f"evaluation after step {step}: {found}, {time.monotonic() - began:.1f} s"
+        return dataclasses.replace(metrics, evaluation_loss=loss), line
 
     def skip(self, step: int) -> None:
         """Record a step in which every target is masked, for example by very long prompts.

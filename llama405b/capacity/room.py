@@ -1,6 +1,7 @@
 """Whether a disk holds the checkpoints that a run keeps, and whether it is nearly full. Pure."""
 
 from llama405b.contract.checkpoints import LEAST_KEPT
+from llama405b.contract.sizes import size_words
 
 LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # of all
 
@@ -24,6 +25,6 @@ def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, b
     if fits >= LEAST_KEPT:
         remedy = f"use --checkpoint.keep {fits}, or another directory"
     return (
-        f"has {free_bytes / 1e9:,.2f} GB free, but a checkpoint takes {each_bytes / 1e9:,.2f} GB, {keep} are kept, and one more "
+        f"has {size_words(free_bytes)} free, but a checkpoint takes {size_words(each_bytes)}, {keep} are kept, and one more "
         f"is being written; {remedy}"
     )

@@ -14,6 +14,11 @@ from llama405b.contract.tensors import DTYPE_BYTES, header_bytes
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
+def partial_of(path: Path) -> Path:
+    """Return the file that is written first."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_tensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
 ) -> str:
@@ -22,22 +27,26 @@ def write_tensors(
     Raises:
         OSError: The disk is full, or cannot be written.
     """
-    partial, digest, begin = path.with_name(f".{path.name}.partial"), hashlib.sha256(), 0
+    partial, digest, begin = partial_of(path), hashlib.sha256(), 0
     entries: dict[str, object] = {}
     for name, shape in shapes.items():
         end = begin + math.prod(shape) * DTYPE_BYTES[NAMES[dtype]]
         entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
         begin = end
-    with partial.open("wb") as file:
+    try:
+        with partial.open("wb") as file:
 
-        def put(content: bytes | memoryview) -> None:
-            digest.update(content)
-            file.write(content)
+            def put(content: bytes | memoryview) -> None:
+                digest.update(content)
+                file.write(content)
 
-        put(header_bytes(entries))
-        for name in shapes:
-            put(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
-        file.flush()
-        os.fsync(file.fileno())
+            put(header_bytes(entries))
+            for name in shapes:
+                put(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)  # or it would take the room of the next try
+        raise
     partial.rename(path)
     return digest.hexdigest()

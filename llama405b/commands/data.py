@@ -101,7 +101,7 @@ def _shown(
         targets = int((batches.read([number]).targets_BS >= 0).sum())
         documents = np.split(window_N, np.flatnonzero(window_N & FIRST))
         documents = [each for each in documents if len(each)]
-        what = f"{counted(len(documents), 'document')}, {len(window_N):,} tokens, {targets:,} targets"
+        what = f"{counted(len(documents), 'document')}, {len(window_N):,} tokens, {counted(targets, 'target', grouped=True)}"
         yield f"sequence {number + 1} of {batches.n_sequences:,}: {what}"
         for document_N in documents:
             yield BEGINS if document_N[0] & FIRST else f"{BEGINS} (which began in another sequence)"

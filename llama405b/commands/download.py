@@ -20,6 +20,7 @@ from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.hashes import BlockHasher, Hashes
 from llama405b.contract.phrases import counted
+from llama405b.contract.sizes import size_words
 from llama405b.contract.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
 from llama405b.hub import dataset_files, said_clearly
 
@@ -192,7 +193,7 @@ def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
     need, free = _bytes_of(lacking), shutil.disk_usage(here).free
     if need > free:
         raise UserError(
-            f"--to: {target} has {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed; name a directory on another disk"
+            f"--to: {target} has {size_words(free)} free, but {size_words(need)} are needed; name a directory on another disk"
         )
 
 

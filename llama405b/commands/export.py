@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llama405b.checkpoint.pickled import PickledWeights
-from llama405b.checkpoint.safetensors_file import write_tensors
+from llama405b.checkpoint.safetensors_file import partial_of, write_tensors
 from llama405b.checkpoint.weights_of import SavedWeights
 from llama405b.commands.hub_upload import create, upload
 from llama405b.commands.try_model import try_model
@@ -29,6 +29,7 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
+from llama405b.contract.sizes import size_words
 from llama405b.contract.tensors import INDEX, SINGLE, is_pickled, read_hf_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -220,7 +221,7 @@ def write(export: Export, found: Weights, out: Path) -> None:
     lacking = [name for name in export.files if name not in done]
     need, free = sum(map(export.bytes_of, lacking)), shutil.disk_usage(out).free
     if need > free:
-        raise UserError(f"{out}: {free / 1e9:.2f} GB free, but {need / 1e9:.2f} GB are needed; name another disk")
+        raise UserError(f"{out}: {size_words(free)} free, but {size_words(need)} are needed; name another disk")
     began, written = time.monotonic(), 0
     for name in lacking:
         try:
@@ -245,6 +246,8 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
     """Return the files that an earlier call has finished."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for name in export.files:
+            partial_of(out / name).unlink(missing_ok=True)  # of a call that was killed: its room is needed
         present = [path.name for path in out.iterdir()]
         if RECORD not in present:
             if present:

@@ -60,7 +60,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
             f"ranks        {world}: {mine:,} parameters on rank 0, which holds the most",
             f"state        {numerics}: {sum(config.parallel.state_bytes)} bytes per parameter, {state} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
-            f"step         {config.training.global_batch_size} sequences of {config.data.seq_len} tokens: "
+            f"step         {counted(config.training.global_batch_size, 'sequence')} of {config.data.seq_len} tokens: "
             f"{counted(accumulate, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
             *_estimate(config, hf_config, world),
         ]

@@ -23,7 +23,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
 from llama405b.contract.resuming import ALL, CHANGES
-from llama405b.contract.schema import ALIASES, TYPES, Config, Training, fields
+from llama405b.contract.schema import ALIASES, TYPES, Config, Parallel, Training, fields
 from llama405b.contract.sizes import staging_bytes
 from llama405b.contract.trust import refuse_others_writing
 
@@ -40,6 +40,10 @@ ABOVE_ZERO = (  # other numbers may be 0
     "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
     "checkpoint.mtbf",
 )  # fmt: skip
+# What only fsdp1 takes, with what each is by default.
+OF_FSDP1 = [
+    (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
+]
 SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
 
@@ -245,7 +249,7 @@ def accumulation(training: Training, world: int) -> int:
         below = training.global_batch_size // unit * unit
         nearest = " or ".join(str(size) for size in (below, below + unit) if size)
         raise UserError(
-            f"--training.global_batch_size: {training.global_batch_size} sequences do not divide into micro-batches of "
+            f"--training.global_batch_size: {counted(training.global_batch_size, 'sequence')} cannot be divided into micro-batches of "
             f"{training.micro_batch_size} on {counted(world, 'rank')}; use {nearest}"
         )
     return training.global_batch_size // unit
@@ -392,6 +396,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     only_offload = "bf16 moments need offload states or full, and fsdp2; set them, or use fp32"
     already_bf16 = "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
     too_slow = f"a step changes second moments by less than BF16 resolves where beta2 is {betas[1]:g}; use fp32, or at most 0.99"
+    unused = "with fsdp2 it would have no effect; leave it out, or use fsdp1"
     unknown = [name for name in config.checkpoint.allow_changes if name not in (*CHANGES, ALL)]
     no_change = f"{last_of(unknown)!r} is not what a resume compares{_nearest(last_of(unknown), CHANGES)}; use {', '.join((*CHANGES, ALL))}"
     stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
@@ -421,6 +426,7 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
         ("parallel.moments", parallel.moments == "bf16" and parallel.numerics == "pure-bf16", already_bf16),
         ("parallel.moments", parallel.moments == "bf16" and betas[1] > MAX_BETA_BF16, too_slow),
         ("parallel.forward_prefetch", parallel.forward_prefetch and parallel.fsdp == "fsdp2", stale),
+        *((f"parallel.{name}", parallel.fsdp == "fsdp2" and getattr(parallel, name) != default, unused) for name, default in OF_FSDP1),
     ):  # fmt: skip
         if is_wrong:
             yield key, fault

@@ -24,11 +24,11 @@ def given(form: str, value: str | float | None) -> str:
     return form.format(value) if value else ""
 
 
-def counted(n: int, noun: str, plural: str = "") -> str:
-    """Return ``1 host`` or ``2 hosts``; ``plural`` if it does not end in -s alone."""
+def counted(n: int, noun: str, plural: str = "", *, grouped: bool = False) -> str:
+    """Return ``1 host`` or ``2 hosts``; ``plural`` if it does not end in -s alone; ``grouped``: ``2,000 hosts``."""
     if n == 1:
         return f"1 {noun}"
-    return f"{n} {plural or noun + 's'}"
+    return f"{f'{n:,}' if grouped else n} {plural or noun + 's'}"
 
 
 def and_more(items: Sized, shown: int = 1) -> str:

@@ -27,3 +27,8 @@ def staging_bytes(text: str) -> int | None:
         UserError: It is neither.
     """
     return None if text == "auto" else n_bytes(text, "checkpoint.staging")
+
+
+def size_words(n_bytes: float) -> str:
+    """Write bytes as ``1.50 GB``, or as ``1.50 MB`` if they are few."""
+    return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.2f} MB"

@@ -33,10 +33,10 @@ ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that 
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
+POSITIVE = ("rope_theta", "original_max_position_embeddings", "attention_factor")  # where they are given
 CONVERTS = (
     "python -c \"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{0}').save_pretrained('{0}')\""
 )
@@ -175,15 +175,27 @@ def _initializer_range(config: Mapping[str, Any], where: str) -> float:
 
 
 def _check_rope(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a rotary embedding that transformers does not know, or that lacks a number."""
+    """Refuse a rotary embedding that transformers does not know, that lacks a number, or whose numbers make NaN."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if kind == "longrope":
+        raise UserError(
+            f"{where}: rope type 'longrope' cannot be trained: its factors change with the longest sequence of a batch, and no Llama 3 "
+            "has it; use another model"
+        )
     if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise UserError(
             f"{where}: rope type {kind!r} is not one of {', '.join(ROPE_NEEDS)}; download config.json again"
         )
-    if lacking := [key for key in ROPE_NEEDS[kind] if not isinstance(rope.get(key), int | float | list)]:
+    if lacking := [key for key in ROPE_NEEDS[kind] if not _is_positive(rope.get(key))]:
         raise UserError(f"{where}: rope type {kind!r} has no valid {', '.join(lacking)}; download config.json again")
+    for key, value in (*config.items(), *(rope.items() if isinstance(rope, dict) else ())):
+        if key in POSITIVE and value is not None and not _is_positive(value):
+            raise UserError(f"{where}: {key} is {value!r}, not a number above 0; download config.json again")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def check_checkpoint(

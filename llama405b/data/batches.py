@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llama405b.batch import IGNORE_INDEX, Batch
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Data
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.sources import Mixture, open_source
@@ -123,13 +124,13 @@ def described(config: Data, batches: Batches) -> list[str]:
     """Say what an epoch has of each source, and how full its sequences are."""
     mixture, lines = batches.mixture, []
     for part, source, count in zip(config.by_source, mixture.sources, mixture.counts, strict=True):
-        line = f"data: {source.n_sequences:,} sequences of {source.seq_len} tokens"
+        line = f"data: {counted(source.n_sequences, 'sequence', grouped=True)} of {counted(source.seq_len, 'token')}"
         if len(mixture.sources) > 1:
             share = f"{100 * count / batches.n_sequences:.0f}% of an epoch"
             line += f" from {', '.join(part.paths)}: {share}, {count / source.n_sequences:.2f} passes"
         if source.spans_N2 is not None:
             line += f"; whole documents, {100 * source.padding:.1f}% padding"
         if source.unread:
-            line += f"; {source.unread:,} tokens are left over"
+            line += f"; {counted(source.unread, 'token is', 'tokens are', grouped=True)} left over"
         lines.append(line)
     return lines

@@ -1,6 +1,8 @@
 """Conversations as text: through the tokenizer's chat template, in pieces of which some are learnt. Knows no files."""
 
-from collections.abc import Collection, Sequence
+import contextlib
+import signal
+from collections.abc import Collection, Iterator, Sequence
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -8,10 +10,15 @@ from transformers import PreTrainedTokenizerBase
 from llama405b.contract.corpus import Chat
 
 Segment = tuple[str, bool]  # text, and whether it is learnt
+MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds
 
 
 class UnusableError(ValueError):
     """A conversation that the template cannot be used for."""
+
+
+class EndlessError(Exception):
+    """The template does not end."""
 
 
 class Template:
@@ -26,6 +33,7 @@ class Template:
         That is where its text is split at inference, too: a prompt ends with the header. A message of weight 0 is not learnt.
 
         Raises:
+            EndlessError: The template does not end for it within ``MOST_S``.
             UnusableError: The template refuses it, writes nothing, or writes earlier messages in another way when later ones follow.
         """
         whole = self._rendered(chat, len(chat.messages))
@@ -48,10 +56,27 @@ class Template:
         """The first messages as text; ``prompt``: and the header of an answer."""
         messages: Sequence[object] = [dict(message) for message in chat.messages[:n_messages]]
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=chat.tools, tokenize=False, add_generation_prompt=prompt
+            with _ending_in_time():
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        messages, tools=chat.tools, tokenize=False, add_generation_prompt=prompt
+                    )
                 )
-            )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise UnusableError(f"the chat template refuses it ({' '.join(str(error).split())})") from None
+
+
+@contextlib.contextmanager
+def _ending_in_time() -> Iterator[None]:
+    """Raise EndlessError in the main thread, which this is, after ``MOST_S`` of computing: a template may loop without end."""
+
+    def strike(*_: object) -> None:
+        raise EndlessError
+
+    before = signal.signal(signal.SIGVTALRM, strike)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from llama405b.contract.corpus import Text
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, given
-from llama405b.data.chat import Segment, Template, UnusableError
+from llama405b.data.chat import MOST_S, EndlessError, Segment, Template, UnusableError
 from llama405b.data.documents import Documents, Found
 
 NOT_LEARNT = np.uint32(1 << 31)
@@ -168,7 +168,13 @@ class Encoder:
                 f"{found.place}: is a conversation, but the tokenizer has no chat template; name a file with one in "
                 "--data.chat_template, or start from an instruction-tuned model"
             )
-        segments = self.template.segments(document)
+        try:
+            segments = self.template.segments(document)
+        except EndlessError:
+            raise UserError(
+                f"{found.place}: the chat template has not ended after {MOST_S:.0f} s for this conversation; correct it, or name "
+                "another one in --data.chat_template"
+            ) from None
         self.counts.conversations += 1
         return segments
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import counted
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.spans import has_prompts, whole_spans
 
@@ -128,7 +129,7 @@ class Mixture:
         for number, count in enumerate(counts, 1):
             if not count:
                 raise UserError(
-                    f"--data.weights: an epoch of {sum(sizes)} sequences would have none of source {number}; raise its weight, "
+                    f"--data.weights: an epoch of {counted(sum(sizes), 'sequence')} would have none of source {number}; raise its weight, "
                     "or leave it out"
                 )
         return cls(tuple(sources), seed, tuple(counts.tolist()))

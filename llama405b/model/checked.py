@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.batch import Batch
+from llama405b.contract.errors import UserError
 from llama405b.model.packed import model_inputs
 
 LENGTHS = (48, 16, 64)  # of the documents
@@ -42,6 +43,7 @@ def check_attention(
     Returns the largest difference of the logits.
 
     Raises:
+        UserError: The model computes NaN without packing, too.
         BrokenError: They, or the gradients, differ by more than rounding explains, or the backend fails: it does not keep documents
             apart, or is broken here.
     """
@@ -54,6 +56,11 @@ def check_attention(
         torch.nn.init.normal_(model.lm_head.weight, std=model.config.hidden_size**-0.5)
         parts = ids_BS.split(LENGTHS, 1) if isolated else [ids_BS]
         alone_BSV, right = _computed(model, [Batch(part, part) for part in parts])
+        if not (alone_BSV.isfinite().all() and right.isfinite().all()):
+            raise UserError(
+                "config.json: one small layer of this model computes NaN, whatever computes attention; check rope_scaling and "
+                "rms_norm_eps there, or download it again"
+            )
         with _refusing(attention, device):
             model.set_attn_implementation(attention)
             packed_BSV, found = _computed(model, [Batch(ids_BS, ids_BS, positions_BS if isolated else None)])

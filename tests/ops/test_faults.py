@@ -114,8 +114,9 @@ def test_06_a_disk_too_small_for_the_checkpoints(refused, on, demo):
     refused(
         *("--model.path", demo, "--checkpoint.every", "2", "--checkpoint.place", "node", "--checkpoint.dir", "/small"),
         words=[
-            "node-2: --checkpoint.dir: /small has 0.03 GB free, but a checkpoint takes 0.01 GB, 2 are kept, and one more is being "
-            "written; use another directory",
+            "node-2: --checkpoint.dir: /small has 31.",
+            " MB free, but a checkpoint takes ",
+            " MB, 2 are kept, and one more is being written; use another directory",
         ],
     )
 

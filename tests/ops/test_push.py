@@ -168,7 +168,9 @@ def test_from_a_host_and_with_a_full_disk(hosts, operator):
     try:
         done = operator("push", "node-1:/var/tmp/src")
         assert done.returncode == 1
-        assert re.search(r"node-3 .*FAILED: /var/tmp/src has 0.0 GB free, but needs 0.0 GB; make room", done.stdout)
+        assert re.search(
+            r"node-3 .*FAILED: /var/tmp/src has [01][.][0-9]+ MB free, but needs 5.00 MB; make room", done.stdout
+        )
         for i in (2, 4):
             assert sums_on(hosts, i, "/var/tmp/src") == sums_on(hosts, 1, "/var/tmp/src")
     finally:

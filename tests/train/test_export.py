@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import json
 import re
+import shutil
 import threading
 import weakref
 from pathlib import Path
@@ -108,6 +109,29 @@ def test_many_files_have_an_index_and_are_one_model(at, tmp_path, monkeypatch):
     assert len(losses) == 1
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(info.n_bytes for info in read_tensors(tmp_path / "many").values())
+
+
+def test_after_a_full_disk_no_hidden_file_takes_the_room_that_is_asked_for_in_words(at, tmp_path, monkeypatch):
+    out, read = tmp_path / "out", export.SavedWeights.read
+
+    def full(self, name):
+        if "norm" in name:
+            raise OSError(28, "No space left on device")
+        return read(self, name)
+
+    monkeypatch.setattr(export.SavedWeights, "read", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        export.main(["r", str(out)])
+    assert [path.name for path in out.iterdir()] == [export.RECORD]
+    monkeypatch.undo()
+    monkeypatch.chdir(at)
+    killed = out / ".model.safetensors.partial"
+    killed.write_bytes(bytes(1 << 20))
+    usage = shutil.disk_usage(out)._replace
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage(free=1000 if killed.exists() else 2000))
+    with pytest.raises(UserError, match=r"out: 0\.00 MB free, but 0\.[0-9]+ MB are needed; name another disk"):
+        export.main(["r", str(out)])
+    assert not killed.exists()
 
 
 def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, capsys):

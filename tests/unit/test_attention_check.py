@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llama405b.contract.errors import UserError
 from llama405b.model import kernels
 from llama405b.model.checked import BrokenError, check_attention
 
@@ -50,6 +51,14 @@ def test_what_is_right_is_accepted(shape, dtype):
             assert check_attention(config, attention, CPU, dtype, isolated=isolated) < 0.05
     assert torch.equal(before, torch.random.get_rng_state())
     assert config.num_hidden_layers == 32
+
+
+def test_a_model_that_computes_nan_is_not_called_a_fault_of_attention():
+    config = LlamaConfig(hidden_size=256, **SHAPES[0], rms_norm_eps=float("nan"))
+    with pytest.raises(
+        UserError, match=r"^config\.json: one small layer of this model computes NaN, whatever computes attention"
+    ):
+        check_attention(config, "sdpa", CPU, torch.float32, isolated=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,6 +12,7 @@ from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
 from llama405b.contract.schema import Config
+from llama405b.evaluate import Evaluated
 from llama405b.heartbeat import Pulse
 from llama405b.ranks import Ranks
 from llama405b.spikes import MOST_SKIPPED, Spikes
@@ -48,7 +49,7 @@ def take(tmp_path, monkeypatch):
     timeouts = []
     monkeypatch.setattr(ranks, "set_timeout", timeouts.append)
 
-    def run(*script):
+    def run(*script, **more):
         me = Ranks(0, 1, 0, "a", torch.device("cpu"))
         journal = types.SimpleNamespace(
             metrics=lambda _: None, log=lambda _: None, event=lambda *_, **__: None, steps=9
@@ -58,11 +59,24 @@ def take(tmp_path, monkeypatch):
         parts["saver"] = types.SimpleNamespace(step=0)
         parts["updater"] = types.SimpleNamespace(drain=lambda: None)
         parts |= {"config": Config(), "me": me, "reader": Script(script), "steps": range(1, 1 + len(script))}
-        trainer = Scripted(**parts | {"journal": journal, "pulse": pulse})
+        trainer = Scripted(**parts | {"journal": journal, "pulse": pulse} | more)
         trainer.take_steps()
         return timeouts, pulse.record
 
     return run
+
+
+def test_an_evaluation_is_told_after_its_step(take, monkeypatch):
+    monkeypatch.setattr("llama405b.trainer.evaluate", lambda *_: Evaluated(1.5, 8, 1))
+    logged = []
+    journal = types.SimpleNamespace(
+        metrics=lambda metrics: logged.append(f"step {metrics.step}, {metrics.evaluation_loss}"), log=logged.append
+    )
+    evaluation = dataclasses.replace(Config().evaluation, every=2)
+    config = dataclasses.replace(Config(), evaluation=evaluation)
+    take(dataclasses.replace(TAKEN, step=2), held_out=object(), journal=journal, config=config)
+    assert logged[0] == "step 2, 1.5"
+    assert logged[1].startswith("evaluation after step 2: loss 1.5000")
 
 
 def test_the_long_timeout_lasts_until_a_step_was_taken(take):

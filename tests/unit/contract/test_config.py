@@ -192,3 +192,14 @@ def test_sources_are_paths_with_weights(tmp_path):
 )
 def test_what_cannot_be_mixed_or_judged_is_refused(flags, words):
     assert words in refusal(config.resolve, config.read_flags([*GIVEN, *flags]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sharding_strategy", "NO_SHARD"), ("backward_prefetch", "none"), ("limit_all_gathers", "false")],
+)
+def test_what_only_fsdp1_takes_is_not_ignored(name, value):
+    flag = f"--parallel.{name}"
+    said = refusal(command.parse, [*GIVEN, flag, value])
+    assert said == f"{flag}: with fsdp2 it would have no effect; leave it out, or use fsdp1"
+    assert command.parse([*GIVEN, flag, value, "--parallel.fsdp", "fsdp1"])

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import shutil
 
@@ -247,15 +248,34 @@ def test_a_shape_that_transformers_cannot_build_is_refused_before_anything_else_
     assert f"config.json: {words}" in refusal(copy)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        (LLAMA3 | {"factor": math.nan}, "rope type 'llama3' has no valid factor; download config.json again"),
+        (LLAMA3 | {"factor": 0}, "rope type 'llama3' has no valid factor; download config.json again"),
+        (LLAMA3 | {"low_freq_factor": math.inf}, "rope type 'llama3' has no valid low_freq_factor; "),
+        (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0, not "),
+        (LLAMA3 | {"rope_theta": math.nan}, "rope_theta is nan, not a number above 0; download config.json again"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24},
+            "rope type 'longrope' cannot be trained: its factors change with the longest sequence of a batch, ",
+        ),
+    ],
+)
+def test_rope_that_makes_nan_or_changes_with_the_batch_is_refused_by_name(copy, rope, words):
+    edit(copy / "config.json", rope_scaling=rope)
+    assert f"config.json: {words}" in refusal(copy)
+
+
 def test_the_types_of_rope_are_those_of_transformers(copy):
-    assert set(weights.ROPE_NEEDS) == {"default", *ROPE_INIT_FUNCTIONS}
+    assert {*weights.ROPE_NEEDS, "longrope"} == {"default", *ROPE_INIT_FUNCTIONS}
     for kind, needs in weights.ROPE_NEEDS.items():
         rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-        lists = dict.fromkeys(needs, [1.0] * 24)
         numbers = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        edit(
-            copy / "config.json", rope_parameters=rope | lists | {key: numbers[key] for key in needs if key in numbers}
-        )
+        edit(copy / "config.json", rope_parameters=rope | {key: numbers[key] for key in needs})
         assert weights.check_checkpoint(copy, 64)
         assert LlamaRotaryEmbedding(llama.read_hf_config(copy)).inv_freq.isfinite().all()
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from llama405b.contract.corpus import Chat, Text, check_template, document_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
-from llama405b.data import tokens
+from llama405b.data import chat, tokens
 from llama405b.data.chat import Template, UnusableError
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 
@@ -161,3 +161,16 @@ def test_a_conversation_of_which_the_template_writes_nothing_is_a_bad_record(dem
     tokenizer.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(UnusableError, match="the chat template writes nothing for it"):
         Template(tokenizer, ("assistant",)).segments(Chat(({"role": "system", "content": "a"},)))
+
+
+def test_a_template_that_never_ends_is_refused_with_the_conversation(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "MOST_S", 0.3, raising=False)
+    monkeypatch.setattr("llama405b.data.encode.MOST_S", 0.3, raising=False)
+    shutil.copytree(demo, tmp_path / "model")
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "model/chat_template.jinja").write_text(loops)
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": TALK}))
+    config = Data(paths=(str(tmp_path / "d.jsonl"),), bad_records="skip")
+    report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
+    with pytest.raises(UserError, match=r"d\.jsonl:1: the chat template has not ended after 0 s for this conversation"):
+        tokens.tokenised(config, tmp_path / "model", tmp_path / "cache", report)

@@ -20,6 +20,7 @@ from typing import ParamSpec
 from llama405b.contract import reader
 from llama405b.contract.direct import DirectFile
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, Hashes, n_blocks
+from llama405b.contract.sizes import size_words
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
 from llama405b_tools.remote.sources import CHUNK, FileList, blocks_before
@@ -71,7 +72,7 @@ class Receiver:
         self.root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.root).free
         if lacking > free:
-            raise OSError(f"{self.root} has {free / 1e9:.1f} GB free, but needs {lacking / 1e9:.1f} GB; make room")
+            raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(lacking)}; make room")
         theirs = self._connect(below, files) if below else mine
         least = [min(pair) for pair in zip(mine, theirs, strict=True)]
         chain_protocol.send(link, f"{reader.dumps(chain_protocol.Present(tuple(least)))}\n".encode())

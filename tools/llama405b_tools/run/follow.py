@@ -13,7 +13,7 @@ from collections.abc import Callable
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, Metrics, Phase
 from llama405b_tools.hosts.fleet import Fleet
@@ -354,5 +354,5 @@ def _progress(metrics: list[Metrics], plan: Plan) -> str:
     held_out = f"evaluation {evaluated.evaluation_loss:.3f} after step {evaluated.step}, " if evaluated else ""
     return (
         f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), {held_out}"
-        f"{tokens_per_s:,.0f} tokens/s on {plan.world} ranks of {len(plan.nodes)} hosts"
+        f"{tokens_per_s:,.0f} tokens/s on {counted(plan.world, 'rank')} of {counted(len(plan.nodes), 'host')}"
     )
