@@ -3,6 +3,7 @@
 #   bash tests/run.sh [PYTEST ARGS]    the quick ones
 #   bash tests/run.sh quick            only the unit tests, in two minutes
 #   bash tests/run.sh --all            also slow ones and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
+#   bash tests/run.sh --newest         unit and step tests with the newest torch and transformers, in .venv-newest; never in CI
 #   bash tests/run.sh --soak           random kills, and all 126 layers against the memory tracker, for 20 minutes; never in CI
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
@@ -12,6 +13,11 @@ need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
 [ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge tcsh:tcsh)
 need_programs "${needed[@]}" || exit 2
+if [ "${1:-}" = --newest ]; then # beyond the bounds in pyproject.toml and the versions in constraints.txt
+    shift
+    need_newest || exit 2
+    exec .venv-newest/bin/python -m pytest -q -m "not slow and not gpu and not soak" tests/unit tests/train/test_{step,overlap,states,masters}.py "$@"
+fi
 need_venv train,dev || exit 2
 if [ "${1:-}" = quick ]; then
     shift

@@ -75,3 +75,13 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
 answers() {  # answers URL  whether it can be read from here
     python3 -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$1" 2>/dev/null
 }
+
+need_newest() {  # install the project and the newest of what it trains with into .venv-newest
+    local pip=.venv-newest/bin/pip index=() packages
+    [ -x "$pip" ] || python3 -m venv .venv-newest || return 2
+    [ -e "$gpu_device" ] || ! answers "$cpu_index/torch/" || index=(--extra-index-url "$cpu_index")
+    packages=$(python3 -c 'import tomllib
+for package in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["train"]: print(package.partition(",<")[0])')
+    # shellcheck disable=SC2086
+    "$pip" install -q -e ".[dev]" && "$pip" install -q --upgrade "${index[@]}" $packages && "$pip" list | grep -E '^(torch|transformers) '
+}

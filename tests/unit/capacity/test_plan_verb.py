@@ -211,3 +211,14 @@ def test_bad_input(words, message):
 def test_it_needs_no_torch():
     code = f"import sys; from llama405b_tools.verbs import predict; predict.main({LARGE!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_a_plan_tells_what_is_known_to_go_wrong_with_the_versions(capsys, monkeypatch):
+    monkeypatch.setattr(
+        predict, "version_of", lambda package: {"torch": "2.15.0"}.get(package, "missing"), raising=False
+    )
+    out = asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "states")[1]
+    assert (
+        "\nknown bug    torch 2.15.0 keeps the FP32 gradients of every unit on the GPU until the backward ends: " in out
+    )
+    assert "FP32 gradients of every unit" not in asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "full")[1]

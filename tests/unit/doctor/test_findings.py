@@ -106,7 +106,7 @@ def test_good_hosts_have_nothing_to_be_said():
 def test_a_run_needs_a_directory_that_all_hosts_see_if_it_saves_there(settings, shared):
     asked = command.parse(["--preset", "demo", *settings]).config
     needs = needs_of(asked, "demo", parse_hosts("a\nb\nc\n", "hosts"))
-    assert (needs.planned, needs.shared) == (True, shared)
+    assert (needs.settings, needs.shared) == (asked, shared)
     unshared = dataclasses.replace(peers("a", "b", "c"), unshared=["b", "c"])
     [found] = diagnose({"a": good() | {"marked": "/w/runs"}, "b": good(), "c": good()}, needs, links=unshared)
     assert (found.level, found.hosts) == (BAD, ("b", "c"))
@@ -227,6 +227,21 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     assert offloaded.ram_bytes < offloaded.ram_peak_bytes < 1.1 * offloaded.ram_bytes  # pinned blocks are rounded up
     found = diagnose({"a": good()}, dataclasses.replace(offloaded, ram_peak_bytes=3 << 40))
     assert "takes about 3072 with pinning" in found[0].what
+
+
+def test_versions_that_are_known_to_go_wrong_are_told_with_the_planned_settings():
+    facts = good()
+    put("environment", "packages", "torch", "2.15.0")(facts)
+    states = command.parse(["--preset", "llama3.1-405b", "--data.paths", "x", "--parallel.offload", "states"]).config
+    found = diagnose({"a": facts}, Needs(settings=states))
+    assert [each.level for each in found] == [WARN, WARN]
+    assert [each.what.partition(" 2.15.0 ")[2][:25] for each in found] == [
+        "is newer than what this w",
+        "keeps the FP32 gradients ",
+    ]
+    assert "https://github.com/pytorch/pytorch/pull/179443" in found[1].remedy
+    [newer] = diagnose({"a": facts}, Needs())
+    assert newer.remedy.startswith("use 2.13, or run")
 
 
 def test_remedies_can_be_typed():

@@ -1,5 +1,6 @@
 """All or nothing: every host starts, or nothing is left running."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ from fakes import FakeFleet
 
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import UserError
+from llama405b.contract.known_bugs import KnownBug
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.start import Kept, Started, StartFault
@@ -160,3 +163,27 @@ def test_a_launch_warns_of_pure_bf16_at_a_small_learning_rate(fleet):
         "--parallel.numerics", "pure-bf16"
     )
     assert "pure-bf16" not in said()
+
+
+def test_a_launch_tells_and_refuses_what_is_known_to_go_wrong_with_the_hosts_versions(fleet, monkeypatch):
+    words = ["--run", "r", "--model.path", "m", "--data.paths", "d", "--training.global_batch_size", "0"]
+    request, lines = parse([*words, "--parallel.offload", "states"], 0.0), []
+    for host in fleet.fakes.values():
+        monkeypatch.setattr(host, "probe", lambda asked, probe=host.probe: _with_versions(probe(asked)))
+    launch(request, list(fleet.hosts.values()), fleet, say=lines.append)
+    told = [line for line in lines if line.startswith("note: torch 2.15.0 keeps the FP32 gradients of every unit")]
+    assert told
+    assert told[0].endswith(
+        "use an older torch, or --parallel.offload full (https://github.com/pytorch/pytorch/pull/179443)"
+    )
+    bug = KnownBug("torch", "2.15", "refuse", "cannot be used", "use 2.13")
+    monkeypatch.setattr("llama405b.contract.known_bugs.table", lambda: (bug,))
+    for host in fleet.fakes.values():
+        host.alive = False
+    with pytest.raises(UserError, match=r"^torch 2\.15\.0 cannot be used; use 2\.13\. Nothing was started$"):
+        launch(request, list(fleet.hosts.values()), fleet)
+    assert alive(fleet) == []
+
+
+def _with_versions(answers):
+    return [dataclasses.replace(each, versions={"torch": "2.15.0"}) for each in answers]

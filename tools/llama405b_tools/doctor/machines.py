@@ -21,6 +21,7 @@ class Machines:
     ram_bytes: float
     nic_bytes_per_s: float  # 0: no RDMA link is active
     disk_bytes_per_s: float = DISK_BYTES_PER_S
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages, on the first
 
     @property
     def world(self) -> int:
@@ -60,4 +61,5 @@ def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dic
         nic_bytes_per_s=min(sum(port.gbit for port in facts[host.name].rdma_ports if port.up) for host in hosts)
         * 1e9
         / 8,
+        versions=facts[hosts[0].name].packages,
     )

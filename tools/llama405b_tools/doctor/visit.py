@@ -41,9 +41,9 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     if asked is None:
         return Needs()
     path = asked.model.path if asked.model.path != config.DEMO_MODEL else ""
-    settings = asked.checkpoint
-    shared = (settings.dir or "runs") if settings.cadence.saves and settings.place == "shared" else ""
-    needs = Needs(weights=path, cuda=asked.parallel.device != "cpu", planned=True, shared=shared)
+    saving = asked.checkpoint
+    shared = (saving.dir or "runs") if saving.cadence.saves and saving.place == "shared" else ""
+    needs = Needs(weights=path, cuda=asked.parallel.device != "cpu", shared=shared, settings=asked)
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)
     if (llama := known_shape(asked, preset)) is None:

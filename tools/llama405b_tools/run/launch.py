@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
 from llama405b.contract.rounding import rounding_note
@@ -89,6 +90,8 @@ def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterat
     """Say what the settings of a training run entail on these hosts."""
     if request.config is None:
         return
+    for what, bug in known_bugs(request.config, next(iter(answers.values())).versions).items():
+        yield f"note: {what}; {bug.cure}"
     if note := loading_note(request, plan, answers):
         yield note
     if note := rounding_note(request.config.parallel, request.config.optimizer):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract import command, config
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b.contract.resuming import accept_changes, as_configured
@@ -241,7 +242,7 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
     """Parse the planned command with the trainer's own parser; check it against the ranks and what is resumed.
 
     Raises:
-        UserError: The trainer would refuse it.
+        UserError: The trainer would refuse it, or the hosts' versions are known to go wrong with it.
     """
     if request.config:
         parsed = command.parse(plan.program[2:])
@@ -251,6 +252,9 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
         if found := next((each.resumable for each in answers.values() if each.resumable), None):
             now = as_configured(found.identity, settings)
             accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
+        for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
+            if bug.level == "refuse":
+                raise UserError(f"{what}; {bug.cure}. Nothing was started")
 
 
 def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:

@@ -25,6 +25,7 @@ from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
+from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.schema import Config
 from llama405b_tools.doctor.machines import Machines, machines_of
@@ -34,6 +35,7 @@ from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.remote.launch_facts import version_of
 from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
 from llama405b_tools.run.calibrations import is_kept, keep, kept
@@ -44,6 +46,7 @@ CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.mic
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
 USUAL = "h100-80"
 ASSUMED = Machines(1, 8, None, 0.0, 400e9)  # eight links of 400 Gbit/s
+PACKAGES = ("torch", "transformers")
 RATE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
 SIZE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB)")
 WHOLE = re.compile("[1-9][0-9]{0,4}")
@@ -85,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
         lines = prediction(outlook, Asked(args.tokens, args.price, args.measured))
         linked = measured and (measured.load.hosts > 1 or outlook.load.hosts == 1)  # or its links are assumed
         lines += [] if linked else assumed
+        lines += [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(on_these, machines.versions).items()]
         lines += [f"not used     what was measured on these hosts: {why_not}"] if why_not else []
         lines += ranking(found) if found else []
         lines += comparison({"as planned": outlook} | compared) if compared else []
@@ -258,7 +262,7 @@ def _machines(args: argparse.Namespace, hosts: Sequence[Host], *, on_cpu: bool) 
         RunError: A host does not answer.
     """
     gpus = read_gpus(args.hardware)
-    found = _asked_hosts(hosts, gpus) if hosts else ASSUMED
+    found = _asked_hosts(hosts, gpus) if hosts else dataclasses.replace(ASSUMED, versions=_installed())
     if on_cpu:
         found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / found.slots))
     if args.hosts and not (args.gpu or found.gpu):
@@ -323,6 +327,11 @@ def _asked_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
         name, why = next(iter(visit.lost.items()))
         raise RunError(f"{name}: {why}; mend that, or describe the machines: --nodes, --gpu, --slots, --ram, --nic")
     return machines_of(hosts, visit.facts, gpus)
+
+
+def _installed() -> dict[str, str]:
+    """The versions of packages here, where hosts get theirs from."""
+    return {name: version_of(name) for name in PACKAGES}
 
 
 def _number(text: str, option: str, form: re.Pattern[str]) -> float:

@@ -105,7 +105,7 @@ def _sharing(facts: Mapping[str, HostFacts], unshared: Sequence[str], needs: Nee
     head, its = next(iter(facts.items()))
     what = f"cannot see what {head} writes in {its.marked}, where checkpoints go"
     remedy = "name a directory that all hosts share in --checkpoint.dir, or use --checkpoint.place node"
-    return Finding(BAD if needs.planned else NOTE, tuple(unshared), what, remedy)
+    return Finding(BAD if needs.settings else NOTE, tuple(unshared), what, remedy)
 
 
 def _only_loopback(host: str, peers: Peers) -> bool:

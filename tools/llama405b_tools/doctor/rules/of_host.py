@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from llama405b.capacity.outlook import MEMORY_SPREAD, Fit
+from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import and_more, counted
+from llama405b.contract.schema import Config
 from llama405b_tools.doctor.host_facts import NO_DISKS, NOBODY, HostFacts
 from llama405b_tools.machine import fabric, gpus
 from llama405b_tools.machine.addresses import is_private
@@ -39,11 +41,11 @@ class Needs:
     gpu_peak_bytes: int = 0
     weights: str = ""  # rank 0's directory
     cuda: bool = True  # whether GPUs matter
-    planned: bool = False  # whether the run's settings are known
     shared: str = (
         "runs"  # the directory of checkpoints that all hosts must see; "": each has its own, or nothing is saved
     )
     hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
+    settings: Config | None = None  # None: unknown
     program: str = "llama405b"  # as it is typed here
     hosts: str = ""  # the argument that names these hosts
 
@@ -103,6 +105,8 @@ def _packages(facts: HostFacts, needs: Needs) -> Remarks:
         if version and version < least:
             remedy = f"at least {'.'.join(map(str, least))} is needed; {needs.typed('setup')} installs it"
             yield BAD, f"{name} is {packages[name]}", remedy
+    for what, bug in known_bugs(needs.settings, packages).items():
+        yield {"warn": WARN, "refuse": BAD}[bug.level], what, bug.cure
 
 
 def _cuda_build(facts: HostFacts, needs: Needs) -> Remarks:
