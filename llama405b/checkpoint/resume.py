@@ -4,6 +4,7 @@ DCP itself loads torn directories and flipped bits without an error. Knows the s
 """
 
 import dataclasses
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import LoadPlan
