@@ -289,9 +289,8 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
     hits = subprocess.run(["grep", "-rl", canary, str(work)], capture_output=True, text=True, check=False).stdout
     assert hits == ""
     assert canary not in subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True).stdout
-    shown = subprocess.run(
-        ["tmux", "-L", "llama405b-s", "show-environment", "-g"], capture_output=True, text=True, check=True
-    )
+    server = tmux_socket(RunDir(work / "runs" / "s"))
+    shown = subprocess.run(["tmux", "-L", server, "show-environment", "-g"], capture_output=True, text=True, check=True)
     assert canary not in shown.stdout
     holders = set()
     for pid in [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
