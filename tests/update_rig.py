@@ -109,7 +109,7 @@ def save(store, step, updater):
     saving = Saving(store)
     saving.begin(step, updater, RunIdentity(*IDENTITY), Reached(step * 12))
     outcome = saving.finish()
-    saving.pruned()
+    saving.thread.shutdown()  # when older checkpoints are deleted, too
     if isinstance(outcome, Exception):
         raise outcome
     return outcome

@@ -127,9 +127,8 @@ class Store:
         Raises:
             UserError: It has too little room, beside what this run has there already.
         """
-        with ranks.refusing_together():
-            if not self.keeps:
-                return
+
+        def look() -> None:
             before = self.keepers[self.keepers.index(self.me.rank) - 1]
             n_ranks = self.keeper_of.count(self.me.rank)
             if len(self.keepers) > 1:
@@ -139,6 +138,8 @@ class Store:
             keep, free = self.keep + self.keep_best, shutil.disk_usage(self.root).free
             if why := room_fault(free, here, keep, own, best=self.keep_best):
                 raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
+
+        self.on_keepers(look, self.root, fault="cannot be looked into")
 
     def best_loss(self) -> float:
         """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""

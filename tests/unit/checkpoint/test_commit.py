@@ -129,6 +129,18 @@ def test_a_directory_that_cannot_be_listed_is_not_called_unwritable(keeper, monk
         Store.present(keeper)
 
 
+def test_a_disk_whose_room_cannot_be_told_is_refused_in_a_sentence(keeper, monkeypatch):
+    def broken(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    keeper.me = types.SimpleNamespace(rank=0, world=1)
+    keeper.keepers, keeper.keeper_of, keeper.keep, keeper.keep_best = [0], (0,), 2, False
+    keeper.directory, keeper.run = types.SimpleNamespace(own=dict), RunDir(Path("/r"))
+    monkeypatch.setattr(store.shutil, "disk_usage", broken)
+    with pytest.raises(UserError, match=r"^/c: cannot be looked into \(Input/output error\) on node; its disk fails"):
+        Store.check_room(keeper, 1)
+
+
 def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
     told = []
 
