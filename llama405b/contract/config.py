@@ -25,6 +25,7 @@ from llama405b.contract.reader import Json
 from llama405b.contract.resuming import ALL, CHANGES
 from llama405b.contract.schema import ALIASES, TYPES, Config, Parallel, Training, fields
 from llama405b.contract.sizes import staging_bytes
+from llama405b.contract.suggestions import instead_of, suggestion
 from llama405b.contract.trust import refuse_others_writing
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
@@ -44,6 +45,12 @@ ABOVE_ZERO = (  # other numbers may be 0
 OF_FSDP1 = [
     (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
 ]
+NAMES = {  # of types, for people: one, and several
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "switches"),
+    str: ("text", "texts"),
+}
 SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
 
@@ -63,7 +70,7 @@ def read_preset(name: str) -> dict[str, Setting]:
     if not name:
         return {}
     if name not in known:
-        raise UserError(f"--preset: {name!r} is not a preset{_nearest(name, known)}; use one of {', '.join(known)}")
+        raise UserError(f"--preset: {name!r} is not a preset{did_you_mean(name, known)}; use one of {', '.join(known)}")
     return {key: (value, f"preset {name}") for key, (value, _) in read_toml(PRESET_DIR / f"{name}.toml").items()}
 
 
@@ -217,11 +224,12 @@ def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
     """Refuse arguments that no parser accepted; ``options`` are those that one has."""
     for word in words:
         flag = word.partition("=")[0]
-        if near := did_you_mean(flag, options):
-            raise UserError(f"{flag}: unknown option{near}")
-        if word.startswith("--"):
-            known_key(flag[2:], flag)
-        raise UserError(f"{word}: not expected here; settings are flags, like --optimizer.lr 1e-5")
+        if not flag.startswith("-"):
+            raise UserError(f"{word}: not expected here; settings are flags, like --optimizer.lr 1e-5")
+        if instead := instead_of(flag):
+            raise UserError(f"{flag}: {instead}")
+        near = suggestion(flag, TYPES, options) or "; settings are written like --optimizer.lr 1e-5"
+        raise UserError(f"{flag}: unknown option{near}")
 
 
 def help_text() -> str:
@@ -282,9 +290,11 @@ def on_ranks(config: Config, world: int) -> Config:
 
 def known_key(key: str, where: str) -> str:
     """Return ``key``; if it is not a setting, refuse it and name the nearest one."""
-    if key not in TYPES and key not in ALIASES:
-        raise UserError(f"{where}: {key!r} is not a setting{_nearest(key, TYPES)}; see `llama405b train --help`")
-    return key
+    if key in TYPES or key in ALIASES:
+        return key
+    if instead := instead_of(key):
+        raise UserError(f"{where}: {instead}")
+    raise UserError(f"{where}: {key!r} is not a setting{suggestion(key, TYPES)}; see `llama405b train --help`")
 
 
 def convert(key: str, value: Json, where: str) -> Any:
@@ -307,7 +317,7 @@ def convert(key: str, value: Json, where: str) -> Any:
         return _read_by(READERS[key], value, where)
     if _is(value, type_):
         return type_(value)
-    raise UserError(f"{where}: {key} is {value!r}; use a value of type {type_.__name__}")
+    raise UserError(f"{where}: {key} is {value!r}; use {NAMES[type_][0]}")
 
 
 def _from_switch(value: Json) -> Json:
@@ -335,8 +345,8 @@ def _convert_list(key: str, value: Json, where: str) -> tuple[Json, ...]:
         and all(_is(each, inner) for each in value)
     ):
         return tuple(inner(each) for each in value)
-    takes = "a list" if is_free else f"{len(allowed)} values"
-    raise UserError(f"{where}: {key} is {value!r}; use {takes} of type {inner.__name__}")
+    takes = "a list of" if is_free else str(len(allowed))
+    raise UserError(f"{where}: {key} is {value!r}; use {takes} {NAMES[inner][1]}")
 
 
 def _is(value: Json, type_: type) -> bool:
@@ -447,8 +457,3 @@ def _line_of(text: str, section: str, key: str | None = None) -> int:
         if (current, name) in wanted:
             return number
     return 1
-
-
-def _nearest(word: str, known: Sequence[str] | Mapping[str, Json]) -> str:
-    elsewhere = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]  # in another section
-    return did_you_mean(word, known, 0.5) or did_you_mean(word, elsewhere, 0.0)

@@ -46,9 +46,9 @@ def short(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.7) -> str:
-    """Return `` (did you mean 'status'?)`` for a word that is close to a known one (``likeness`` of 0 to 1), else ''."""
-    return given(" (did you mean {!r}?)", "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)))
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'status'?)`` for a word that is close to a known one, else ''."""
+    return given(" (did you mean {!r}?)", "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)))
 
 
 def reason_of(error: Exception) -> str:
