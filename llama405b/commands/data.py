@@ -1,11 +1,5 @@
-"""``llama405b data show | tokenize SETTINGS``: what a training run would learn, without a GPU and without weights.
+"""``llama405b data show | tokenize``: what a training run would learn, and texts made into tokens once for many runs."""
 
-SETTINGS are those of `llama405b train`: --config my.toml, --data.paths …. `show` prints the first sequences of training as the model
-will read them; what is learnt is green (without color: between ⟦ and ⟧), the rest is only read, and ━ begins a document. `tokenize`
-turns the texts into tokens once, for any number of runs: name its directory in data.paths. It can be interrupted, and continues.
-"""
-
-import argparse
 import itertools
 import os
 import shutil
@@ -19,16 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama405b.contract import command, weights
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Config, Data
+from llama405b.contract.verb_parsers import data_parser
 from llama405b.data.batches import Batches, batches_of, described
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.tokenize import tokenize
 from llama405b.data.tokens import Report, read_tokenizer, tokenised
 
-CORES = os.cpu_count() or 1
 CACHE = Path("runs/.cache")  # of runs that are started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 COLORED, BARE = (GREEN, PLAIN, DIM, PLAIN), ("⟦", "⟧", "", "")  # before and after what is learnt, and the rest
@@ -37,22 +30,11 @@ BEGINS = "━" * 40
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    parser = OneLineParser(
-        prog="llama405b data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("show", "tokenize"), help="print sequences, or turn texts into tokens")
-    parser.add_argument("--sequences", type=int, default=2, metavar="N", help="show: how many to print [2]")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="tokenize: the directory for the tokens")
-    parser.add_argument("--workers", type=int, default=CORES, metavar="N", help=f"tokenize: processes [{CORES}]")
-    args, settings = parser.parse_known_args(argv)
+    args, settings = data_parser().parse_known_args(argv)
     config = command.parse(settings).config
-    for flag, value, least in (("--sequences", args.sequences, 0), ("--workers", args.workers, 1)):
-        if value < least:
-            raise UserError(f"{flag}: {value} is too small; use {least} or more")
-    if (args.what == "tokenize") != (args.out is not None):
-        raise UserError(
-            "--out: tokenize needs a directory for the tokens, and show takes none; write tokenize --out DIR"
-        )
+    for flag, least in (("sequences", 0), ("workers", 1)):
+        if getattr(args, flag, least) < least:
+            raise UserError(f"--{flag}: {getattr(args, flag)} is too small; use {least} or more")
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
         for name, path in weights.small_files(Path(config.model.path), config.data.chat_template).items():
             shutil.copy(path, Path(place) / name)

@@ -1,6 +1,5 @@
 """``llama405b demo DIR``: write a small Llama checkpoint in Hugging Face format, for experiments."""
 
-import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +8,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.corpus import STDLIB, Form, Text, expand
 from llama405b.contract.errors import UserError
+from llama405b.contract.verb_parsers import demo_parser
 from llama405b.data.documents import Documents, Part
 
 VOCAB = 2048
@@ -21,11 +20,7 @@ BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    how = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(prog="llama405b demo", description=__doc__, formatter_class=how)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="the directory to create")
-    parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, as Llama 3.2 1B does")
-    args = parser.parse(argv)
+    args = demo_parser().parse(argv)
     make_demo(args.directory, tied=args.tied)
     print(f"{args.directory}: a Llama with 3 million parameters and its tokenizer; train it with")
     print(f"  llama405b launch --preset demo --model.path {args.directory}")

@@ -1,10 +1,5 @@
-"""``llama405b download``: download a model or a dataset from the Hugging Face Hub, only what training needs, and verify it.
+"""``llama405b download``: a model or a dataset from the Hugging Face Hub, only what training needs, verified."""
 
-Run it on the host that needs it (the first one, for a dataset); only that host needs HF_TOKEN. An interrupted download is resumed. Every
-file's size is checked, and its SHA-256 if the Hub has one.
-"""
-
-import argparse
 import concurrent.futures
 import dataclasses
 import fnmatch
@@ -16,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama405b.contract import weights
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.hashes import BlockHasher, Hashes
 from llama405b.contract.phrases import counted
 from llama405b.contract.sizes import size_words
 from llama405b.contract.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
+from llama405b.contract.verb_parsers import download_parser
 from llama405b.hub import dataset_files, said_clearly
 
 if TYPE_CHECKING:
@@ -35,17 +30,7 @@ READ_BYTES = 4 << 20
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    how = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(prog="llama405b download", description=__doc__, formatter_class=how, allow_abbrev=False)
-    parser.add_argument("name", metavar="NAME", help="owner/name, like meta-llama/Llama-3.1-405B")
-    parser.add_argument("--dataset", action="store_true", help="NAME is a dataset, not a model")
-    parser.add_argument(
-        "--only", metavar="GLOB", help="of a dataset, these files alone, like 'data/train-*' [all text and Parquet]"
-    )
-    parser.add_argument("--to", type=Path, metavar="DIR", help="target directory [models/<name>, or data/<name>]")
-    parser.add_argument("--revision", default="main", help="a branch, tag or commit [main]")
-    parser.add_argument("--skip-weights", action="store_true", help="download only the configuration and tokenizer")
-    args = parser.parse(argv)
+    args = download_parser().parse(argv)
     if args.name.count("/") != 1:
         raise UserError(f"download: {args.name!r} is not the name of a model or dataset; write owner/name")
     if (args.only or args.dataset) and not (args.dataset and not args.skip_weights):

@@ -24,13 +24,13 @@ from llama405b.commands.try_model import try_model
 from llama405b.contract import config, reader, weights
 from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.exporting import export_parser
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.sizes import size_words
 from llama405b.contract.tensors import INDEX, SINGLE, is_pickled, read_hf_json
+from llama405b.contract.verb_parsers import export_parser
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
@@ -87,7 +87,7 @@ class Record:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = export_parser(__doc__).parse(argv)
+    args = export_parser().parse(argv)
     args.out = Path(args.out)
     if args.push_to_hub:
         create(args.push_to_hub)

@@ -1,5 +1,6 @@
 """The command line, and that the tools never import torch."""
 
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,55 @@ def test_help_fits_one_screen_and_names_every_verb():
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
     assert all(any(line.startswith(f"  {verb} ") for line in lines) for verb in cli.VERBS)
+
+
+NO_TORCH = """import sys
+for name in ("torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "pyarrow", "safetensors"):
+    sys.modules[name] = None
+from llama405b_tools import cli
+sys.exit(cli.main(sys.argv[1:]))"""
+
+
+def without_torch(*words):
+    """Run a command on an operator's machine, which has none of the trainer's packages."""
+    return subprocess.run([sys.executable, "-c", NO_TORCH, *words], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data"],
+        ["data", "show"],
+        ["data", "tokenize"],
+        ["demo"],
+        ["bench"],
+        ["bench", "load"],
+        ["download"],
+        ["export"],
+    ],
+    ids=" ".join,
+)
+def test_help_needs_none_of_the_trainers_packages(words):
+    done = without_torch(*words, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"usage: llama405b {' '.join(words)}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "step-00000002", "out"],
+        ["download", "owner/name"],
+        ["data", "show"],
+        ["demo", "d"],
+        ["bench", "step"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_verb_whose_packages_are_missing_says_so(words, tmp_path):
+    done = without_torch(*words)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"llama405b: {words[0]} needs \w+, which is not installed; in a checkout: .*\n", done.stderr)
 
 
 def test_unknown_verb(capsys):

@@ -37,10 +37,12 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "bench": ("llama405b.commands.bench", "measure against a named baseline"),
 }
 MOST = 20_000  # characters of an error, which may name every host
-OPERATOR, HOSTS = (
-    ("plan", "setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),
-    ("download", "data", "train", "export", "demo", "bench"),
-)
+NO_GPU = ("download", "data", "export", "demo")
+GROUPS = {
+    "at your terminal": ("plan", "setup", "doctor", "push", "launch", "status", "top", "logs", "attach", "stop"),
+    "where the model or the data is (no GPU needed)": NO_GPU,
+    "on a GPU host": ("train", "bench"),
+}
 
 
 def usage() -> str:
@@ -49,8 +51,8 @@ def usage() -> str:
         "usage: llama405b VERB …        (llama405b VERB --help for details)",
         "Fully fine-tune Llama 3.1 405B on machines you reach over SSH.",
     ]
-    for title, verbs in (("at your terminal", OPERATOR), ("on a GPU host", HOSTS)):
-        lines += ["", f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
+    for title, verbs in GROUPS.items():
+        lines += [f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
     return "\n".join(
         [*lines, "", "example: llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow"]
     )
@@ -127,8 +129,10 @@ def _verb(verb: str, args: list[str]) -> int:
     name = VERBS[verb][0]
     if verb == "bench":
         name, args = _benchmark(args)
+    if verb in NO_GPU or name == VERBS["bench"][0]:  # and its --help needs none of that
+        importlib.import_module("llama405b.contract.verb_parsers").PARSERS[verb]().parse_known_args(args)
     try:
-        module = importlib.import_module(name)
+        return int(importlib.import_module(name).main(args))
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
             raise
@@ -136,7 +140,6 @@ def _verb(verb: str, args: list[str]) -> int:
             f"{verb} needs {missing.name}, which is not installed; in a checkout: uv tool install '.[train]', "
             "or .venv/bin/llama405b after `bash launch.sh`"
         ) from None
-    return int(module.main(args))
 
 
 def _benchmark(args: list[str]) -> tuple[str, list[str]]:

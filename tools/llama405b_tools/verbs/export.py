@@ -1,13 +1,4 @@
-"""Write a run's checkpoint as a model that transformers, vLLM and others load.
-
-SOURCE is a run in this directory, or a checkpoint (…/step-<8 digits>) that any number of ranks saved. Needs no GPU, and memory
-for one tensor. Every block that is read is verified. An interrupted export is resumed by the same command.
-
-With HOSTS, for checkpoints on the hosts' own disks: the weights of the run are brought together on the first host (from copies, if a
-host is lost), and the model is written there, into OUT.
-
-SOURCE may also be a directory with an older model's pytorch_model*.bin: it is converted, in its own dtype.
-"""
+"""Write a run's checkpoint as a model that others load: here, or where the hosts' checkpoints are."""
 
 import importlib
 import shlex
@@ -15,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from llama405b.contract.errors import RunError
-from llama405b.contract.exporting import export_parser
 from llama405b.contract.plan import check_run_name
+from llama405b.contract.verb_parsers import export_parser
 from llama405b_tools.deliver.collect import Collected, collect
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
@@ -28,7 +19,7 @@ TRAINERS_OWN = "llama405b.commands.export"  # what writes the model: it needs to
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = export_parser(__doc__).parse(argv)
+    args = export_parser().parse(argv)
     if args.hosts is None:
         return int(importlib.import_module(TRAINERS_OWN).main(argv))
     check_run_name(args.source)

@@ -1,0 +1,158 @@
+"""The command lines of what needs torch or the Hub, parsed before that is imported: their --help needs neither."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from llama405b.contract import rungs
+from llama405b.contract.command import OneLineParser
+
+CORES = os.cpu_count() or 1
+SETTINGS = """
+SETTINGS are those of `llama405b train`, as for a run: --config my.toml, --data.paths corpus, …"""
+DATA = """What a training run would learn, without a GPU and without weights."""
+SHOW = """Print the first sequences of training as the model will read them, and the counts.
+
+What is learnt is green (without color: between ⟦ and ⟧), the rest is only read, and ━ begins a document."""
+TOKENIZE = """Turn the texts into tokens once, for any number of runs: name DIR in data.paths.
+
+It can be interrupted, and continues."""
+DOWNLOAD = """Download a model or a dataset from the Hugging Face Hub, only what training needs, and verify it.
+
+Run it on the host that needs it (the first one, for a dataset); only that host needs HF_TOKEN. An interrupted download is
+resumed. Every file's size is checked, and its SHA-256 if the Hub has one."""
+DEMO = """Write a small Llama checkpoint in Hugging Face format, for experiments."""
+EXPORT = """Write a run's checkpoint as a model that transformers, vLLM and others load.
+
+SOURCE is a run in this directory, or a checkpoint (…/step-<8 digits>) that any number of ranks saved. Needs no GPU, and memory
+for one tensor. Every block that is read is verified. An interrupted export is resumed by the same command.
+
+With HOSTS, for checkpoints on the hosts' own disks: the weights of the run are brought together on the first host (from copies,
+if a host is lost), and the model is written there, into OUT.
+
+SOURCE may also be a directory with an older model's pytorch_model*.bin: it is converted, in its own dtype."""
+BENCH = """Measure against a named baseline in the same run, and print ratios.
+
+bench fleet, logs, top, copies and plan measure the operator's side; see their --help."""
+LADDER = "From the first collective to whole steps on this machine's first GPU; each rung is a line, with cause and remedy if it fails."
+
+
+def _parser(verb: str, description: str) -> OneLineParser:
+    how = argparse.RawDescriptionHelpFormatter
+    return OneLineParser(prog=f"llama405b {verb}", description=description, formatter_class=how, allow_abbrev=False)
+
+
+def data_parser() -> OneLineParser:
+    """Return the parser of ``data``; what it does not know are settings."""
+    parser = _parser("data", DATA)
+    whats = parser.add_subparsers(dest="what", required=True, metavar="show | tokenize")
+    how = argparse.RawDescriptionHelpFormatter
+    show = whats.add_parser("show", help="print sequences", description=SHOW + "\n" + SETTINGS, formatter_class=how)
+    show.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
+    tokenize = whats.add_parser(
+        "tokenize", help="turn texts into tokens", description=TOKENIZE + "\n" + SETTINGS, formatter_class=how
+    )
+    tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="the directory for the tokens")
+    tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help=f"processes [{CORES}]")
+    return parser
+
+
+def download_parser() -> OneLineParser:
+    """Return the parser of ``download``."""
+    parser = _parser("download", DOWNLOAD)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="owner/name, like meta-llama/Llama-3.1-405B")
+    add("--dataset", action="store_true", help="NAME is a dataset, not a model")
+    files = "of a dataset, these files alone, like 'data/train-*' [all text and Parquet]"
+    add("--only", metavar="GLOB", help=files)
+    add("--to", type=Path, metavar="DIR", help="target directory [models/<name>, or data/<name>]")
+    add("--revision", default="main", help="a branch, tag or commit [main]")
+    add("--skip-weights", action="store_true", help="download only the configuration and tokenizer")
+    return parser
+
+
+def demo_parser() -> OneLineParser:
+    """Return the parser of ``demo``."""
+    parser = _parser("demo", DEMO)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the directory to create")
+    parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, as Llama 3.2 1B does")
+    return parser
+
+
+def bench_parser() -> OneLineParser:
+    """Return the parser of ``bench``."""
+    parser = _parser("bench", BENCH)
+    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT", parser_class=OneLineParser)
+    load = what.add_parser("load", help="streaming load against from_pretrained + set_model_state_dict", description="")
+    load.add_argument("--gb", type=float, default=1.1, help="size of the checkpoint to write, in GB [1.1]")
+    load.add_argument("--ranks", type=int, default=2, help="ranks on this machine, with gloo [2]")
+    load.add_argument(
+        "--numerics", choices=("fp32-master", "pure-bf16"), default="fp32-master", help="dtype to keep [fp32-master]"
+    )
+    load.add_argument("--repeat", type=int, default=3, help="measurements of each way, in rotating order [3]")
+    load.add_argument("--cold", action="store_true", help="drop the files from the page cache before each")
+    load.add_argument("--dir", type=Path, help="where to write the checkpoint and keep it [a temporary directory]")
+    gpu = what.add_parser(
+        "gpu", help="a ladder for a new machine; `bench gpu HOSTS` climbs it on hosts", description=LADDER
+    )
+    gpu.add_argument("hosts", nargs="?", metavar="HOSTS", help="climb on hosts instead; write it right after gpu")
+    rungs.add_options(gpu)
+    optimizer = what.add_parser("optimizer", help="the CPU's AdamW against a memory triad", description="")
+    optimizer.add_argument("--elements", type=int, default=1 << 26, help="FP32 elements to update [67108864]")
+    overlap = what.add_parser(
+        "overlap", help="updates hidden under the forward, with a stand-in for the device", description=""
+    )
+    overlap.add_argument("--unit-ms", type=float, default=10.0, help="time of a unit's forward, in ms [10]")
+    overlap.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
+    overlap.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, for chrome://tracing")
+    checkpoint = what.add_parser(
+        "checkpoint",
+        help="saves beside training against saves in turn, and plain writes to the same disk",
+        description="",
+    )
+    checkpoint.add_argument("--gb", type=float, default=1.0, help="size of the state, in GB [1]")
+    checkpoint.add_argument("--saves", type=int, default=30, help="saves of each kind, in turns [30]")
+    checkpoint.add_argument("--dir", type=Path, help="where to write [a temporary directory]")
+    step = what.add_parser("step", help="our step against a loop written by hand, in CPU seconds", description="")
+    for verb in (optimizer, step):
+        verb.add_argument("--pairs", type=int, default=20, help="measurements of each, in turns [20]")
+    for verb in (load, optimizer, overlap, checkpoint, step):
+        verb.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    return parser
+
+
+def export_parser() -> OneLineParser:
+    """Return the parser of ``export``."""
+    parser = _parser("export", EXPORT)
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="name of a run, or directory of a checkpoint or of .bin files")
+    add("out", metavar="OUT", help="directory to write the model into")
+    add(
+        "hosts",
+        metavar="HOSTS",
+        nargs="?",
+        type=Path,
+        help="hosts file: bring a run's weights together on its first host, and export there",
+    )
+    add("--step", type=int, help="which of the run's checkpoints [the newest]")
+    add("--dtype", choices=("bf16", "fp32"), help="dtype of the weights [bf16; of .bin files their own]")
+    add("--one-file", action="store_true", help="write one model.safetensors instead of files of 5 GB")
+    add("--model", type=Path, help="directory with config.json and tokenizer, if the checkpoint has none")
+    add("--try", dest="try_", metavar="PROMPT", default="", help="generate a few tokens with the exported model")
+    add(
+        "--push-to-hub",
+        metavar="REPO",
+        default="",
+        help="upload it to the Hugging Face Hub as owner/name, private if new",
+    )
+    return parser
+
+
+PARSERS: dict[str, Callable[[], OneLineParser]] = {
+    "data": data_parser,
+    "download": download_parser,
+    "demo": demo_parser,
+    "bench": bench_parser,
+    "export": export_parser,
+}
