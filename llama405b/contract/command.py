@@ -6,7 +6,9 @@ trainer refuse a flag inside a detached tmux session.
 
 import argparse
 import dataclasses
+import itertools
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
@@ -15,22 +17,48 @@ from llama405b.contract import config
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import did_you_mean
 from llama405b.contract.schema import Config
+from llama405b.contract.settings_help import HELP_WIDTH, settings_help
 
 MAX_WORLD = 1_000_000
+TRAIN = """Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host, and takes the same settings.
+
+  llama405b train --preset llama3.1-8b --data.paths corpus --dry-run --world 8
+  llama405b launch hosts --config my.toml --optimizer.lr 2e-5"""
+
+
+class Paragraphs(argparse.HelpFormatter):
+    """Fills each paragraph of a text; lines that begin with a space stay as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=HELP_WIDTH)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = []
+        for is_free, group in itertools.groupby(text.strip("\n").splitlines(), lambda line: line[:1].strip() != ""):
+            lines = list(group)
+            filled += [textwrap.fill(" ".join(lines), width)] if is_free else lines
+        return textwrap.indent("\n".join(filled), indent)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence."""
+    """An argument parser whose errors are one sentence, and whose help fits a terminal."""
 
     before_parsing: ClassVar[Callable[["OneLineParser"], None] | None] = None  # tab completion reads the parser here
 
     if not TYPE_CHECKING:  # argparse's own types hold
+
+        def __init__(self, *args, **more):
+            super().__init__(*args, **{"formatter_class": Paragraphs, "allow_abbrev": False} | more)
 
         def parse_known_args(self, args=None, namespace=None):
             """See ``argparse``."""
             if OneLineParser.before_parsing:
                 OneLineParser.before_parsing(self)
             return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        """Return the help; what our messages quote as commands is quoted here as well, but plainly."""
+        return super().format_help().replace("`", "'")
 
     def error(self, message: str) -> NoReturn:
         """Raise the error as a UserError."""
@@ -92,10 +120,9 @@ def parse(argv: Sequence[str]) -> Command:
     """
     parser = OneLineParser(
         prog="llama405b train",
-        description="Train a Llama. Runs as one process per rank under torchrun; `llama405b launch` starts it on every host.",
-        epilog=config.help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        usage="llama405b train [--preset NAME] [--config FILE] [--SECTION.KEY VALUE …]",
+        description=TRAIN,
+        epilog=settings_help(),
     )
     parser.add_argument("--preset", default="", help="named settings to start from")
     parser.add_argument("--config", type=Path, help="TOML file of settings; overrides the preset")

@@ -232,18 +232,6 @@ def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
         raise UserError(f"{flag}: unknown option{near}")
 
 
-def help_text() -> str:
-    """Format one line per field: flag, default, meaning."""
-    lines = [f"presets: {', '.join(preset_names())}", "", "settings (as flags, or as [section] key in TOML):"]
-    for key, type_, default, text in fields():
-        if typing.get_origin(type_) is Literal and (choices := " | ".join(typing.get_args(type_))) not in text:
-            text = f"{text} ({choices})"
-        lines.append(f"  --{key}  [{json.dumps(default)}]  {text}")
-    for alias, (key, values) in ALIASES.items():
-        lines.append(f"  --{alias}  an older name: on is --{key} {values[True]}, off is --{key} {values[False]}")
-    return "\n".join(lines)
-
-
 def accumulation(training: Training, world: int) -> int:
     """Compute the forward passes per rank and step: global batch / (micro batch x ranks).
 

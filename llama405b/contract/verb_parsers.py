@@ -1,6 +1,5 @@
 """The command lines of what needs torch or the Hub, parsed before that is imported: their --help needs neither."""
 
-import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from llama405b.contract.command import OneLineParser
 
 CORES = os.cpu_count() or 1
 SETTINGS = """
+
 SETTINGS are those of `llama405b train`, as for a run: --config my.toml, --data.paths corpus, …"""
 DATA = """What a training run would learn, without a GPU and without weights."""
 SHOW = """Print the first sequences of training as the model will read them, and the counts.
@@ -39,20 +39,16 @@ LADDER = "From the first collective to whole steps on this machine's first GPU; 
 
 
 def _parser(verb: str, description: str) -> OneLineParser:
-    how = argparse.RawDescriptionHelpFormatter
-    return OneLineParser(prog=f"llama405b {verb}", description=description, formatter_class=how, allow_abbrev=False)
+    return OneLineParser(prog=f"llama405b {verb}", description=description)
 
 
 def data_parser() -> OneLineParser:
     """Return the parser of ``data``; what it does not know are settings."""
     parser = _parser("data", DATA)
     whats = parser.add_subparsers(dest="what", required=True, metavar="show | tokenize")
-    how = argparse.RawDescriptionHelpFormatter
-    show = whats.add_parser("show", help="print sequences", description=SHOW + "\n" + SETTINGS, formatter_class=how)
+    show = whats.add_parser("show", help="print sequences", description=SHOW + SETTINGS)
     show.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
-    tokenize = whats.add_parser(
-        "tokenize", help="turn texts into tokens", description=TOKENIZE + "\n" + SETTINGS, formatter_class=how
-    )
+    tokenize = whats.add_parser("tokenize", help="turn texts into tokens", description=TOKENIZE + SETTINGS)
     tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="the directory for the tokens")
     tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help=f"processes [{CORES}]")
     return parser

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from conftest import ROOT
+from llama405b.contract.schema import ALIASES, TYPES
 from llama405b_tools import cli
 
 
@@ -20,6 +21,7 @@ def test_help_fits_one_screen_and_names_every_verb():
 NO_TORCH = """import sys
 for name in ("torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "pyarrow", "safetensors"):
     sys.modules[name] = None
+from llama405b.contract.schema import ALIASES, TYPES
 from llama405b_tools import cli
 sys.exit(cli.main(sys.argv[1:]))"""
 
@@ -173,3 +175,20 @@ def test_flags_that_do_not_go_together_are_refused_before_anything_is_done(words
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith(f"llama405b: {said}")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", [*cli.VERBS, "data show", "data tokenize", "bench load", "bench gpu", "bench fleet"])
+def test_the_help_of_every_verb_fits_a_terminal_and_quotes_plainly(verb, capsys):
+    assert cli.main([*verb.split(), "--help"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "`" not in said
+
+
+def test_the_help_of_train_shows_the_usual_settings_first_and_each_once(capsys):
+    cli.main(["train", "--help"])
+    said = capsys.readouterr().out
+    named = re.findall(r"^  --([a-z_]+\.[a-z_0-9]+) ", said, re.MULTILINE)
+    assert named[:3] == ["model.path", "data.paths", "data.seq_len"]
+    assert sorted(named) == sorted([*TYPES, *ALIASES])
+    assert "llama405b launch hosts --config my.toml --optimizer.lr 2e-5" in said

@@ -136,7 +136,7 @@ def test_an_older_name_of_offload_is_read(tmp_path, capsys):
         assert "c.toml:3: parallel.offload is set twice" in refusal(config.read_toml, tmp_path / "c.toml")
     with pytest.raises(SystemExit):
         command.parse(["--help"])
-    assert "--parallel.cpu_offload  an older name: on is --parallel.offload full" in capsys.readouterr().out
+    assert "true is --parallel.offload full, false is --parallel.offload none" in capsys.readouterr().out
 
 
 def test_accumulation_divides_or_names_what_does():

@@ -11,7 +11,6 @@ copies: files copied and verified as checkpoints are, between two processes here
 Reports seconds of wall time and of this machine's CPU (getrusage). Hosts may be aliases of a few machines.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,8 @@ from llama405b_tools.verbs.arguments import add_hosts
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark."""
     parser = OneLineParser(
-        prog="llama405b bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="llama405b bench",
+        description=__doc__,
     )
     parser.add_argument("what", choices=("fleet", "logs", "top", "copies", "plan"))
     add_hosts(parser)

@@ -23,7 +23,8 @@ from llama405b_tools.verbs.arguments import add_hosts
 def main(argv: Sequence[str]) -> int:
     """Climb; returns the exit code."""
     parser = OneLineParser(
-        prog="llama405b bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="llama405b bench gpu",
+        description=__doc__,
     )
     add_hosts(parser)
     rungs.add_options(parser)

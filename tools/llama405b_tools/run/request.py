@@ -25,11 +25,13 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # set by the run itself, which relies on them
 EPILOG = """
-Settings of the training run are flags too (see `llama405b train --help`). Any other torchrun program goes after --:
-  llama405b launch hosts --preset llama3.1-405b --data.paths corpus --rehearse
-  llama405b launch hosts --preset llama3.1-405b --data.paths corpus --restart 5 --follow
+Settings of the training run are flags, too: see `llama405b train --help`. Any other torchrun program goes after --.
+
+  llama405b launch hosts --config my.toml --rehearse
+  llama405b launch hosts --config my.toml --optimizer.lr 2e-5 --restart 5
   llama405b launch hosts -- my_script.py --its-own args
-exit codes: 0 started (with --follow: finished successfully), 1 a host or the run failed, 2 refused, nothing started
+
+Exit codes: 0 started (with --follow: finished successfully), 1 a host or the run failed, 2 refused, nothing started.
 """
 
 
@@ -118,8 +120,6 @@ def _parser() -> OneLineParser:
         prog="llama405b launch",
         description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked to.",
         epilog=EPILOG,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")

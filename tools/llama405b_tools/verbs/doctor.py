@@ -64,8 +64,6 @@ def _parser() -> OneLineParser:
         prog="llama405b doctor",
         description=__doc__,
         epilog="With --preset, --config and settings as for launch, checks memory and disks against what that run needs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add_hosts(parser)

@@ -104,8 +104,6 @@ def _parser() -> OneLineParser:
         prog="llama405b plan",
         description=__doc__,
         epilog="Settings as for launch, such as --data.seq_len 8192, follow.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file: ask its hosts for what is not said here")

@@ -73,8 +73,6 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="cluster-top",
         description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("hosts", nargs="*", metavar="HOSTS", help="hosts file or host names [hosts]")
