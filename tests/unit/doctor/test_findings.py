@@ -10,11 +10,12 @@ import pytest
 from conftest import ROOT
 from llama405b.contract import command, reader
 from llama405b.contract.checkup import Checkup
+from llama405b_tools.doctor import report
 from llama405b_tools.doctor.host_facts import HostFacts, PeerReach
 from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.findings import Peers
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
-from llama405b_tools.doctor.visit import needs_of
+from llama405b_tools.doctor.visit import Visit, needs_of
 from llama405b_tools.hosts.inventory import parse_hosts
 from llama405b_tools.machine import fabric, gpus
 
@@ -263,6 +264,12 @@ def test_who_differs():
 def test_clocks_and_dead_hosts():
     found = diagnose({"a": good(), "b": good()}, skew={"b": -61.0}, lost={"c": "no answer"})
     assert [(f.hosts, f.what) for f in found] == [(("c",), "cannot be reached"), (("b",), "its clock is 61 s behind")]
+
+
+def test_a_clock_that_agrees_is_not_behind_by_nothing():
+    facts = {"a": reader.read(HostFacts, good(), "a")}
+    visit = Visit(facts, {}, {"a": -0.01}, {"a": 1.0}, peers("a"), {})
+    assert report._row("a", visit, ())[4] == "+0.0 s"
 
 
 def test_how_hosts_reach_each_other():

@@ -42,7 +42,7 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
         fit,
         visit.peers.training_address(name) or DASH,
         f"{visit.latency_ms[name]:.0f} ms",
-        f"{visit.skew_s[name]:+.1f} s",
+        f"{visit.skew_s[name]:+z.1f} s",
         _counted([gpu.name.removeprefix("NVIDIA ") for gpu in facts.devices]),
         _counted([f"x {port.gbit:g} Gb/s" for port in facts.rdma_ports if port.up]),
         *_room(facts),

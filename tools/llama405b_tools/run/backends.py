@@ -17,7 +17,9 @@ from llama405b_tools.remote import slurm
 from llama405b_tools.remote.ending import record_blame
 from llama405b_tools.remote.messages.end import Ended, EndRequest
 from llama405b_tools.run import jobs
-from llama405b_tools.run.query import ask_hosts
+from llama405b_tools.run.query import ask_hosts, host_of, plan_here
+from llama405b_tools.run.screen import show
+from llama405b_tools.text.fold import fold_names
 
 STOP_TIMEOUT_S = 60.0  # in addition to the grace period
 Ends = dict[str, Ended | HostError]  # what became of each host's part
@@ -66,7 +68,11 @@ class OnHosts:
         self.run, self.hosts_file = run, hosts_file
 
     def hosts(self) -> tuple[Host, ...]:
-        """See ``Backend``."""
+        """See ``Backend``; where there is no ./hosts, those of the run whose plan is in this directory."""
+        if self.hosts_file == Path("hosts") and not self.hosts_file.exists() and (plan := plan_here(self.run)).nodes:
+            names = fold_names(node.name for node in plan.nodes)
+            show(f"there is no hosts file here; asking {names}, where run {plan.run} was launched", error=True)
+            return tuple(host_of(node) for node in plan.nodes)
         return read_hosts(self.hosts_file)
 
     def waiting(self) -> Waiting | None:

@@ -9,9 +9,10 @@ from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more
-from llama405b.contract.plan import Plan, read_plan
+from llama405b.contract.plan import NO_PLAN, Node, Plan, read_plan
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.status import HostRun, PlanRequest, StatusReply, StatusRequest
@@ -22,6 +23,7 @@ from llama405b_tools.text.fold import fold_names
 STATUS_TIMEOUT_S = 30.0
 SHOWN_RUNS = 8  # in a message
 LEAST_GRACE_S = 30.0
+OF_A_PLAN = Host("", "hosts:1")  # its messages name the usual file, which is not needed where the plan is
 
 
 Seen = dict[str, HostRun | HostError | None]  # what each host knows about a run; None: the host does not know it
@@ -69,16 +71,22 @@ def ask_members(fleet: Fleet, run: str, seen: Seen) -> Seen:
         return seen
     knows = next(name for name, found in replies(seen).items() if found and found.hosts)
     plan = fleet.ask(knows, "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
-    known = fleet.hosts[knows]
-    others = [
-        dataclasses.replace(
-            known, name=node.name, slots=node.slots, address=node.address, workdir=node.workdir, python=node.python
-        )
-        for node in plan.nodes
-        if node.name not in fleet.hosts
-    ]
+    others = [host_of(node, fleet.hosts[knows]) for node in plan.nodes if node.name not in fleet.hosts]
     fleet.join(others)
     return seen | _seen_of(run, _ask_all(fleet, run, [host.name for host in others]))
+
+
+def host_of(node: Node, like: Host = OF_A_PLAN) -> Host:
+    """Return a host of a plan, as far as the plan knows it; the user, the port and the like as for another host."""
+    return dataclasses.replace(
+        like, name=node.name, slots=node.slots, address=node.address, workdir=node.workdir, python=node.python
+    )
+
+
+def plan_here(run: str | None) -> Plan:
+    """Return the plan of a run that was launched from this directory; None: the newest. ``NO_PLAN`` if there is none."""
+    runs = [run] if run else [path.name for path in Path("runs").glob("*")]
+    return max((read_plan(RunDir.here(name)) for name in runs), key=lambda plan: plan.created, default=NO_PLAN)
 
 
 def all_runs(fleet: Fleet) -> Outcomes[StatusReply]:
