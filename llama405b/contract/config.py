@@ -396,7 +396,8 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     too_slow = f"a step changes second moments by less than BF16 resolves where beta2 is {betas[1]:g}; use fp32, or at most 0.99"
     unused = "with fsdp2 it would have no effect; leave it out, or use fsdp1"
     unknown = [name for name in config.checkpoint.allow_changes if name not in (*CHANGES, ALL)]
-    no_change = f"{last_of(unknown)!r} is not what a resume compares{_nearest(last_of(unknown), CHANGES)}; use {', '.join((*CHANGES, ALL))}"
+    near = suggestion(last_of(unknown), CHANGES)
+    no_change = f"{last_of(unknown)!r} is not what a resume compares{near}; use {', '.join((*CHANGES, ALL))}"
     stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
