@@ -85,8 +85,8 @@ class Saver:
         ``reached``: where training is; ``step_s``: what a step takes.
 
         Raises:
-            UserError: The last checkpoint of the run could not be written, or another run has taken the directory over.
-            RunError: Too many saves in a row have failed.
+            UserError: Another run has taken the directory over.
+            RunError: The last checkpoint of the run could not be written, or too many in a row.
         """
         self.waiting += requests
         self.put_off = self.put_off or due
@@ -102,7 +102,7 @@ class Saver:
             failed = self.finish()
             self.tidy()
             if failed:
-                raise failed
+                raise RunError(str(failed))
 
     def begin(self, step: int, reached: Reached, next_update_s: float | None) -> None:
         """Begin to save, once older checkpoints are deleted."""

@@ -1,0 +1,68 @@
+"""What becomes of a run whose saves fail. How one is saved is the test's."""
+
+import types
+
+import pytest
+
+from llama405b.checkpoint.saving import Saved
+from llama405b.contract.checkpoints import Reached
+from llama405b.contract.errors import FAILED, RunError, UserError
+from llama405b.contract.schema import Checkpoint
+from llama405b.saver import Saver, SavingClock
+
+FULL = "c: cannot be written (No space left on device)"
+
+
+class Disk:
+    """Saves at once, except after some steps; deletes nothing."""
+
+    busy = False
+
+    def __init__(self, fails):
+        self.fails, self.step = fails, 0
+
+    def begin(self, step, *_):
+        self.step = step
+
+    def finish(self):
+        if self.step in self.fails:
+            return UserError(FULL)
+        return Saved("c", "", 1.0, None)
+
+    def pruned(self):
+        return "c: an old checkpoint cannot be deleted" if self.step else ""
+
+
+def _train(fails, last, **more):
+    """What is logged, and what ends the run."""
+    lines = []
+    told = types.SimpleNamespace(log=lines.append, event=lambda *_, **__: None, phase=lambda _: None)
+    saver = Saver(Disk(fails), None, None, SavingClock(Checkpoint(every="1", **more), 1, 1.0), told, told)
+    for step in range(1, last + 1):
+        try:
+            saver.after_step(step, due=True, busy=False, ending=step == last, requests=[], reached=Reached(0))
+        except RunError as ended:
+            return lines, step, ended
+    return lines, last, None
+
+
+def test_it_ends_after_five_in_a_row():
+    _, step, ended = _train({1, 2, 3, 4, *range(6, 20)}, 19)
+    assert step == 11  # which reports that of step 10
+    assert str(ended) == f"5 saves in a row have failed, so the run ends before it loses more steps: {FULL}"
+    assert ended.exit_code == FAILED
+
+
+@pytest.mark.parametrize(("most", "until"), [(0, 19), (1, 2)])
+def test_it_ends_after_as_many_as_are_asked_for(most, until):
+    assert _train(set(range(1, 19)), 19, max_failures=most)[1] == until
+
+
+def test_a_last_save_that_fails_is_no_refused_input():
+    _, step, ended = _train({6}, 6)
+    assert (step, str(ended), ended.exit_code) == (6, FULL, FAILED)
+
+
+def test_what_could_not_be_deleted_is_said_unless_the_save_failed_too():
+    lines, *_ = _train({2}, 3)
+    assert [line.split(" ")[1] for line in lines] == ["c", "an", "2", "c", "an"]
