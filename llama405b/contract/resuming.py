@@ -26,11 +26,14 @@ def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
 
 
 def as_configured(before: RunIdentity, config: Config) -> RunIdentity:
-    """Return a checkpoint's identity with these settings; whether model, data and packing are the same, only ranks see."""
+    """Return a checkpoint's identity with these settings; whether model, data and packing are the same, only ranks see.
+
+    A global batch of 0 follows the number of ranks, which is not known here: it is taken for the same.
+    """
     return dataclasses.replace(
         before,
         sequence_length=config.data.seq_len,
-        global_batch_size=config.training.global_batch_size,
+        global_batch_size=config.training.global_batch_size or before.global_batch_size,
         numerics=config.parallel.numerics,
         data_seed=config.data.seed,
         training_seed=config.training.seed,

@@ -17,7 +17,7 @@ from llama405b_tools.machine.addresses import Address
 from llama405b_tools.machine.fabric import Rdma
 from llama405b_tools.remote import launch_facts
 from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
-from llama405b_tools.run import preflight
+from llama405b_tools.run import jobs, preflight
 from llama405b_tools.run.expect import expected, misfit
 from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import Way
@@ -389,7 +389,7 @@ def test_weights_are_counted_only_where_they_can_be_loaded(tiny, tmp_path):
     assert launch_facts._weights_bytes(str(model)) == 0
 
 
-def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_starts(tmp_path):
+def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_starts(tmp_path, monkeypatch):
     given = ["--run", "r", "--resume", "--model.path", "m", "--data.paths", "d", "--training.max_steps", "9"]
     settings = parse(given, 0.0).config
     identity = RunIdentity("m", "d", 4096, 64, "fp32-master", 0, 0, "isolated", settings_of(settings.optimizer, 9))
@@ -400,7 +400,8 @@ def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_sta
 
     def launch(*more):
         request = parse([*given, "--checkpoint.dir", str(tmp_path), *more], 0.0)
-        found = launch_facts._resumable(preflight._inputs(request))
+        asked = preflight._inputs(request)
+        found = launch_facts.resumable(asked.resume, asked.checkpoints)
         said = {"a": dataclasses.replace(facts([]), resumable=found), "b": facts([])}
         nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
         plan = Plan("r", 2, 0.0, "r", "a:1", request.training_program(), (), nodes)
@@ -415,3 +416,8 @@ def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_sta
     ):
         with pytest.raises(UserError, match=f"^--resume: {step} was saved with other settings"):
             launch(*change)
+    monkeypatch.setattr(jobs.shutil, "which", lambda _: "/usr/bin/sbatch")
+    monkeypatch.chdir(tmp_path)
+    request = parse([*given, "--checkpoint.dir", str(tmp_path), "--slurm", "-N 2", "--optimizer.lr", "1"], 0.0)
+    with pytest.raises(UserError, match=f"^--resume: {step} was saved with other settings"):
+        jobs.submit(request, "-N 2")

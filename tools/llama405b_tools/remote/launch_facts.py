@@ -120,16 +120,16 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         user=user_of(os.getuid()),
         runs=_identity(Path("runs")),
         weights_bytes=_weights_bytes(request.weights),
-        resumable=_resumable(request.inputs),
+        resumable=resumable(request.inputs.resume, request.inputs.checkpoints) if request.inputs else None,
     )
 
 
-def _resumable(check: InputCheck | None) -> Resumable | None:
-    """The checkpoint that a run would go on from; if it cannot be read, the trainer says so."""
-    if check is None or check.resume == "no":
+def resumable(resume: str, checkpoints: str) -> Resumable | None:
+    """Return the checkpoint that a run would go on from; if it cannot be read, the trainer says so."""
+    if resume == "no":
         return None
-    root = Path(check.checkpoints)
-    path = newest_complete(root) if check.resume == "auto" else named_path(root, check.resume)
+    root = Path(checkpoints)
+    path = newest_complete(root) if resume == "auto" else named_path(root, resume)
     with contextlib.suppress(OSError, reader.MalformedError):
         if path and (identity := read_manifest((path / MANIFEST).read_bytes())[0].identity):
             return Resumable(str(path), identity)

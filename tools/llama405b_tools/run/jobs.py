@@ -23,7 +23,7 @@ from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import to_type
 from llama405b_tools.remote import slurm
-from llama405b_tools.remote.launch_facts import place_of
+from llama405b_tools.remote.launch_facts import place_of, resumable
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run.plan import Terms
 from llama405b_tools.run.preflight import place_words
@@ -69,6 +69,8 @@ def submit(request: LaunchRequest, options: str) -> str:
     if directory := request.new_checkpoints:
         with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
             refuse_held(Path(directory), committed(Path(directory)))
+    if request.config:
+        request.refuse_changes(resumable(request.resume, request.checkpoints), request.config)
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.job_state(earlier.job) not in slurm.GONE:
         raise UserError(

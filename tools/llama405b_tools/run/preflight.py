@@ -13,7 +13,6 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
-from llama405b.contract.resuming import accept_changes, as_configured
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
@@ -115,7 +114,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         whole=request.config.parallel.fsdp == "fsdp1",
         template=data.chat_template,
         resume=request.resume,
-        checkpoints=request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints",
+        checkpoints=request.checkpoints,
     )
 
 
@@ -249,9 +248,7 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
         if parsed.config != request.config:
             raise UserError("the planned command does not match the request; please report this as a bug")
         settings = config.on_ranks(parsed.config, plan.world)
-        if found := next((each.resumable for each in answers.values() if each.resumable), None):
-            now = as_configured(found.identity, settings)
-            accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
+        request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
         for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":
                 raise UserError(f"{what}; {bug.cure}. Nothing was started")

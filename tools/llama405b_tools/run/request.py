@@ -17,8 +17,10 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.plan import check_run_name
+from llama405b.contract.resuming import accept_changes, as_configured
 from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
+from llama405b_tools.remote.messages.launch import Resumable
 from llama405b_tools.run.plan import Terms
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -107,6 +109,21 @@ class LaunchRequest:
         if self.resume != "no":
             return ""
         return self.settings.checkpoint.dir
+
+    @property
+    def checkpoints(self) -> str:
+        """The directory of the run's checkpoints."""
+        return self.settings.checkpoint.dir or f"runs/{self.run}/checkpoints"
+
+    def refuse_changes(self, found: Resumable | None, settings: Config) -> None:
+        """Refuse to resume what was saved with other settings.
+
+        Raises:
+            UserError: Some differ that ``checkpoint.allow_changes`` does not name.
+        """
+        if found:
+            now = as_configured(found.identity, settings)
+            accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
 
     def training_program(self) -> tuple[str, ...]:
         """What torchrun runs: the user's program, or our trainer."""
