@@ -163,6 +163,7 @@ def test_a_conversation_of_which_the_template_writes_nothing_is_a_bad_record(dem
         Template(tokenizer, ("assistant",)).segments(Chat(({"role": "system", "content": "a"},)))
 
 
+@pytest.mark.timeout(60)
 def test_a_template_that_never_ends_is_refused_with_the_conversation(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(chat, "MOST_S", 0.3, raising=False)
     monkeypatch.setattr("llama405b.data.encode.MOST_S", 0.3, raising=False)
