@@ -63,7 +63,10 @@ def _resume(me, directory, root, has_masters):
         module, updater = build(me, directory, numerics="pure-bf16", **FORMS[read])
         restore(path, module, updater, me)
         if has_masters:
-            found.append(same(before, bits(module, updater)))
+            found += [
+                same(before, bits(module, updater)),
+                {n.dtype for n in _norms(updater).values()} == {torch.float32},
+            ]
             continue
         found.append(all(torch.equal(before[name][0], tensors[0]) for name, tensors in bits(module, updater).items()))
         norms = {name: norm.clone() for name, norm in _norms(updater).items()}

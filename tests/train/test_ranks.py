@@ -1,5 +1,7 @@
 """What ranks tell each other."""
 
+import hashlib
+
 from ranks_rig import run_ranks
 
 
@@ -42,8 +44,8 @@ def _found(me, root):
         return gather(into, *args, **more)
 
     dist.all_gather = note
-    store.look_at(root / "step-00000001")
-    return max(gathered), (root / "step-00000001/manifest.json").stat().st_size
+    found = store.look_at(root / "step-00000001")
+    return str(found)[:200], max(gathered), (root / "step-00000001/manifest.json").stat().st_size
 
 
 def test_a_manifest_is_not_gathered_from_all(tmp_path):
@@ -54,7 +56,8 @@ def test_a_manifest_is_not_gathered_from_all(tmp_path):
     names = (METADATA, "__0_0.distcp", *(f"__1_{i}.distcp" for i in range(60)))
     for name in names:
         (step / name).touch()
-    seals = {name: Seal(0, int(name.startswith("__1")), ("0" * 64,)) for name in names}
+    seals = {name: Seal(0, int(name.startswith("__1")), (hashlib.sha256(b"").hexdigest(),)) for name in names}
     (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 1, seals, 2))[0])
-    for longest, size in run_ranks(2, _found, tmp_path):
+    for found, longest, size in run_ranks(2, _found, tmp_path):
+        assert found.startswith("Found("), found
         assert longest < size / 2
