@@ -41,6 +41,20 @@ def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
             raise UserError(f"--parallel.wrap: the model has no {name!r}; choose from {', '.join(sorted(present))}")
 
 
+def check_units(model: nn.Module, wrap: tuple[str, ...]) -> None:
+    """Refuse units in ``wrap`` that share parameters: one within another, or within that of the head and its norm."""
+    units = [module for module in model.modules() if type(module).__name__ in wrap]
+    for unit in units:
+        if unit in (model.model.norm, model.lm_head):
+            raise UserError(
+                f"--parallel.wrap: {type(unit).__name__!r} is in the unit of the head and its norm; leave it out"
+            )
+        for inner in unit.modules():
+            if inner is not unit and type(inner).__name__ in wrap:
+                names = f"{type(inner).__name__!r} is within {type(unit).__name__!r}"
+                raise UserError(f"--parallel.wrap: {names}, and fsdp2 takes one of them; leave out the other")
+
+
 def device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
     """Make the mesh over which parameters are sharded; ``device_type``: torch's default would use any GPU.
 
@@ -58,9 +72,10 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     """Turn every parameter into a DTensor, Shard(0) over the ranks; the model stays on its (meta) device.
 
     Raises:
-        UserError: ``parallel.wrap`` names a class that the model does not have.
+        UserError: ``parallel.wrap`` names a class that the model does not have, or units that share parameters.
     """
     check_wrap(model, parallel.wrap)
+    check_units(model, parallel.wrap)
     mesh = mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type)
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload == "full":
