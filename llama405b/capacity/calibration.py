@@ -102,8 +102,9 @@ class Calibration:
             raise ValueError("its layers or ranks cannot be")
 
     def fits(self, load: Load) -> bool:
-        """Whether its steps are those of such a run: only how many checkpoints are kept may differ."""
-        return dataclasses.replace(load, keep=self.load.keep, mtbf_s=self.load.mtbf_s) == self.load
+        """Whether its steps are those of such a run: only what concerns checkpoints may differ."""
+        saves = {name: getattr(self.load, name) for name in ("keep", "mtbf_s", "every", "staging_bytes")}
+        return dataclasses.replace(load, **saves) == self.load
 
     def knows(self, load: Load, gpu: Gpu) -> bool:
         """Whether its rates hold for such a run: GPUs, model, sequence, numerics, attention and packing are the same."""

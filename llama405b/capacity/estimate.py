@@ -5,14 +5,16 @@ shards on 64 ranks.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from llama405b.capacity.files import BYTES, Loading, Saving, loading, saving
-from llama405b.capacity.hardware import GIB, Gpu, read_gpus
+from llama405b.capacity.hardware import GIB, USUAL, Gpu, read_gpus
 from llama405b.capacity.memory import NORMS, Job, Peak, norm_elements, peak
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import Rates, StepTime, step_time
 from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
+from llama405b.contract.sizes import SPARE
 from llama405b.contract.weights import Llama
 
 RANKS_PER_HOST = 8
@@ -42,7 +44,7 @@ def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
 class Cluster:
     """What it is trained on, beside the number of ranks."""
 
-    gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()["h100-80"])
+    gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()[USUAL])
     nic_bytes_per_s: float = 400e9  # of a host: eight links of 400 Gbit/s
     disk_bytes_per_s: float = DISK_BYTES_PER_S  # of a host, reading weights and writing checkpoints
     pace: Gpu | None = None  # what its GPUs attain, measured; None: shares of their data sheet
@@ -69,6 +71,8 @@ class Load:
     mtbf_s: float = Checkpoint().mtbf * 3600  # between failures of one rank
     attention: str = "auto"
     packing: str = Data().packing
+    every: str = Checkpoint().every
+    staging_bytes: int | None = None  # of a host, for copies of what is saved; None: as much as is free
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int) -> "Load":
@@ -88,6 +92,8 @@ class Load:
             mtbf_s=config.checkpoint.mtbf * 3600,
             attention=config.model.attention,
             packing=config.data.packing,
+            every=config.checkpoint.every,
+            staging_bytes=config.checkpoint.staging_bytes,
         )
 
     @property
@@ -136,6 +142,12 @@ class Load:
         norms = NORM[self.numerics] * norm_elements(self.llama, 1) * share
         return found | {NORMS: norms} if found and norms else found
 
+    def room(self, ram_bytes: float) -> float:
+        """Bytes of a host's memory that copies of what is saved may take; ``ram_bytes``: of a host; 0: unknown."""
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        return SPARE * max(0.0, ram_bytes - sum(self.host_bytes.values())) if ram_bytes else math.inf
+
     @property
     def update_bytes_per_parameter(self) -> int:
         """Bytes that an update reads and writes."""
@@ -172,8 +184,8 @@ class Estimate:
         return self.time.step_s if self.time else None
 
 
-def estimate(load: Load, cluster: Cluster | None = None) -> Estimate:
-    """Estimate what a run takes; by default on H100s."""
+def estimate(load: Load, cluster: Cluster | None = None, ram_bytes: float = 0.0) -> Estimate:
+    """Estimate what a run takes; by default on H100s, whose hosts have ``ram_bytes``; 0: unknown."""
     cluster = cluster or Cluster()
     time, disk = _time(load, cluster), cluster.disk_bytes_per_s
     step_s = time.step_s if time else None
@@ -184,7 +196,7 @@ def estimate(load: Load, cluster: Cluster | None = None) -> Estimate:
         checkpoints_bytes=(load.keep + 1) * load.checkpoint_bytes,
         time=time,
         loading=loading(load.llama, load.hosts, disk, cluster.nic_bytes_per_s),
-        saving=saving(load.checkpoint_bytes / load.hosts, disk, step_s, load.mtbf_s / load.world),
+        saving=saving(load.checkpoint_bytes / load.hosts, disk, step_s, load.mtbf_s / load.world, load.room(ram_bytes)),
         runtime_bytes=cluster.runtime_bytes,
     )
 

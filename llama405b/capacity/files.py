@@ -1,6 +1,7 @@
 """Weights and checkpoints on disks: how long they take, and what they hold of a host's memory meanwhile. Pure."""
 
 import dataclasses
+import math
 
 from llama405b.capacity.memory import Pieces
 from llama405b.contract.cadence import best_interval
@@ -26,7 +27,8 @@ class Saving:
     n_bytes: float
     write_s: float  # beside training
     waits_s: float  # of which training waits
-    staged_bytes: float  # of memory, for what is not written when the next update comes
+    unwritten_bytes: float  # when the next update comes
+    staged_bytes: float  # of them, what is copied into memory meanwhile; the update waits for the others
     best_interval_s: float  # between saves that lose the least (``checkpoint.every = auto``)
 
 
@@ -39,8 +41,10 @@ def loading(llama: Llama, hosts: int, disk: float, nic: float) -> Loading:
     )
 
 
-def saving(n_bytes: float, disk: float, step_s: float | None, mtbf_s: float) -> Saving:
-    """Predict it; ``n_bytes``: a host's part; ``step_s``: of training; ``mtbf_s``: between failures of the run."""
+def saving(n_bytes: float, disk: float, step_s: float | None, mtbf_s: float, room: float = math.inf) -> Saving:
+    """Predict it; ``n_bytes``: a host's part; ``step_s``: of training; ``mtbf_s``: between failures of the run; ``room``: for copies."""
     write_s = n_bytes / disk
-    staged = n_bytes * max(0.0, 1 - step_s / write_s) if step_s else 0.0
-    return Saving(n_bytes, write_s, WAITS * write_s, staged, best_interval(max(1.0, WAITS * write_s), write_s, mtbf_s))
+    unwritten = n_bytes * max(0.0, 1 - step_s / write_s) if step_s else 0.0
+    staged = min(unwritten, room)
+    waits_s = WAITS * write_s + (unwritten - staged) / disk
+    return Saving(n_bytes, write_s, waits_s, unwritten, staged, best_interval(max(1.0, waits_s), write_s, mtbf_s))

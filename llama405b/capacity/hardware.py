@@ -12,6 +12,7 @@ from llama405b.contract.phrases import did_you_mean, reason_of
 TABLE = Path(__file__).with_name("hardware.toml")
 GIB = 1 << 30
 ABOUT = 0.1
+USUAL = "h100-80"
 LARGEST = 1e9  # of any number in the file
 
 
@@ -26,6 +27,7 @@ class Gpu:
     peers_bytes_per_s: float  # to the other GPUs of its host
     host_bytes_per_s: float  # to host memory
     product: str = ""  # what nvidia-smi's name of it contains
+    per_host: int = 8
 
     @classmethod
     def of_cpu(cls, memory_bytes: float) -> "Gpu":
@@ -48,16 +50,20 @@ def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
 
 
 def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
-    """Return a GPU.
+    """Return a GPU; a name without what follows the first hyphen is that of the usual kind, or of the only one.
 
     Raises:
-        UserError: It is not in the table.
+        UserError: It is not in the table, or several are of that name.
     """
-    if name not in gpus:
-        raise UserError(
-            f"--gpu: {name!r} is not known{did_you_mean(name, gpus)}; known are {', '.join(gpus)}; see --hardware"
-        )
-    return gpus[name]
+    kinds = [kind for kind in gpus if kind.partition("-")[0] == name.lower()]
+    for kind in (name, name.lower(), USUAL if USUAL in kinds else "", *kinds[: len(kinds) == 1]):
+        if kind in gpus:
+            return gpus[kind]
+    if kinds:
+        raise UserError(f"--gpu: {name!r} is one of several; use {' or '.join(kinds)}")
+    raise UserError(
+        f"--gpu: {name!r} is not known{did_you_mean(name, gpus)}; known are {', '.join(gpus)}; see --hardware"
+    )
 
 
 def gpu_like(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None:
@@ -82,6 +88,7 @@ def _parsed(file: Path) -> dict[str, Gpu]:
             name: Gpu(
                 name, _number(gpu, "memory_gib") * GIB, _number(gpu, "tflops") * 1e12, _number(gpu, "hbm_gb_s") * 1e9,
                 _number(gpu, "nvlink_gb_s") * 1e9, _number(gpu, "pcie_gb_s") * 1e9, str(gpu.get("product", "")),
+                max(1, round(_number({"gpus_per_host": 8} | gpu, "gpus_per_host"))),
             )
             for name, gpu in table["gpu"].items()
         }  # fmt: skip

@@ -1,24 +1,34 @@
 """What to expect of a run on a cluster: whether it fits, how fast it goes, and which settings would be better. Pure.
 
-The spreads are those of docs/plan.md: of step times of other programs, nine of ten are within ``TIME_SPREAD``. That of memory covers
-what fragments, which nobody has measured of this trainer.
+The spreads are those of docs/plan.md: of step times of other programs, nine of ten are within ``TIME_SPREAD``; of those of one program,
+once fitted, within ``NEAR``, so settings closer than that are not told apart. That of memory covers what fragments, which nobody has
+measured of this trainer.
 """
 
 import bisect
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 from llama405b.capacity import calibration
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Cluster, Estimate, Load, estimate
+from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.setting import Shape
+from llama405b.contract.cadence import Cadence
+from llama405b.contract.schema import Moments, Offload
 
 TIME_SPREAD, MEMORY_SPREAD = 0.15, 0.10
+NEAR = 0.033
 LEAST_GAIN = 0.01
-MICRO_BATCHES = (1, 2, 4, 8, 16)
+OFFLOADS: tuple[Offload, ...] = ("none", "states", "full")
 WHOLE, HALVES = ("LlamaDecoderLayer", "Embedding"), ("LlamaAttention", "LlamaMLP", "Embedding")
+UNITS = tuple(
+    frozenset(units) - {"Embedding"} for units in (WHOLE, HALVES)
+)  # with the embedding or without, as predicted
 
 
 class Fit(enum.IntEnum):
@@ -49,14 +59,18 @@ class Outlook:
     @classmethod
     def of(cls, load: Load, cluster: Cluster, ram_bytes: float = 0.0) -> "Outlook":
         """Predict it."""
-        return cls(load, cluster, ram_bytes, estimate(load, cluster))
+        return cls(load, cluster, ram_bytes, estimate(load, cluster, ram_bytes))
+
+    def of_load(self, load: Load) -> "Outlook":
+        """Predict something else in the same place; only what was measured of this very run is left out."""
+        return Outlook.of(load, self.cluster, self.ram_bytes)
 
     def calibrated(self, found: Calibration) -> "Outlook":
         """Return it with what was measured there; unchanged if that was with other GPUs, or another model, sequence or numerics."""
         if not found.knows(self.load, self.cluster.gpu):
             return self
         cluster = found.measured(self.cluster)
-        needs = estimate(self.load, cluster)
+        needs = estimate(self.load, cluster, self.ram_bytes)
         needs = found.applied(needs) if found.fits(self.load) else needs
         return Outlook(self.load, cluster, self.ram_bytes, needs, found)
 
@@ -83,7 +97,24 @@ class Outlook:
     @property
     def ram(self) -> Fit:
         """Whether a host's memory is enough, as far as that is known."""
-        return Fit.of(self.needs.host_bytes, self.ram_bytes) if self.ram_bytes else Fit.YES
+        return Fit.of(self.host_bytes, self.ram_bytes) if self.ram_bytes else Fit.YES
+
+    @property
+    def host_held_bytes(self) -> dict[str, float]:
+        """Bytes in a host's memory, by what they are; copies of what is saved are among them unless they take what is free alone."""
+        copies = self.needs.saving.staged_bytes if self.load.staging_bytes is not None else 0.0
+        return {**self.needs.held_by_host, **({"copies while saving": copies} if copies else {})}
+
+    @property
+    def host_bytes(self) -> float:
+        """All of them."""
+        return sum(self.host_held_bytes.values())
+
+    @property
+    def room(self) -> float:
+        """What is left of the memory that has least left, as a share; where a host's is unknown, that of a GPU."""
+        left = [1 - self.needs.gpu_bytes / self.cluster.gpu.memory_bytes]
+        return min([*left, 1 - self.host_bytes / self.ram_bytes] if self.ram_bytes else left)
 
     @property
     def fit(self) -> Fit:
@@ -91,10 +122,15 @@ class Outlook:
         return min(self.gpu, self.ram)
 
     @property
-    def step_tokens(self) -> int:
-        """Tokens of a step: whole micro-batches of every GPU, at least one."""
+    def batch(self) -> int:
+        """Sequences of a step: whole micro-batches of every GPU, at least one."""
         together = self.load.micro_batch * self.load.world
-        return max(1, self.load.global_batch // together) * together * self.load.seq_len
+        return max(1, self.load.global_batch // together) * together
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.load.seq_len
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -104,6 +140,20 @@ class Outlook:
     def gain(self, other: "Outlook") -> float:
         """How much faster a GPU of this trains than one of another, as a share."""
         return (self.tokens_per_s or 0) / self.load.world / (other.tokens_per_s or 1) * other.load.world - 1
+
+    def goodput(self, tokens: float = 0.0) -> Goodput | None:
+        """Return what saves and failures leave of the time that so many tokens take; None: unknown."""
+        if not (self.needs.step_s and self.tokens_per_s):
+            return None
+        cadence, mtbf_s = Cadence.read(self.load.every), self.load.mtbf_s / self.load.world
+        return goodput(self.needs.saving, cadence, self.needs.step_s, mtbf_s, tokens / self.tokens_per_s)
+
+    def hours(self, tokens: float) -> float | None:
+        """Return how long so many tokens take, with saves and failures; None: unknown, or for ever."""
+        share = self.goodput(tokens)
+        if not (self.tokens_per_s and share and share.arrives):
+            return None
+        return tokens / self.tokens_per_s / share.share / 3600
 
     @property
     def floor_s(self) -> float:
@@ -124,26 +174,59 @@ class Outlook:
         return self.mfu * (1 + again) if self.mfu else None
 
 
-def variants(outlook: Outlook) -> Iterator[Outlook]:
-    """Yield the settings that the trainer takes for the same steps: places of the states, units, micro-batches that divide the step."""
+def units_fault(wrap: Iterable[str]) -> str:
+    """Say that the memory of such FSDP units is not predicted; '' if it is."""
+    units = {*wrap} - {"Embedding"}
+    if units in UNITS:
+        return ""
+    known = " or ".join(",".join(name for name in each if name != "Embedding") for each in (WHOLE, HALVES))
+    return f"{','.join(wrap)!r} are not units that plan predicts; use {known}, with Embedding or without"
+
+
+def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
+    """Yield the settings that the trainer takes for the same steps: places of the states, moments, units, micro-batches."""
     load = outlook.load
-    for offload in ("none", "states", "full"):
-        if offload == "states" and load.numerics != "fp32-master":
-            continue
-        if offload != "none" and outlook.cluster.gpu.is_cpu:
-            continue
-        moments = load.moments if offload != "none" else "fp32"
-        for wrap in (WHOLE, HALVES):
-            for micro in MICRO_BATCHES:
-                if load.global_batch % (micro * load.world) and micro != load.micro_batch:
-                    continue
-                other = dataclasses.replace(load, offload=offload, wrap=wrap, micro_batch=micro, moments=moments)
-                yield Outlook.of(other, outlook.cluster, outlook.ram_bytes)
+    dtypes = dict.fromkeys((load.moments, *moments))
+    sizes = sorted({load.micro_batch, *divisors(max(1, load.global_batch // load.world))})
+    for offload, dtype, wrap, size in itertools.product(OFFLOADS, dtypes, (WHOLE, HALVES), sizes):
+        other = dataclasses.replace(load, offload=offload, moments=dtype, wrap=wrap, micro_batch=size)
+        if _runs(other, outlook.cluster) or other == load:
+            yield outlook.of_load(other)
 
 
-def best(outlook: Outlook) -> list[Outlook]:
-    """Return the variants: those that fit first, the fastest first."""
-    return sorted(variants(outlook), key=lambda each: (-each.fit, -(each.tokens_per_s or 0.0), each.needs.gpu_bytes))
+def divisors(n: int) -> list[int]:
+    """Return what divides a number, in order."""
+    small = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
+    return sorted({*small, *(n // each for each in small)})
+
+
+def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlook]:
+    """Return the variants: those that fit first, the fastest first; of those ``near`` it, the one with most room.
+
+    Moments in BF16 that were not asked for come after the others near the fastest, as they are rounded, and so do states in
+    memory of hosts that is not known to be enough.
+    """
+
+    def order(each: Outlook) -> tuple[float, ...]:
+        if not is_near(each, fastest[each.fit]):
+            return (-each.fit, 1, -(each.tokens_per_s or 0.0), each.needs.gpu_bytes)
+        unseen = each.load.offload != "none" and not each.ram_bytes
+        return (
+            -each.fit,
+            0,
+            each.load.moments != outlook.load.moments and each.load.moments == "bf16",
+            unseen,
+            -each.room,
+        )
+
+    found = list(variants(outlook, moments))
+    fastest = {fit: max((each.tokens_per_s or 0.0 for each in found if each.fit is fit), default=0.0) for fit in Fit}
+    return sorted(found, key=order)
+
+
+def is_near(outlook: Outlook, fastest: float) -> bool:
+    """Whether it is as fast as another, in tokens/s, as far as a prediction can tell."""
+    return outlook.tokens_per_s is not None and outlook.tokens_per_s >= fastest * (1 - NEAR)
 
 
 def largest_micro_batch(outlook: Outlook) -> int:
@@ -151,7 +234,7 @@ def largest_micro_batch(outlook: Outlook) -> int:
 
     def fits(micro: int) -> bool:
         load = dataclasses.replace(outlook.load, micro_batch=micro)
-        return Outlook.of(load, outlook.cluster, outlook.ram_bytes).gpu is Fit.YES
+        return outlook.of_load(load).gpu is Fit.YES
 
     return bisect.bisect_left(range(1, 1025), x=True, key=lambda micro: not fits(micro))
 
@@ -172,15 +255,11 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
         "--parallel.moments bf16 (with optimizer.betas of at most 0.99)": change(moments="bf16"),
         "--parallel.numerics pure-bf16 (loses small updates)": change(numerics="pure-bf16", moments="fp32"),
         f"--training.micro_batch_size {2 * load.micro_batch}": change(micro_batch=2 * load.micro_batch),
-        "twice the hosts": change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.world)),
+        _twice(load): change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.world)),
     }
     if cluster.rates:
         del loads["--parallel.numerics pure-bf16 (loses small updates)"]  # measured were others
-    found = {
-        words: Outlook.of(other, cluster, outlook.ram_bytes)
-        for words, other in loads.items()
-        if other != load and _runs(other, cluster)
-    }
+    found = {words: outlook.of_load(other) for words, other in loads.items() if other != load and _runs(other, cluster)}
     faster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
     if load.hosts > 1:
         found["twice the network"] = Outlook.of(load, faster, outlook.ram_bytes)
@@ -190,6 +269,16 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
         if other.fit > outlook.fit or (other.fit == outlook.fit == Fit.YES and other.gain(outlook) > LEAST_GAIN)
     ]
     return sorted(helps, key=lambda each: (-each[1].fit, -each[1].gain(outlook)))
+
+
+def _twice(load: Load) -> str:
+    """Name twice the hosts, and what that makes of the batch."""
+    batch = 2 * load.world
+    return (
+        f"twice the hosts (with --training.global_batch_size {batch})"
+        if batch > load.global_batch
+        else "twice the hosts"
+    )
 
 
 def _runs(load: Load, cluster: Cluster) -> bool:

@@ -26,10 +26,9 @@ from llama405b.checkpoint.write import SealingWriter
 from llama405b.contract.checkpoints import Manifest, Reached, RunIdentity, Seal
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of, remedy_of
+from llama405b.contract.sizes import SPARE
 from llama405b.memory import free_bytes
 from llama405b.step import Updater
-
-SPARE = 0.8  # of the free memory may be taken for copies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

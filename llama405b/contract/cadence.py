@@ -9,6 +9,7 @@ from llama405b.contract.errors import UserError
 
 FIRST_S = 600.0  # with auto: until the first save, whose cost is not known yet
 LEAST_S = 60.0
+MOST_EXPONENT = 700.0  # that a float holds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,3 +63,15 @@ def best_interval(cost_s: float | None, restart_s: float, mtbf_s: float) -> floa
     if cost_s is None:
         return FIRST_S
     return max(LEAST_S, math.sqrt(2 * cost_s * (mtbf_s + restart_s)) - cost_s)
+
+
+def share_that_counts(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Return the share of the time in which a run makes steps that last: not saves, restarts, or steps that a failure undoes.
+
+    ``t exp(-R / M) / (M (exp((t + C) / M) - 1))`` for t between saves: Daly's complete model (as for ``best_interval``, equation 20),
+    where failures come at random, and during saves and restarts as well.
+    """
+    together = (interval_s + cost_s) / mtbf_s
+    if together > MOST_EXPONENT:
+        return 0.0
+    return interval_s / mtbf_s * math.exp(-restart_s / mtbf_s) / math.expm1(together)

@@ -242,13 +242,19 @@ def accumulation(training: Training, world: int) -> int:
     if not training.global_batch_size:
         return 1
     if training.global_batch_size % unit:
-        below = training.global_batch_size // unit * unit
-        nearest = " or ".join(str(size) for size in (below, below + unit) if size)
+        nearest = " or ".join(str(size) for size in nearest_batches(training, world))
         raise UserError(
             f"--training.global_batch_size: {counted(training.global_batch_size, 'sequence')} cannot be divided into micro-batches of "
-            f"{training.micro_batch_size} on {counted(world, 'rank')}; use {nearest}"
+            f"{training.micro_batch_size} on {counted(world, 'rank')}; use --training.global_batch_size {nearest}"
         )
     return training.global_batch_size // unit
+
+
+def nearest_batches(training: Training, world: int) -> list[int]:
+    """Return the global batches around the configured one that divide among the ranks."""
+    unit = training.micro_batch_size * world
+    below = training.global_batch_size // unit * unit
+    return [size for size in (below, below + unit) if size]
 
 
 def check_world(config: Config, world: int) -> int:

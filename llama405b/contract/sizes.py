@@ -5,6 +5,7 @@ import re
 from llama405b.contract.errors import UserError
 
 SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)(MB|GB|TB)?")
+SPARE = 0.8  # of the free memory may be taken for copies of what is saved
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, None: 1}
 
 

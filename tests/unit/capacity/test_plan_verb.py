@@ -31,12 +31,15 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     assert code == GOOD
     table = [line.split() for line in out.partition("\n\n")[2].splitlines() if line.startswith("  ")]
     assert table[0][0] == "offload"
-    verdicts = [" ".join(row[7:]) for row in table[1:]]
+    table, note = table[:-1], table[-1]
+    verdicts = [" ".join(row[8:]) for row in table[1:]]
     assert verdicts == sorted(verdicts, key=["fits", "MAY NOT FIT", "DOES NOT FIT"].index)
     rates = [
-        float(row[6].replace(",", "")) for row, verdict in zip(table[1:], verdicts, strict=True) if verdict == "fits"
+        float(row[7].replace(",", "")) for row, verdict in zip(table[1:], verdicts, strict=True) if verdict == "fits"
     ]
-    assert rates == sorted(rates, reverse=True)
+    ties = int(note[2])
+    assert min(rates[:ties]) > 0.967 * max(rates)
+    assert rates[ties:] == sorted(rates[ties:], reverse=True)
     written = config.read_toml(file)
     assert set(written) == {*predict.CHOSEN}  # and no data
     config.resolve(config.read_preset("llama3.1-405b") | written | config.read_flags(["--data.paths=x"]))
@@ -46,7 +49,7 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     assert asked(capsys, *LARGE, "--ram", "100GiB", "--search", "--write", str(none))[0] == UNFIT
     assert not none.exists()
     again = record(capsys, "--config", str(file), *words)[1]
-    assert [again["settings"]["offload"], str(again["settings"]["micro_batch_size"])] == [table[1][0], table[1][2]]
+    assert [again["settings"]["offload"], str(again["settings"]["micro_batch_size"])] == [table[1][0], table[1][3]]
     assert again["settings"] == again["search"][0]["settings"]
 
 
@@ -62,7 +65,8 @@ def test_a_model_that_does_not_fit_is_said_so(capsys):
 def test_what_a_billion_tokens_cost(capsys):
     words = [*LARGE, "--nodes", "8", "--tokens", "1e9"]
     found = record(capsys, *words)[1]
-    assert found["gpu_hours"] == pytest.approx(64 * 1e9 / found["tokens_per_s"] / 3600)
+    hours = 64 * 1e9 / found["tokens_per_s"] / 3600
+    assert found["gpu_hours"] == pytest.approx(hours / found["goodput"]["share"])
     out = asked(capsys, *words, "--price", "2")[1]
     [line] = [line for line in out.splitlines() if line.startswith("1,000,000,000 tokens: ")]
     cost = float(line.partition("GPU-hours, ")[2].split()[0].replace(",", ""))
@@ -144,7 +148,7 @@ def test_other_machines_are_compared(capsys):
         > found["tokens_per_s"]
     )
     rows = [line.split() for line in asked(capsys, *words)[1].partition("\n\n")[2].splitlines()]
-    assert [row[0] for row in rows] == ["what", "as", "nodes=12", "nodes=16", "gpu=h200-141"]
+    assert [row[0] for row in rows] == ["what", "as", "nodes=12", "nodes=16", "gpu=h200-141", "days"]
     assert (
         record(capsys, *LARGE, *batch, "--nodes", "12")[1]["tokens_per_s"]
         == found["what_if"]["nodes=12"]["tokens_per_s"]
@@ -172,8 +176,23 @@ def test_hardware_that_cannot_be(tmp_path, number):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "plan: which model\\? add --preset, or --config"),
-        ([*LARGE, "--gpu", "h100"], r"--gpu: 'h100' is not known \(did you mean 'h100-80'\?\); known are "),
+        ([], "plan: which model\\? add --preset, --model.path, or --config"),
+        ([*LARGE, "--gpu", "h10-80"], r"--gpu: 'h10-80' is not known \(did you mean 'h100-80'\?\); known are "),
+        ([*LARGE, "--gpu", "a100"], "--gpu: 'a100' is one of several; use a100-80 or a100-40"),
+        ([*LARGE, "--what-if", "gpu=a100"], "--gpu: 'a100' is one of several; use a100-80 or a100-40"),
+        ([*LARGE, "--nodes", "12"], "on 96 ranks; use --training.global_batch_size 96"),
+        (
+            [*LARGE, "--parallel.wrap", "Foo"],
+            "--parallel.wrap: 'Foo' are not units that plan predicts; use LlamaDecoderLayer or ",
+        ),
+        (
+            [*LARGE, "--parallel.wrap", "LlamaAttention,Embedding"],
+            "--parallel.wrap: 'LlamaAttention,Embedding' are not units that plan",
+        ),
+        (
+            [*LARGE, "--parallel.wrap", "LlamaDecoderLayer,LlamaMLP"],
+            "--parallel.wrap: 'LlamaDecoderLayer,LlamaMLP' are not units",
+        ),
         ([*LARGE, "--ram", "lots"], "--ram: 'lots' is not a number with GiB or TiB; correct it"),
         ([*LARGE, "--nic", "400"], "--nic: '400' is not a number with Gb/s or GB/s; correct it"),
         ([*LARGE, "--nodes", "0"], "--nodes: 0 is out of range; use 1 to 99999"),

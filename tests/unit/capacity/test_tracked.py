@@ -9,8 +9,10 @@ from llama405b.capacity.estimate import Load, estimate
 from llama405b.capacity.memory import NORMS, shard_elements
 from llama405b.capacity.outlook import HALVES, WHOLE
 from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import parse_llama
+from llama405b_tools.verbs import predict
 from tracked import optimizer_bytes, track
 
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
@@ -58,6 +60,41 @@ def test_the_optimizer_takes_what_it_keeps(model, numerics):
     assert held["moments"] + held.get(NORMS, 0) == kept
     assert load.checkpoint_bytes == optimizer_bytes(config, parallel, 1)[1]
     assert (numerics == "pure-bf16") == (kept != load.moment_bytes * shard_elements(llama, world))
+
+
+def test_units_are_predicted_within_a_percent_or_refused():
+    config = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 2}
+    verdicts = []
+    for wrap in (("LlamaDecoderLayer",), ("LlamaAttention", "LlamaMLP"), ("LlamaAttention",)):
+        tracked = track(config, Parallel(numerics="pure-bf16", offload="full", wrap=wrap), 8, 512, 1)
+        load = Load(parse_llama(config, "8b"), "pure-bf16", "full", 8, 512, 1, 8, wrap=wrap)
+        is_exact = estimate(load).peak.total == pytest.approx(tracked.peak, rel=0.01)
+        verdicts.append((is_exact, _refusal("--preset", "llama3.1-8b", "--parallel.wrap", ",".join(wrap))))
+    assert verdicts[:2] == [(True, "")] * 2
+    is_exact, refusal = verdicts[2]
+    assert (is_exact, refusal.partition(" units ")[0]) == (False, "--parallel.wrap: 'LlamaAttention' are not")
+
+
+def _refusal(*words):
+    try:
+        predict.main(words)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (("LlamaDecoderLayer", "LlamaMLP"), "'LlamaMLP' is within 'LlamaDecoderLayer', and fsdp2 takes one of them"),
+        (("LlamaModel", "Embedding"), "'Embedding' is within 'LlamaModel'"),
+        (("LlamaRMSNorm",), "'LlamaRMSNorm' is in the unit of the head and its norm; leave it out"),
+        (("Linear", "Embedding"), "'Linear' is in the unit of the head and its norm; leave it out"),
+    ],
+)
+def test_units_that_share_parameters_are_refused(wrap, message):
+    with pytest.raises(UserError, match=message):
+        track(PRESETS["llama3.1-8b"] | {"num_hidden_layers": 1}, Parallel(wrap=wrap), 2, 512, 1)
 
 
 @pytest.mark.soak

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from llama405b.contract import config
-from llama405b.contract.cadence import FIRST_S, Cadence, best_interval
+from llama405b.contract.cadence import FIRST_S, Cadence, best_interval, share_that_counts
 from llama405b.contract.errors import UserError
 
 
@@ -54,3 +54,17 @@ def test_the_best_interval_loses_the_least():
     assert lost(best_s) < min(lost(0.8 * best_s), lost(1.25 * best_s))
     assert best_s == pytest.approx(math.sqrt(2 * cost_s * mtbf_s), rel=0.05)
     assert best_interval(None, restart_s, mtbf_s) == FIRST_S
+
+
+def test_the_best_interval_leaves_the_most_time_for_steps():
+    cost_s, restart_s, mtbf_s = 60.0, 600.0, 12 * 3600.0
+    best_s = best_interval(cost_s, restart_s, mtbf_s)
+    shares = [share_that_counts(factor * best_s, cost_s, restart_s, mtbf_s) for factor in (0.8, 1.0, 1.25)]
+    assert max(shares) == shares[1]
+    lost = cost_s / (best_s + cost_s) + (best_s / 2 + restart_s) / mtbf_s
+    assert shares[1] == pytest.approx(1 - lost, abs=0.005)
+
+
+def test_without_failures_only_saves_take_time():
+    assert share_that_counts(900.0, 100.0, 600.0, 1e12) == pytest.approx(0.9)
+    assert share_that_counts(1e6, 0.0, 0.0, 1e3) == 0.0

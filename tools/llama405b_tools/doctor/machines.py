@@ -1,32 +1,13 @@
 """What a prediction needs to know of hosts, from the facts that they gave. The least of them counts."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
-from llama405b.capacity.estimate import DISK_BYTES_PER_S
 from llama405b.capacity.hardware import Gpu, gpu_like
+from llama405b.capacity.machines import Machines
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import and_more
 from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.hosts.inventory import Host
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Machines:
-    """Hosts that are alike."""
-
-    nodes: int
-    slots: int
-    gpu: Gpu | None  # None: nvidia-smi reports none
-    ram_bytes: float
-    nic_bytes_per_s: float  # 0: no RDMA link is active
-    disk_bytes_per_s: float = DISK_BYTES_PER_S
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages, on the first
-
-    @property
-    def world(self) -> int:
-        """Ranks."""
-        return self.nodes * self.slots
 
 
 def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dict[str, Gpu]) -> Machines:

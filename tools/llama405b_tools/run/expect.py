@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Cluster, Load
 from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
-from llama405b.capacity.outlook import Fit, Outlook
+from llama405b.capacity.outlook import Fit, Outlook, units_fault
 from llama405b.contract.config import on_ranks
 from llama405b.contract.plan import Plan
 from llama405b_tools.machine.fabric import training_ports
@@ -19,13 +19,14 @@ def expected(
 ) -> Outlook | None:
     """Return what to expect of it, with what was ``measured`` on its hosts; None if that is not known.
 
-    It is not of CPUs, unless they were measured, of GPUs that differ or are in no table, and of other programs.
+    It is not of CPUs, unless they were measured, of GPUs that differ or are in no table, of other FSDP units than are predicted, and of
+    other programs.
     """
     asked, llama = request.config, answers[plan.nodes[0].name].llama
     kinds = {(answer.gpu, answer.gpu_bytes) for answer in answers.values()}
     if asked is None or llama is None:
         return None
-    if asked.parallel.fsdp == "fsdp1" or not asked.model.activation_checkpointing:
+    if asked.parallel.fsdp == "fsdp1" or not asked.model.activation_checkpointing or units_fault(asked.parallel.wrap):
         return None
     slots = max(node.slots for node in plan.nodes)
     ram_bytes = min(answer.memory_bytes for answer in answers.values())
@@ -52,7 +53,7 @@ def misfit(outlook: Outlook) -> str:
         )
     if outlook.ram is Fit.NO:
         has = outlook.ram_bytes / GIB
-        return f"a host has {has:,.0f} GiB of memory, but the run would take about {needs.host_bytes / GIB:,.0f}"
+        return f"a host has {has:,.0f} GiB of memory, but the run would take about {outlook.host_bytes / GIB:,.0f}"
     return ""
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Load
 from llama405b.capacity.hardware import GIB
-from llama405b.capacity.outlook import MEMORY_SPREAD, Fit, Outlook, largest_micro_batch, remedies
+from llama405b.capacity.outlook import MEMORY_SPREAD, NEAR, Fit, Outlook, is_near, largest_micro_batch, remedies
 from llama405b.capacity.step_time import StepTime
+from llama405b.contract.sizes import SPARE
 
 FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
 SHOWN = 8  # of a search
@@ -26,16 +27,15 @@ class Asked:
 
 def prediction(outlook: Outlook, asked: Asked) -> list[str]:
     """Tell a prediction."""
-    needs = outlook.needs
     lines = [_what(outlook), *_memory(outlook)]
-    if needs.host_bytes:
+    if outlook.host_bytes:
         has = (
             f" of {outlook.ram_bytes / GIB:,.0f} GiB: {FITS[outlook.ram]}"
             if outlook.ram_bytes
             else " GiB (say --ram to compare)"
         )
-        spread = _spread(needs.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
-        lines.append(f"host memory  {spread}{has}, per host: {_parts(needs.held_by_host)}")
+        spread = _spread(outlook.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
+        lines.append(f"host memory  {spread}{has}, per host: {_parts(outlook.host_held_bytes)}")
     lines += [*_time(outlook, asked), *_files(outlook)]
     if outlook.calibration:
         lines += _measured(outlook.load, outlook.calibration)
@@ -91,8 +91,7 @@ def _files(outlook: Outlook) -> list[str]:
     if load.hosts > 1:
         more = f" (with {loads.host_bytes / GIB:,.0f} GiB more of its memory)"
         reading += f"{more}, {_took(loads.local_s)} if each host reads its own rows"
-    staged = f", and up to {saves.staged_bytes / GIB:,.0f} GiB of its memory" if saves.staged_bytes else ""
-    writing = f"{_took(saves.write_s)} beside training, which waits {_took(saves.waits_s)}{staged}"
+    writing = f"{_took(saves.write_s)} beside training, which waits {_took(saves.waits_s)}{_copies(outlook)}"
     return [
         f"loading      {needs.weights_bytes / GIB:,.0f} GiB of weights: {reading}",
         f"saving       {load.checkpoint_bytes / GIB:,.0f} GiB a checkpoint, {saves.n_bytes / GIB:,.0f} of each host: {writing}; "
@@ -100,6 +99,18 @@ def _files(outlook: Outlook) -> list[str]:
         f"disk         {needs.checkpoints_bytes / GIB:,.0f} GiB for {load.keep + 1} checkpoints; "
         f"read and written at {_rate(outlook.cluster.disk_bytes_per_s)} GB/s of each host (--disk)",
     ]
+
+
+def _copies(outlook: Outlook) -> str:
+    """What a save takes of a host's memory, and why it does not take more."""
+    saves, limit = outlook.needs.saving, outlook.load.staging_bytes
+    staged, wanted = saves.staged_bytes / GIB, saves.unwritten_bytes / GIB
+    if not wanted:
+        return ""
+    if staged == wanted:
+        return f", and up to {staged:,.0f} GiB of its memory"
+    why = f"{100 * SPARE:.0f}% of what is free" if limit is None else "checkpoint.staging"
+    return f", as its memory has room for {staged:,.0f} of the {wanted:,.0f} GiB that copies would take ({why})"
 
 
 def _remedies(outlook: Outlook) -> list[str]:
@@ -154,17 +165,39 @@ def _time(outlook: Outlook, asked: Asked) -> list[str]:
     lines += [
         f"step         {_spread(time.step_s, outlook.time_spread)} s: {_split(time)}; never below {outlook.floor_s:.1f}",
         f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU{used}",
+        *_goodput(outlook, asked),
     ]
     if asked.tokens:
-        hours = asked.tokens / outlook.tokens_per_s / 3600
-        cost = (
-            f", {_spread(asked.price * hours * outlook.load.world, outlook.time_spread)} at {asked.price:g} a GPU-hour"
-            if asked.price
-            else ""
-        )
-        days = f"{_spread(hours / 24, outlook.time_spread)} days"
-        lines.append(f"{asked.tokens:,.0f} tokens: {days}, {hours * outlook.load.world:,.0f} GPU-hours{cost}")
+        lines.append(f"{asked.tokens:,.0f} tokens: {_whole(outlook, asked)}")
+    elif asked.price:
+        hourly, spread = asked.price * outlook.load.world, outlook.time_spread
+        step = _spread(hourly * time.step_s / 3600, spread)
+        lines.append(f"cost         {hourly * 24:,.0f} a day, {step} a step, at {asked.price:g} a GPU-hour")
     return lines
+
+
+def _goodput(outlook: Outlook, asked: Asked) -> list[str]:
+    """What saves and failures leave of the time."""
+    found = outlook.goodput(asked.tokens)
+    if not found:
+        return []
+    failures = (
+        f"failures, one in {_took(found.mtbf_s)} (checkpoint.mtbf), {100 * (1 - found.saves_share - found.share):.1f}%"
+    )
+    saves = f"saves, every {_took(found.interval_s)} of training, take {100 * found.saves_share:.1f}%"
+    if not found.saves_share:
+        saves = "nothing is saved (checkpoint.every)"
+    return [f"goodput      {100 * found.share:.1f}%: {saves}; {failures}"]
+
+
+def _whole(outlook: Outlook, asked: Asked) -> str:
+    """How long all tokens take, and what that costs."""
+    hours, spread = outlook.hours(asked.tokens), outlook.time_spread
+    if not hours:
+        return "never, as failures undo the steps as fast as they are made"
+    gpu_hours = hours * outlook.load.world
+    cost = f", {_spread(asked.price * gpu_hours, spread)} at {asked.price:g} a GPU-hour" if asked.price else ""
+    return f"{_spread(hours / 24, spread)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
 
 
 def _split(time: StepTime) -> str:
@@ -185,32 +218,93 @@ def _split(time: StepTime) -> str:
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
     """Tell the first of a search."""
-    lines = ["", "  offload  units   micro-batch  GPU GiB  RAM GiB   step s  tokens/s"]
+    lines = ["", "  offload  moments  units   micro-batch  GPU GiB  RAM GiB   step s  tokens/s"]
     for each in found[:SHOWN]:
         units = "halves" if each.load.halves else "layers"
         time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
         lines.append(
-            f"  {each.load.offload:7}  {units:6}  {each.load.micro_batch:11}  {each.needs.gpu_bytes / GIB:7,.0f}  "
-            f"{each.needs.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
+            f"  {each.load.offload:7}  {_moments(each.load):7}  {units:6}  {each.load.micro_batch:11}  "
+            f"{each.needs.gpu_bytes / GIB:7,.0f}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
         )
-    return lines
+    return [*lines, *_ties(found)]
 
 
-def comparison(outlooks: Mapping[str, Outlook]) -> list[str]:
-    """Tell predictions beside the first one."""
-    lines, first = (
-        ["", "  what if           GPU GiB  RAM GiB   step s  tokens/s  per GPU  GPU-hours per billion tokens"],
-        None,
-    )
+def _moments(load: Load) -> str:
+    """Their dtype."""
+    return "bf16" if load.numerics == "pure-bf16" else load.moments
+
+
+def _ties(found: Sequence[Outlook]) -> list[str]:
+    """Why the first of a search is the first, if others are as fast as far as a prediction can tell."""
+    like = [each for each in found if each.fit is found[0].fit]
+    fastest = max((each.tokens_per_s or 0.0 for each in like), default=0.0)
+    ties = sum(is_near(each, fastest) for each in like)
+    if ties < 2:
+        return []
+    return [
+        f"  the first {ties} are within {100 * NEAR:.1f}% of the fastest, which a prediction does not tell apart: most memory to spare "
+        f"is first ({100 * found[0].room:.0f}%), moments in FP32 before BF16"
+    ]
+
+
+def comparison(outlooks: Mapping[str, Outlook], asked: Asked) -> list[str]:
+    """Tell predictions beside the first one, for so many tokens or a billion."""
+    tokens = asked.tokens or 1e9
+    titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
+    rows = [titles[: 9 + bool(asked.price)]]
+    first = next((each.tokens_per_s for each in outlooks.values() if each.tokens_per_s), None)
     for name, each in outlooks.items():
-        row = f"  {name:16}  {each.needs.gpu_bytes / GIB:7,.0f}  {each.needs.host_bytes / GIB:7,.0f}"
-        if each.needs.step_s and each.tokens_per_s:
-            first = first or each.tokens_per_s
-            rate, per_gpu = each.tokens_per_s, each.tokens_per_s / each.load.world
-            hours, more = 1e9 / per_gpu / 3600, f"{100 * (rate / first - 1):+.0f}% tokens/s"
-            row += f" {each.needs.step_s:8.1f} {rate:9,.0f}  {per_gpu:7,.0f}  {hours:9,.0f}  {more:>14}"
-        lines.append(f"{row}  {FITS[each.fit]}")
-    return lines
+        rows.append(
+            (
+                name,
+                f"{each.batch:,}",
+                _spread(each.needs.gpu_bytes / GIB, each.memory_spread),
+                _ram(each),
+                *_pace(each, first),
+            )
+        )
+        rows[-1] += _bill(each, tokens, asked.price)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    told = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    verdicts = ["", *(FITS[each.fit] for each in outlooks.values())]
+    lines = [f"{line}  {verdict}".rstrip() for line, verdict in zip(told, verdicts, strict=True)]
+    changed = [_changed_batch(name, each, next(iter(outlooks.values()))) for name, each in outlooks.items()]
+    return [
+        "",
+        *lines,
+        *filter(None, changed),
+        f"  days{', GPU-hours and cost' if asked.price else ' and GPU-hours'} are of {tokens:,.0f} tokens, with saves and failures",
+    ]
+
+
+def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
+    """What the batch became; '' if it is the planned one."""
+    if outlook.batch == planned.batch:
+        return ""
+    each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.world:,} ranks"
+    return f"  {name}: --training.global_batch_size {outlook.batch}, as {planned.batch} sequences do not divide into {each}"
+
+
+def _ram(outlook: Outlook) -> str:
+    return _spread(outlook.host_bytes / GIB, MEMORY_SPREAD) if outlook.host_bytes else "-"
+
+
+def _pace(outlook: Outlook, first: float | None) -> tuple[str, str, str]:
+    """Time of a step, tokens/s, and how much more that is."""
+    if not (outlook.needs.step_s and outlook.tokens_per_s):
+        return "-", "-", ""
+    more = f"{100 * (outlook.tokens_per_s / first - 1):+.0f}%" if first else ""
+    return _spread(outlook.needs.step_s, outlook.time_spread), f"{outlook.tokens_per_s:,.0f}", more
+
+
+def _bill(outlook: Outlook, tokens: float, price: float) -> tuple[str, ...]:
+    """Days, GPU-hours, and cost if there is a price."""
+    hours, spread = outlook.hours(tokens), outlook.time_spread
+    if not hours:
+        return ("-",) * (2 + bool(price))
+    gpu_hours = hours * outlook.load.world
+    bill = (_spread(hours / 24, spread), f"{gpu_hours:,.0f}")
+    return (*bill, _spread(price * gpu_hours, spread)) if price else bill
 
 
 def _spread(value: float, share: float) -> str:

@@ -6,7 +6,6 @@ to trust it. Exit code: 0 if it fits, 3 if it does not.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -18,9 +17,10 @@ from pathlib import Path
 
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Cluster, Load
-from llama405b.capacity.hardware import GIB, Gpu, gpu_named, read_gpus
+from llama405b.capacity.hardware import USUAL, Gpu, gpu_named, read_gpus
 from llama405b.capacity.known import known_shape
-from llama405b.capacity.outlook import Fit, Outlook, best
+from llama405b.capacity.machines import UNSEEN, Described, Machines, assumptions, described
+from llama405b.capacity.outlook import Fit, Outlook, best, units_fault
 from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
@@ -28,7 +28,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.schema import Config
-from llama405b_tools.doctor.machines import Machines, machines_of
+from llama405b_tools.doctor.machines import machines_of
 from llama405b_tools.doctor.rules.of_host import Needs
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look
 from llama405b_tools.hosts.files import read_hosts
@@ -40,15 +40,12 @@ from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
 from llama405b_tools.run.calibrations import is_kept, keep, kept
 from llama405b_tools.run.request import source_flags
+from llama405b_tools.text.prediction_record import SCHEMA, UNITS, record
 from llama405b_tools.text.predictions import Asked, comparison, prediction, ranking
 
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
-USUAL = "h100-80"
-ASSUMED = Machines(1, 8, None, 0.0, 400e9)  # eight links of 400 Gbit/s
 PACKAGES = ("torch", "transformers")
-RATE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
-SIZE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB)")
 WHOLE = re.compile("[1-9][0-9]{0,4}")
 MOST, LARGEST = 99_999, 1e18
 
@@ -59,43 +56,48 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(others)
     config.refuse_unknown(rest, parser.options)
-    _check(args)
-    asked = command.parse(
-        [*source_flags(args), *settings, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])]
-    )
-    hosts = read_hosts(args.hosts) if args.hosts else ()
-    machines, assumed = _machines(args, hosts, on_cpu=asked.config.parallel.device == "cpu")
+    _check(args, settings)
+    asked = command.parse([*source_flags(args), *settings, *_no_data(args, settings)])
+    hosts, gpus = read_hosts(args.hosts) if args.hosts else (), read_gpus(args.hardware)
+    found = _found(args, hosts, gpus, on_cpu=asked.config.parallel.device == "cpu")
+    machines = described(found, _said(args), gpus)
     on_these = _config(asked.config, machines)
-    changed = {word: _changed(machines, word, args) for word in _alternatives(args.what_if)}
+    elsewhere = {word: described(found, _said(other), gpus) for word, other in _alternatives(args, gpus).items()}
     plain = _outlook(on_these, args.preset, None, machines)
     if args.calibrate:
         _calibrate(args, settings, plain, hosts)
     measured, why_not = _kept(args, hosts, plain)
-    predict = functools.partial(_outlook, on_these, args.preset, measured)
-    outlook = predict(machines)
+    outlook = _outlook(on_these, args.preset, measured, machines)
     if outlook.cluster.gpu.is_cpu and not outlook.calibration:
         unused = given("; what was measured on these hosts is not used: {}", why_not)
         raise UserError(
             f"--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate{unused}"
         )
-    found = best(outlook) if args.search else []
-    compared = {word: predict(other) for word, other in changed.items()}
+    rounds = asked.config.optimizer.betas[1] <= config.MAX_BETA_BF16
+    ranked = best(outlook, ("fp32", "bf16") if rounds else ("fp32",)) if args.search else []
+    compared = {
+        word: _outlook(_elsewhere(on_these, other), args.preset, measured, other) for word, other in elsewhere.items()
+    }
+    wanted = Asked(args.tokens, args.price, args.measured)
     if args.json:
-        what_if = {word: _record(each, args) for word, each in compared.items()}
-        more = {"search": [_record(each, args) for each in found], "what_if": what_if, "calibration_not_used": why_not}
-        print(json.dumps(_record(outlook, args) | more))
+        more = {
+            "search": [record(each, machines, wanted) for each in ranked],
+            "what_if": {word: record(each, elsewhere[word], wanted) for word, each in compared.items()},
+            "calibration_not_used": why_not,
+        }
+        print(json.dumps({"schema": SCHEMA, "units": UNITS} | record(outlook, machines, wanted) | more))
     else:
-        lines = prediction(outlook, Asked(args.tokens, args.price, args.measured))
+        lines = prediction(outlook, wanted)
         linked = measured and (measured.load.hosts > 1 or outlook.load.hosts == 1)  # or its links are assumed
-        lines += [] if linked else assumed
+        lines += [] if linked else assumptions(found, _said(args), machines, asked=bool(hosts))
         lines += [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(on_these, machines.versions).items()]
         lines += [f"not used     what was measured on these hosts: {why_not}"] if why_not else []
-        lines += ranking(found) if found else []
-        lines += comparison({"as planned": outlook} | compared) if compared else []
+        lines += ranking(ranked) if ranked else []
+        lines += comparison({"as planned": outlook} | compared, wanted) if compared else []
         print("\n".join(lines))
-    code = UNFIT if (found[0] if found else outlook).fit is Fit.NO else GOOD
+    code = UNFIT if (ranked[0] if ranked else outlook).fit is Fit.NO else GOOD
     if args.write and code == GOOD:
-        _write(args, settings, asked.config, found[0])
+        _write(args, settings, asked.config, ranked[0])
     return code
 
 
@@ -110,26 +112,32 @@ def _parser() -> OneLineParser:
     add("--preset", default="", help="preset of the planned run")
     add("--config", type=Path, help="TOML file with the settings of the planned run")
     add("--nodes", type=int, help="number of hosts [1]")
-    add("--slots", type=int, help="GPUs of each [8]")
-    add("--gpu", help=f"kind of GPU [h100-80]: {', '.join(read_gpus())}")
+    add("--slots", type=int, help="GPUs of each [8; gb200: 4]")
+    add("--gpu", default="", help=f"kind of GPU [{USUAL}]: {', '.join(read_gpus())}")
     add("--hardware", type=Path, help="a file with more kinds, in the form of llama405b/capacity/hardware.toml")
     add("--ram", default="", help="memory of each host, like 2000GiB [not checked]")
-    add("--nic", default="", help="all network links of a host, one direction [3200Gb/s]")
+    add(
+        "--nic",
+        default="",
+        help="all network links of a host, one direction [400Gb/s for each GPU that such hosts have]",
+    )
     add("--disk", default="", help="what a host reads weights and writes checkpoints with [5GB/s]")
     add("--tokens", type=float, default=0.0, help="predict time and cost for so many, like 1e9")
-    add("--price", type=float, default=0.0, help="of a GPU for an hour")
+    add(
+        "--price", type=float, default=0.0, help="of a GPU for an hour: predict what a day and a step cost, or --tokens"
+    )
     add("--measured", type=float, default=0.0, help="seconds that a step is said to take: is it possible?")
     add(
         "--what-if",
         nargs="+",
         default=[],
         metavar="NAME=VALUES",
-        help="compare other machines, like nodes=12,16 gpu=h200-141",
+        help="compare other machines, like nodes=12,16 gpu=h200, with the nearest global batch that divides among them",
     )
     add(
         "--search",
         action="store_true",
-        help="rank places of the states, FSDP units and micro-batches; the fastest that fits first",
+        help="rank places of the states, moments, FSDP units and micro-batches; of the fastest that fit, the one with most room first",
     )
     add(
         "--write",
@@ -145,11 +153,11 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be.
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be.
 
     Raises:
-        UserError: A number is out of range, or --write has nothing to write.
+        UserError: One is out of range.
     """
     for name in ("nodes", "slots"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MOST:
@@ -157,6 +165,15 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("tokens", "price", "measured"):
         if not 0 <= getattr(args, name) <= LARGEST:
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use a number from 0 to {LARGEST:g}")
+
+
+def _check(args: argparse.Namespace, settings: Sequence[str]) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        UserError: A number is out of range, no model is named, or --write has nothing to write.
+    """
+    _check_numbers(args)
     if args.calibrate and not args.hosts:
         raise UserError("--calibrate: measures on hosts; name a hosts file")
     other = next((f"--{name}" for name in ("nodes", "slots", "ram") if getattr(args, name)), _described(args))
@@ -170,14 +187,14 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--write: writes what --search finds; add --search")
     if args.write and os.path.lexists(args.write):
         raise UserError(f"--write: {args.write} exists; name another file")
-    if not (args.preset or args.config):
-        raise UserError("plan: which model? add --preset, or --config with model.path; see `llama405b plan --help`")
+    if not (args.preset or args.config or _is_set("model.path", args, settings)):
+        raise UserError("plan: which model? add --preset, --model.path, or --config; see `llama405b plan --help`")
 
 
 def _described(args: argparse.Namespace) -> str:
     """Return what on the command line describes other machines than were measured; '' if nothing."""
     options = [f"--{name}" for name in MEASURED if getattr(args, name)]
-    words = [f"--what-if {word}" for word in _alternatives(args.what_if) if word.partition("=")[0] in MEASURED]
+    words = [f"--what-if {name}={value}" for name, value in _changes(args.what_if) if name in MEASURED]
     return next(iter([*options, *words]), "")
 
 
@@ -195,10 +212,15 @@ def _kept(args: argparse.Namespace, hosts: Sequence[Host], plan: Outlook) -> tup
     return found, ""
 
 
-def _has_data(args: argparse.Namespace, settings: Sequence[str]) -> bool:
-    """Whether data is named: a plan needs none."""
-    named = "data.paths" in (config.read_preset(args.preset) | config.read_toml(args.config))
-    return named or any(word.startswith("--data.paths") for word in settings)
+def _no_data(args: argparse.Namespace, settings: Sequence[str]) -> list[str]:
+    """Return what names some data where none is named: a plan needs none."""
+    return [] if _is_set("data.paths", args, settings) else ["--data.paths=stdlib"]
+
+
+def _is_set(key: str, args: argparse.Namespace, settings: Sequence[str]) -> bool:
+    """Whether a setting is named."""
+    named = key in (config.read_preset(args.preset) | config.read_toml(args.config))
+    return named or any(word.partition("=")[0] == f"--{key}" for word in settings)
 
 
 def _config(asked: Config, machines: Machines) -> Config:
@@ -213,7 +235,22 @@ def _config(asked: Config, machines: Machines) -> Config:
         raise UserError("--parallel.fsdp: plan predicts fsdp2; use that")
     if not asked.model.activation_checkpointing:
         raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
+    if fault := units_fault(asked.parallel.wrap):
+        raise UserError(f"--parallel.wrap: {fault}")
     return asked
+
+
+def _elsewhere(asked: Config, machines: Machines) -> Config:
+    """The configuration on other machines: with the nearest global batch that divides among their ranks.
+
+    Raises:
+        UserError: It cannot run there, or is not predicted.
+    """
+    batch = asked.training.global_batch_size
+    nearest = min(config.nearest_batches(asked.training, machines.world), key=lambda size: abs(size - batch))
+    return _config(
+        dataclasses.replace(asked, training=dataclasses.replace(asked.training, global_batch_size=nearest)), machines
+    )
 
 
 def _outlook(asked: Config, preset: str, measured: Calibration | None, machines: Machines) -> Outlook:
@@ -241,7 +278,7 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
         RunError: It fails there, or what is found cannot be kept.
     """
     words = [str(args.hosts), "--run", f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}", *source_flags(args), *settings]
-    request = asked_launch.parse([*words, *([] if _has_data(args, settings) else ["--data.paths=stdlib"])], time.time())
+    request = asked_launch.parse([*words, *_no_data(args, settings)], time.time())
     if request.on_cpu and plan.load.offload != "none":
         raise UserError("--calibrate: on CPUs it measures --parallel.offload none alone; use that")
     with Fleet(hosts) as fleet:
@@ -252,64 +289,52 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
         raise RunError(f"{args.hosts}: what was measured cannot be kept beside it ({reason_of(error)})") from None
 
 
-def _machines(args: argparse.Namespace, hosts: Sequence[Host], *, on_cpu: bool) -> tuple[Machines, list[str]]:
-    """What is said of the machines, or found on the hosts; also returns lines about what is assumed.
+def _found(args: argparse.Namespace, hosts: Sequence[Host], gpus: dict[str, Gpu], *, on_cpu: bool) -> Machines:
+    """Return what is found on the hosts.
 
     Raises:
         UserError: Something is not known, or the hosts are not alike.
         RunError: A host does not answer.
     """
-    gpus = read_gpus(args.hardware)
-    found = _asked_hosts(hosts, gpus) if hosts else dataclasses.replace(ASSUMED, versions=_installed())
+    found = _asked_hosts(hosts, gpus) if hosts else dataclasses.replace(UNSEEN, versions=_installed())
     if on_cpu:
-        found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / found.slots))
+        found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / max(1, found.slots)))
     if args.hosts and not (args.gpu or found.gpu):
         raise UserError(
             f"{args.hosts}: nvidia-smi reports no GPU on these hosts; name the kind to predict for with --gpu"
         )
-    said = dataclasses.replace(
-        found, nodes=args.nodes or found.nodes, slots=args.slots or found.slots, gpu=found.gpu or gpu_named(USUAL, gpus)
-    )
-    for name in ("gpu", "ram", "nic", "disk"):
-        if value := getattr(args, name):
-            said = _changed(said, f"{name}={value}", args)
-    assumed = [] if args.gpu or args.hosts else [f"GPUs are {USUAL}"]
-    if not said.nic_bytes_per_s:
-        said = dataclasses.replace(said, nic_bytes_per_s=ASSUMED.nic_bytes_per_s)
-    if said.nodes > 1 and not args.nic and not (args.hosts and found.nic_bytes_per_s):
-        unseen = " (no active RDMA link was found)" if args.hosts else ""
-        assumed.append(f"{said.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host{unseen}")
-    return said, [f"assumed      {'; '.join(assumed)}"] if assumed else []
+    return found
 
 
-def _alternatives(words: Sequence[str]) -> list[str]:
-    """``nodes=12,16`` as two."""
-    return [
-        f"{name}={value}" for name, _, values in (word.partition("=") for word in words) for value in values.split(",")
-    ]
+def _said(args: argparse.Namespace) -> Described:
+    """Return what the command line says of machines."""
+    return Described(args.nodes or 0, args.slots or 0, args.gpu, args.ram, args.nic, args.disk)
 
 
-def _changed(machines: Machines, word: str, args: argparse.Namespace) -> Machines:
-    """Other machines, as a word says it: ``nodes=12``.
+def _alternatives(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, argparse.Namespace]:
+    """Return the command line with each change of --what-if, by its words: ``nodes=12,16`` are two.
 
     Raises:
-        UserError: It says nothing that is known.
+        UserError: One says nothing that is known, or what the command line itself could not say.
     """
-    name, _, value = word.partition("=")
-    if name in ("nodes", "slots") and WHOLE.fullmatch(value):
-        nodes, slots = (int(value), machines.slots) if name == "nodes" else (machines.nodes, int(value))
-        return dataclasses.replace(machines, nodes=nodes, slots=slots)
-    if name == "gpu":
-        return dataclasses.replace(machines, gpu=gpu_named(value, read_gpus(args.hardware)))
-    if name == "ram":
-        return dataclasses.replace(machines, ram_bytes=_number(value, "--ram", SIZE))
-    if name == "nic":
-        return dataclasses.replace(machines, nic_bytes_per_s=_number(value, "--nic", RATE))
-    if name == "disk":
-        return dataclasses.replace(machines, disk_bytes_per_s=_number(value, "--disk", RATE))
-    raise UserError(
-        f"--what-if: {word!r} is none of nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s, disk=5GB/s; correct it"
-    )
+    found = {}
+    for name, value in _changes(args.what_if):
+        word = f"{name}={value}"
+        if name == "gpu":
+            word = f"gpu={gpu_named(value, gpus).name}"
+        number = name in ("nodes", "slots") and WHOLE.fullmatch(value)
+        if not number and name not in ("gpu", "ram", "nic", "disk"):
+            raise UserError(
+                f"--what-if: {word!r} is none of nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s, disk=5GB/s; correct it"
+            )
+        found[word] = argparse.Namespace(**vars(args) | {name: int(value) if number else value})
+        _check_numbers(found[word])
+    return found
+
+
+def _changes(words: Sequence[str]) -> list[tuple[str, str]]:
+    """``nodes=12,16`` as two."""
+    return [(name, value) for name, _, values in (word.partition("=") for word in words) for value in values.split(",")]
 
 
 def _asked_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
@@ -332,15 +357,6 @@ def _installed() -> dict[str, str]:
     return {name: version_of(name) for name in PACKAGES}
 
 
-def _number(text: str, option: str, form: re.Pattern[str]) -> float:
-    """Bytes, or bytes per second."""
-    units = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB}
-    if not (found := form.fullmatch(text)) or not float(found[1]):
-        known = " or ".join(unit for unit in units if form.fullmatch(f"1{unit}"))
-        raise UserError(f"{option}: {text!r} is not a number with {known}; correct it")
-    return float(found[1]) * units[found[2]]
-
-
 def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, chosen: Outlook) -> None:
     """Write what the command line and its file set, with what the search chose."""
     load = chosen.load
@@ -360,19 +376,3 @@ def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, cho
         f"wrote {args.write}: `{front_door()} launch HOSTS {preset}--config {args.write}` trains with it",
         file=sys.stderr,
     )
-
-
-def _record(outlook: Outlook, args: argparse.Namespace) -> dict[str, object]:
-    """The prediction as JSON."""
-    needs, load = outlook.needs, outlook.load
-    hours = args.tokens / outlook.tokens_per_s / 3600 if args.tokens and outlook.tokens_per_s else None
-    return {
-        "fits": outlook.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": needs.host_bytes,
-        "gpu_held_bytes": needs.peak.held, "peak_moment": needs.peak.moment, "host_held_bytes": needs.held_by_host,
-        "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
-        "memory_spread": outlook.memory_spread, "time_spread": outlook.time_spread, "calibrated": bool(outlook.calibration),
-        "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
-        "floor_s": outlook.floor_s, "tokens_per_s": outlook.tokens_per_s, "mfu": outlook.mfu, "hfu": outlook.hfu,
-        "gpu_hours": hours * load.world if hours else None, "checkpoint_bytes": load.checkpoint_bytes,
-        "settings": {"offload": load.offload, "wrap": load.wrap, "micro_batch_size": load.micro_batch},
-    }  # fmt: skip
