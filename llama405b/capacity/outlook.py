@@ -180,7 +180,7 @@ def units_fault(wrap: Iterable[str]) -> str:
     if units in UNITS:
         return ""
     known = " or ".join(",".join(name for name in each if name != "Embedding") for each in (WHOLE, HALVES))
-    return f"{','.join(wrap)!r} are not units that plan predicts; use {known}, with Embedding or without"
+    return f"plan does not predict FSDP units of {','.join(wrap) or 'nothing'}; use {known}, with Embedding or without"
 
 
 def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:

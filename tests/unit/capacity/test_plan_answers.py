@@ -1,9 +1,11 @@
 """``llama405b plan``: other machines, what a search tries, what saves and failures cost, and what JSON says beside the numbers."""
 
 import json
+import re
 
 import pytest
 
+from conftest import ROOT
 from llama405b.capacity.hardware import GIB
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import GOOD, UNFIT, UserError
@@ -172,6 +174,14 @@ def test_a_price_without_tokens_is_that_of_a_day_and_a_step(capsys):
     out = asked(capsys, *LARGE, "--price", "2.5")[1]
     assert line(out, "cost") == "cost         3,840 a day, 1.3 (1.1 to 1.4) a step, at 2.5 a GPU-hour"
     assert record(capsys, *LARGE, "--price", "2.5")["cost_per_day"] == 3840
+
+
+def test_the_readme_shows_what_is_printed(capsys):
+    text = (ROOT / "README.md").read_text()
+    [words] = re.findall(r"^ +llama405b plan (.* --price .*?) +#", text, re.MULTILINE)
+    [block] = re.findall(r"^```\n(405\.9 B parameters.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert block == asked(capsys, *words.split())[1]
+    assert "goodput" in block
 
 
 def test_json_says_what_it_is_of_and_in_which_units(capsys):

@@ -183,15 +183,15 @@ def test_hardware_that_cannot_be(tmp_path, number):
         ([*LARGE, "--nodes", "12"], "on 96 ranks; use --training.global_batch_size 96"),
         (
             [*LARGE, "--parallel.wrap", "Foo"],
-            "--parallel.wrap: 'Foo' are not units that plan predicts; use LlamaDecoderLayer or ",
+            "--parallel.wrap: plan does not predict FSDP units of Foo; use LlamaDecoderLayer or ",
         ),
         (
             [*LARGE, "--parallel.wrap", "LlamaAttention,Embedding"],
-            "--parallel.wrap: 'LlamaAttention,Embedding' are not units that plan",
+            "--parallel.wrap: plan does not predict FSDP units of LlamaAttention,Embedding; ",
         ),
         (
             [*LARGE, "--parallel.wrap", "LlamaDecoderLayer,LlamaMLP"],
-            "--parallel.wrap: 'LlamaDecoderLayer,LlamaMLP' are not units",
+            "--parallel.wrap: plan does not predict FSDP units of LlamaDecoderLayer,LlamaMLP; ",
         ),
         ([*LARGE, "--ram", "lots"], "--ram: 'lots' is not a number with GiB or TiB; correct it"),
         ([*LARGE, "--nic", "400"], "--nic: '400' is not a number with Gb/s or GB/s; correct it"),
