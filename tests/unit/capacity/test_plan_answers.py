@@ -65,6 +65,8 @@ def test_a_directory_is_a_model(capsys, tmp_path):
 def test_a_short_name_is_that_of_the_usual_gpu(capsys, short, name):
     out = asked(capsys, *LARGE, "--gpu", short)[1]
     assert f"assumed      --gpu {short} is {name}" in out
+    with pytest.raises(UserError, match=r"--gpu: 'h10-80' is not known \(did you mean 'h100-80'\?\); known are "):
+        predict.main([*LARGE, "--gpu", "h10-80"])
     compared = record(capsys, *LARGE, "--what-if", f"gpu={short}")["what_if"]
     assert compared[f"gpu={name}"]["inputs"]["gpu"] == name
 
