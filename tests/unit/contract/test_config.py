@@ -143,7 +143,7 @@ def test_accumulation_divides_or_names_what_does():
     training = schema.Training(global_batch_size=48, micro_batch_size=2)
     assert config.accumulation(training, 8) == 3
     assert "use --training.global_batch_size 42 or 56" in refusal(config.accumulation, training, 7)
-    assert "use 64" in refusal(config.accumulation, training, 32)
+    assert "use --training.global_batch_size 64" in refusal(config.accumulation, training, 32)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 128])
