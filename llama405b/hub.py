@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
     from huggingface_hub.hf_api import RepoSibling
 
-PLAIN = ("*.jsonl", "*.ndjson", "*.txt")
+PLAIN = ("*.jsonl", "*.ndjson", "*.txt", "*.csv", "*.tsv")
 TEXTS = (*PLAIN, *(f"{kind}.gz" for kind in PLAIN), "*.md", "*.parquet")
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<only>.+))?")
 RANGE_BYTES = 8 << 20  # asked for at a time, at least

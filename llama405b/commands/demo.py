@@ -8,7 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llama405b.contract.corpus import STDLIB, Form, Text, expand
+from llama405b.contract.corpus import STDLIB, Form, expand
+from llama405b.contract.document import Text
 from llama405b.contract.errors import UserError
 from llama405b.contract.verb_parsers import demo_parser
 from llama405b.data.documents import Documents, Part

@@ -110,12 +110,15 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
 
 
 def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[tuple[str, Json]]:
-    """Yield a section's settings; ``[[data.sources]]`` is another way to write data.paths and data.weights.
+    """Yield a section's settings; ``[[data.sources]]`` is another way to write data.paths and data.weights, a table one for data.fields.
 
     Raises:
         UserError: One of the sources is not a path and a weight.
     """
     for key, value in table.items():
+        if (section, key) == ("data", "fields") and isinstance(value, dict):
+            yield key, [f"{ours}={theirs}" for ours, theirs in value.items()]
+            continue
         if (section, key) != ("data", "sources"):
             yield key, value
             continue
@@ -404,10 +407,14 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     unknown = [name for name in config.checkpoint.allow_changes if name not in (*CHANGES, ALL)]
     near = suggestion(last_of(unknown), CHANGES)
     no_change = f"{last_of(unknown)!r} is not what a resume compares{near}; use {', '.join((*CHANGES, ALL))}"
+    no_fields = (
+        "fields name no document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]"
+    )
     stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
     for key, is_wrong, fault in (
         ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
         ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
+        ("data.fields", config.data.fields and not _names_a_document(config.data.fields), no_fields),
         ("data.weights", bool(weights) and len(weights) != len(config.data.paths), uneven),
         ("data.weights", not all(weight > 0 for weight in weights), "each weight must be above 0; leave that path out"),
         ("data.documents", config.data.documents == "whole" and is_one_text, one_text),
@@ -435,6 +442,17 @@ def _misfits(config: Config) -> Iterator[tuple[str, str]]:
     ):  # fmt: skip
         if is_wrong:
             yield key, fault
+
+
+def _names_a_document(names: Sequence[str]) -> bool:
+    """Whether ``data.fields`` names all that a document needs, each once."""
+    ours = sorted(name.partition("=")[0].strip() for name in names if name.partition("=")[2])
+    return len(ours) == len(names) and ours in (
+        ["text"],
+        ["completion", "prompt"],
+        ["messages"],
+        ["messages", "tools"],
+    )
 
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:

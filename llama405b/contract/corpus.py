@@ -5,7 +5,6 @@ Standard library only: launch asks the same of the head before anything starts. 
 
 import codecs
 import contextlib
-import dataclasses
 import enum
 import glob
 import gzip
@@ -14,33 +13,30 @@ import itertools
 import json
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TextIO
+from typing import BinaryIO, Literal, Protocol, TextIO
 
+from llama405b.contract.document import Chat, document_of, unusable
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.reader import Json
+from llama405b.contract.rows import NotWholeError, items_of, rows_of_csv
 
 HUB = "hf://"  # what a path begins with that names a dataset of the Hub
 STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
+NO_TEMPLATE = (
+    "is a conversation, but the tokenizer has no chat template; name a file with one in --data.chat_template, or start from "
+    "an instruction-tuned model"
+)
+NAME_FIELDS = "say which fields to read, like --data.fields prompt=instruction,completion=output"
 GZIP = b"\x1f\x8b"
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its files
 HEAD_BYTES = 8192  # enough to tell text from binary
 FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take minutes
 TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
-SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles; others are the same
-WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
 TOKENIZED, TOKENS = "tokens.json", "tokens.bin"  # what `data tokenize` writes
-FIELDS = {
-    "messages",
-    "tools",
-    "conversations",
-    "prompt",
-    "completion",
-    "text",
-}  # of a record: all that ``document_of`` reads
 UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
 
 
@@ -69,36 +65,9 @@ class Form(enum.Enum):
 
     TEXT = "one document"
     RECORDS = "JSON Lines: a document per line"
+    ARRAY = "a JSON array: a document per object"
+    CSV = "CSV or TSV with a header: a document per row"
     TABLE = "Parquet or Arrow: a document per row"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Text:
-    """A document: what is read but not learnt, and the text to learn."""
-
-    prompt: str
-    text: str
-
-    @property
-    def n_chars(self) -> int:
-        """Its length."""
-        return len(self.prompt) + len(self.text)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation, for the tokenizer's chat template: its messages, each with a role, and the tools that it may call."""
-
-    messages: tuple[Mapping[str, Any], ...]  # as they were written
-    tools: Any = None
-
-    @property
-    def n_chars(self) -> int:
-        """Its length, without the roles."""
-        return sum(len(str(message.get("content") or "")) for message in self.messages)
-
-
-Document = Text | Chat
 
 
 def expand(paths: Sequence[str]) -> list[Path]:
@@ -124,17 +93,30 @@ def is_tokenized(paths: Sequence[str]) -> bool:
     return bool(made)
 
 
-def check_paths(paths: Sequence[str]) -> None:
-    """Check without reading them that the paths name files that can be trained on.
+def check_paths(
+    paths: Sequence[str], names: Sequence[str] = (), *, skip: bool = False, has_template: bool = True
+) -> None:
+    """Check that the paths name files that can be trained on, by the first record of each; of tables only what they are.
+
+    ``names``, ``skip``: as ``data.fields`` and ``data.bad_records`` say it; ``has_template``: for conversations.
 
     Raises:
-        UserError: A path matches no file, or one of its first files has no form that is known.
+        UserError: A path matches no file, or one of its first files has no form that is known or cannot be used.
     """
     for path in paths:
         if path.startswith(HUB) or is_tokenized([path]):  # the first needs the network
             continue
         for file in itertools.islice(_matches(path), FIRST_FILES):
-            form_of(file)
+            form = form_of(file)
+            if form in (Form.TEXT, Form.TABLE):
+                continue
+            with reading(file) as raw:
+                for number, record in itertools.islice(numbered(raw, form), 1):
+                    document = document_of(record, names)
+                    if document is None and not skip:
+                        raise refusal(f"{file}:{number}", unusable(record), NAME_FIELDS)
+                    if isinstance(document, Chat) and not has_template:
+                        raise UserError(f"{file}:{number}: {NO_TEMPLATE}")
 
 
 def check_template(path: Path) -> Path:
@@ -169,10 +151,21 @@ def form_of(file: File) -> Form:
             f"{file}: neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob "
             "like 'corpus/**/*.md'"
         )
-    if file.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+    name, begin = file.name.lower().removesuffix(".gz"), head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:1]
+    if name.endswith((".jsonl", ".ndjson")):
         return Form.RECORDS
-    if head.lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith(b"{") and _begins_with_records(file):
+    if name.endswith((".csv", ".tsv")):
+        return Form.CSV
+    is_json = name.endswith(".json")
+    if begin == b"{" and _begins_with_records(file, is_json=is_json):
         return Form.RECORDS
+    if begin == b"[" and _begins_with_objects(file):
+        return Form.ARRAY
+    if is_json:
+        raise UserError(
+            f"{file}: JSON, but neither an array of objects nor an object per line; write its records as one of these, or "
+            "choose other files with a glob like 'corpus/**/*.md'"
+        )
     return Form.TEXT
 
 
@@ -202,40 +195,30 @@ def reading(file: File) -> Iterator[BinaryIO]:
         raise UserError(f"{file}: cannot be read ({reason_of(error)}); correct it, or leave it out") from None
 
 
-def text_of(raw: BinaryIO) -> TextIO:
-    """The text of a file's bytes, unpacked; bytes that are not UTF-8 are replaced."""
-    return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "replace")
+def text_of(raw: BinaryIO, newline: str | None = None) -> TextIO:
+    """The text of a file's bytes, unpacked; bytes that are not UTF-8 are replaced; ``newline``: as ``open`` has it."""
+    return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "replace", newline=newline)
 
 
-def document_of(record: Any) -> Document | None:
-    """The document of a JSON Lines record; None if it has no form that is known (``WANTED``, or ShareGPT's ``conversations``)."""
-    match record:
-        case {"messages": [*messages]} if messages and all(map(_is_message, messages)):
-            return Chat(tuple(messages), record.get("tools"))
-        case {"conversations": [*turns]} if turns and all(map(_is_turn, turns)):
-            return Chat(tuple({"role": SHAREGPT.get(t["from"], t["from"]), "content": t["value"]} for t in turns))
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            return Text(prompt, completion)
-        case {"text": str(text)}:
-            return Text("", text)
-    return None
+def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json]]:
+    """Each record of a file that is no table, and its line (of an array: which object it is), from 1; None if it is no JSON.
+
+    Raises:
+        OSError: An array or a row breaks off, or is not what it began as.
+    """
+    match form:
+        case Form.ARRAY:
+            yield from enumerate(items_of(text_of(raw)), 1)
+        case Form.CSV:
+            yield from rows_of_csv(text_of(raw, newline=""))
+        case _:
+            yield from ((n, parsed(line)) for n, line in enumerate(text_of(raw), 1) if line.strip())
 
 
-def _is_message(message: Any) -> bool:
-    """Whether it has a role, and text or calls of tools; templates know no images."""
-    match message:
-        case {"role": str(), "content": str()}:
-            return True
-        case {"role": str(), "tool_calls": [_, *_]}:
-            return message.get("content") is None
-    return False
-
-
-def _is_turn(found: Any) -> bool:
-    match found:
-        case {"from": str(), "value": str()}:
-            return True
-    return False
+def refusal(where: object, why: str, remedy: str = "") -> UserError:
+    """The error of a record that cannot be used; ``remedy``: where it is the first one, since all others may be like it."""
+    skip = "leave such records out with --data.bad_records skip"
+    return UserError(f"{where}: {why}; correct it, or {remedy or skip}")
 
 
 def parsed(line: str) -> Json:
@@ -298,9 +281,18 @@ def _is_binary(head: bytes) -> bool:
     return b"\0" in head
 
 
-def _begins_with_records(file: File) -> bool:
-    """Whether the first line is a document, or the first two lines are JSON objects: a .json file may be one long line."""
+def _begins_with_records(file: File, *, is_json: bool) -> bool:
+    """Whether the first line is a document, or the first two lines are JSON objects; of what is JSON by name, the first line."""
     with reading(file) as raw:
         lines = itertools.islice((line for line in text_of(raw) if line.strip()), 2)
         first, *more = map(parsed, lines)
-    return document_of(first) is not None or (isinstance(first, dict) and any(isinstance(each, dict) for each in more))
+    if not isinstance(first, dict):
+        return False
+    return is_json or document_of(first) is not None or any(isinstance(each, dict) for each in more)
+
+
+def _begins_with_objects(file: File) -> bool:
+    """Whether it is an array whose first item is an object."""
+    with reading(file) as raw, contextlib.suppress(NotWholeError):
+        return isinstance(next(items_of(text_of(raw)), None), dict)
+    return False

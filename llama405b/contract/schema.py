@@ -46,7 +46,7 @@ class Data:
     """The data to train on."""
 
     paths: tuple[str, ...] = option(
-        (), "files, folders or globs (text, code, JSON Lines, Parquet), hf://datasets/OWNER/NAME/GLOB, or 'stdlib'"
+        (), "files, folders or globs (text, code, JSON, CSV, Parquet), hf://datasets/OWNER/NAME/GLOB, or 'stdlib'"
     )
     weights: tuple[float, ...] = option(
         (), "with several paths: how often each is read, beside the others; default: every sequence once in an epoch"
@@ -70,8 +70,13 @@ class Data:
     chat_template: str = option(
         "", "a file with the Jinja template for conversations, on the first host; default: the tokenizer's own"
     )
+    fields: tuple[str, ...] = option(
+        (),
+        "the fields of records under other names, like prompt=instruction,completion=output; in TOML also "
+        'fields = {prompt = "instruction", completion = "output"}; default: the usual names (docs/data.md)',
+    )
     bad_records: Literal["refuse", "skip"] = option(
-        "refuse", "skip: leave out lines of JSON Lines that cannot be used, and say how many"
+        "refuse", "skip: leave out records that cannot be used, and say how many"
     )
     seed: int = option(0, "seed of the shuffle")
     max_bytes: int = option(0, "read at most this many bytes of text (with weights: of each path); 0: all")

@@ -273,6 +273,14 @@ def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:
     return found
 
 
+def has_chat_template(directory: Path) -> bool:
+    """Whether a tokenizer has a chat template, in any of the places where transformers looks for one."""
+    if (directory / CHAT_TEMPLATE).is_file() or (directory / "chat_template.json").is_file():
+        return True
+    config = directory / "tokenizer_config.json"
+    return config.is_file() and bool(read_hf_json(config).get("chat_template"))
+
+
 def check_seq_len(llama: Llama, seq_len: int) -> None:
     """Refuse sequences longer than the model's position limit."""
     if seq_len > llama.max_positions:

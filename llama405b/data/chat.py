@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from llama405b.contract.corpus import Chat
+from llama405b.contract.document import Chat
 
 Segment = tuple[str, bool]  # text, and whether it is learnt
 MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds

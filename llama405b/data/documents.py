@@ -1,23 +1,23 @@
-"""Read documents from files: text, code, Markdown, JSON Lines, Parquet, Arrow. Knows files; not tokens or ranks."""
+"""Read documents from files: text, code, Markdown, JSON, CSV, Parquet, Arrow. Knows files; not tokens or ranks."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from llama405b.contract.corpus import (
     HUB,
-    WANTED,
-    Document,
+    NAME_FIELDS,
     File,
     Form,
-    Text,
-    document_of,
     expand,
     form_of,
+    numbered,
     parsed,
     reading,
+    refusal,
     text_of,
 )
-from llama405b.contract.errors import UserError
+from llama405b.contract.document import Document, Text, document_of, unusable
 from llama405b.contract.reader import Json
 from llama405b.data.tables import rows_of
 from llama405b.hub import hub_files
@@ -59,14 +59,23 @@ class Found(NamedTuple):
 class Documents:
     """The documents of files, up to ``max_bytes`` of text (0: all); knows how many bytes have been read.
 
-    A line of JSON Lines and a row of a table is a record (``corpus.document_of``); any other file is one document.
+    A line of JSON Lines, an object of an array and a row of a table is a record (``corpus.document_of``); any other file is one document.
 
     Raises:
         UserError: A file cannot be read, or a line has no form that is known, and ``skip`` is not set.
     """
 
-    def __init__(self, parts: Sequence[tuple[Part, Form]], max_bytes: int = 0, *, skip: bool = False) -> None:
-        self.parts, self.skip = parts, skip
+    def __init__(
+        self,
+        parts: Sequence[tuple[Part, Form]],
+        max_bytes: int = 0,
+        *,
+        skip: bool = False,
+        names: Sequence[str] = (),
+    ) -> None:
+        """``skip``, ``names``: as ``data.bad_records`` and ``data.fields`` say it."""
+        self.parts, self.skip, self.names = parts, skip, names
+        self.n_good = 0
         self.max_bytes = max_bytes or float("inf")
         self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
         self.done_bytes = 0
@@ -81,17 +90,18 @@ class Documents:
                     return
                 self.done_bytes = min(self.total_bytes, before + at)
                 yield found
+                self.n_good += 1
                 room -= found.document.n_chars
             before = self.done_bytes
 
-    def refuse(self, where: Place, why: str) -> None:
-        """Count a record that cannot be used.
+    def refuse(self, where: Place, why: str, remedy: str = NAME_FIELDS) -> None:
+        """Count a record that cannot be used; ``remedy``: if there was none before that can.
 
         Raises:
             UserError: Such records are not to be skipped.
         """
         if not self.skip:
-            raise UserError(f"{where}: {why}; correct it, or leave such records out with --data.bad_records skip")
+            raise refusal(where, why, "" if self.n_good else remedy)
         self.n_bad += 1
         self.first_bad = self.first_bad or f"{where}: {why}"
 
@@ -107,25 +117,24 @@ class Documents:
                 yield Found(Text("", text.read()), Place(file)), raw.tell()
                 return
             after = _first_line(raw, begin)
-            lines = _lines(raw, end) if end else text_of(raw)
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                document, place = document_of(_sound(parsed(line))), Place(file, number, after)
-                if document is None:
-                    self.refuse(place, f"not {WANTED}")
-                    continue
-                yield Found(document, place), raw.tell() - begin
+            for number, record in _lines(raw, end) if end else numbered(raw, form):
+                if found := self._found(_sound(record), Place(file, number, after)):
+                    yield found, raw.tell() - begin
 
     def _rows_of(self, file: File) -> Iterator[tuple[Found, int]]:
         with reading(file) as raw:  # whose errors it names
             size = file.stat().st_size
-            for number, (row, share) in enumerate(rows_of(raw), 1):
-                document, place = document_of(row), Place(file, number)
-                if document is None:
-                    self.refuse(place, f"not {WANTED}")
-                    continue
-                yield Found(document, place), int(share * size)
+            theirs = [name.partition("=")[2] for name in self.names]
+            for number, (row, share) in enumerate(rows_of(raw, theirs), 1):
+                if found := self._found(row, Place(file, number)):
+                    yield found, int(share * size)
+
+    def _found(self, record: Any, place: Place) -> Found | None:
+        document = document_of(record, self.names)
+        if document is None:
+            self.refuse(place, unusable(record))
+            return None
+        return Found(document, place)
 
 
 def parts_of(paths: Iterable[str]) -> list[Part]:
@@ -156,9 +165,13 @@ def _first_line(raw: BinaryIO, begin: int) -> int:
     return raw.tell()
 
 
-def _lines(raw: BinaryIO, end: int) -> Iterator[str]:
-    while raw.tell() < end and (line := raw.readline()):
-        yield line.decode("utf-8-sig", "replace")
+def _lines(raw: BinaryIO, end: int) -> Iterator[tuple[int, Json]]:
+    """As ``numbered``, of the lines that begin before ``end``."""
+    for number in itertools.count(1):
+        if raw.tell() >= end or not (line := raw.readline()):
+            return
+        if line.strip():
+            yield number, parsed(line.decode("utf-8-sig", "replace"))
 
 
 def _count_lines(file: File, n_bytes: int) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from llama405b.contract.corpus import Text
+from llama405b.contract.corpus import NO_TEMPLATE
+from llama405b.contract.document import Text
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, given
 from llama405b.data.chat import MOST_S, EndlessError, Segment, Template, UnusableError
@@ -147,7 +148,7 @@ class Encoder:
             try:
                 segments = self._segments(found)
             except UnusableError as error:
-                self.texts.refuse(found.place, str(error))
+                self.texts.refuse(found.place, str(error), "name another template with --data.chat_template")
                 continue
             pieces = [_Piece(part, learnt) for text, learnt in segments for part in _split(text)]
             pieces[0].begins = str(found.place.file)
@@ -164,10 +165,7 @@ class Encoder:
         if isinstance(document, Text):
             return [(document.prompt, False), (document.text, True)]
         if not self.tokenizer.chat_template:
-            raise UserError(
-                f"{found.place}: is a conversation, but the tokenizer has no chat template; name a file with one in "
-                "--data.chat_template, or start from an instruction-tuned model"
-            )
+            raise UserError(f"{found.place}: {NO_TEMPLATE}")
         try:
             segments = self.template.segments(document)
         except EndlessError:

@@ -34,7 +34,7 @@ from llama405b.ranks import Ranks
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
-RULES = 4  # how texts become tokens; a new number makes every token file anew
+RULES = 5  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
 
@@ -138,7 +138,7 @@ def encoded(
     for each in with_forms(parts):
         forms.append(each)
         report()
-    texts = Documents(forms, config.max_bytes, skip=config.bad_records == "skip")
+    texts = Documents(forms, config.max_bytes, skip=config.bad_records == "skip", names=config.fields)
     report.say(f"tokenizing {counted(len(parts), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
     encoder = Encoder(tokenizer, config.learn, texts, report)
     tokens = _written(encoder, cache, stem)
@@ -170,6 +170,7 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
         tokenizer.chat_template,
         config.learn,
         config.bad_records,
+        config.fields,
         config.max_bytes,
     )
     return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
@@ -197,8 +198,8 @@ def _made(directory: Path, rules: str, report: Report) -> TokenFile:
         raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
     if found.rules != rules:
         raise UserError(
-            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.learn, data.bad_records or "
-            "data.max_bytes; set them back, or run `llama405b data tokenize` again"
+            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.learn, data.fields, "
+            "data.bad_records or data.max_bytes; set them back, or run `llama405b data tokenize` again"
         )
     report.say(str(found.counts))
     info = Path(tokens.made).stat()

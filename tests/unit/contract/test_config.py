@@ -203,3 +203,15 @@ def test_what_only_fsdp1_takes_is_not_ignored(name, value):
     said = refusal(command.parse, [*GIVEN, flag, value])
     assert said == f"{flag}: with fsdp2 it would have no effect; leave it out, or use fsdp1"
     assert command.parse([*GIVEN, flag, value, "--parallel.fsdp", "fsdp1"])
+
+
+def test_fields_are_named_in_a_table_or_in_a_flag(tmp_path):
+    (tmp_path / "my.toml").write_text('[data]\nfields = {prompt = "instruction", completion = "output"}\n')
+    of_file = config.read_toml(tmp_path / "my.toml")["data.fields"][0]
+    assert of_file == config.read_flags(["--data.fields", "prompt=instruction,completion=output"])["data.fields"][0]
+    for bad in (["prompt=a"], ["text"], ["text="], ["txt=a"], ["text=a", "text=b"]):
+        settings = {"model.path": ("m", ""), "data.paths": (("d",), ""), "data.fields": (tuple(bad), "--data.fields")}
+        with pytest.raises(
+            UserError, match=r"--data\.fields: fields name no document; write text=FIELD, or prompt=FIELD,c"
+        ):
+            config.resolve(settings)

@@ -1,11 +1,14 @@
 import gzip
+import io
+import json
 import lzma
 import re
 from pathlib import Path
 
 import pytest
 
-from llama405b.contract.corpus import Form, check_paths, expand, form_of
+from llama405b.contract import rows
+from llama405b.contract.corpus import Form, check_paths, expand, form_of, numbered, reading
 from llama405b.contract.errors import UserError
 
 RECORDS = '{"text": "x"}\n{"prompt": "p", "completion": "c"}\n'
@@ -22,8 +25,14 @@ NEITHER = "neither text nor JSON Lines (plain or in gzip) nor Parquet; convert i
         ("a.json", RECORDS.encode(), Form.RECORDS),
         ("a.json", b"\xef\xbb\xbf\n" + RECORDS.encode(), Form.RECORDS),
         ("a.json", b'{"messages": []}\n{"messages": []}\n', Form.RECORDS),  # which the reader refuses by line
-        ("one-long-line.json", b'{"name": "x"}', Form.TEXT),
-        ("pretty.json", b'{\n  "text": "x"\n}\n', Form.TEXT),
+        ("one-long-line.json", b'{"name": "x"}', Form.RECORDS),
+        ("one-long-line.txt", b'{"name": "x"}', Form.TEXT),
+        ("array.json", b'\n[ {"text": "x"},\n{"text": "y"}]', Form.ARRAY),
+        ("array.txt", b'[{"text": "x"}]', Form.ARRAY),
+        ("array.json.gz", gzip.compress(b'[{"text": "x"}]'), Form.ARRAY),
+        ("link.md", b"[a link](there) and more", Form.TEXT),
+        ("a.csv", b"text\nx\n", Form.CSV),
+        ("a.TSV.gz", gzip.compress(b"text\nx\n"), Form.CSV),
         ("latin-1.txt", b"caf\xe9\r\n\ttab", Form.TEXT),
         ("odd.py", b"a = '\x01\x1f'\n", Form.TEXT),
         ("cut.txt", "é".encode() * 5000, Form.TEXT),  # the head ends within a character
@@ -86,3 +95,78 @@ def test_hidden_files_are_left_out_but_not_what_is_below_a_hidden_or_parent_fold
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     assert expand(["../.data/corpus"]) == [Path("../.data/corpus/a.txt")]
+
+
+@pytest.mark.parametrize("content", ['{\n  "text": "x"\n}\n', "[1, 2]", '"x"', "", "[]", '["text"]', "no JSON"])
+def test_json_that_holds_no_records_is_refused(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(
+        UserError, match=r"a\.json: JSON, but neither an array of objects nor an object per line; write "
+    ):
+        form_of(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "a.json",
+            '[{"q": "x", "a": "y"}]',
+            r"a\.json:1: not \{.*\}, but its fields are 'q', 'a'; correct it, or say which",
+        ),
+        (
+            "a.csv",
+            "q,a\nx,y\n",
+            r"a\.csv:2: not .*, but its fields are 'q', 'a'; correct it, or say which fields to read, like --d",
+        ),
+        ("a.jsonl", "no json\n", r"a\.jsonl:1: not .*, but it is not a JSON object; "),
+        (
+            "b.jsonl",
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            r"b\.jsonl:1: is a conversation, but the tokenizer has",
+        ),
+    ],
+)
+def test_the_first_record_is_looked_at_before_a_launch(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=words) as caught:
+        check_paths([str(tmp_path)], has_template=False)
+    assert "skip" not in str(caught.value)
+    if name != "b.jsonl":
+        check_paths([str(tmp_path)], skip=True)
+    if name in ("a.json", "a.csv"):
+        check_paths([str(tmp_path)], ("prompt=q", "completion=a"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "a.json",
+            '[{"text": "x"}, {"text": "y"',
+            r"cannot be read \(object 2 of the array is not JSON, or breaks off\)",
+        ),
+        ("a.json", '[{"text": "x"} {"text": "y"}]', r"cannot be read \(no ',' after object 1\)"),
+        ("a.json", '[{"text": "x"},', r"cannot be read \(object 2 of the array is not JSON, or breaks off\)"),
+        ("a.csv", 'text\n"x', r"cannot be read \(line 2: unexpected end of data\)"),
+    ],
+)
+def test_what_breaks_off_is_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=words), reading(tmp_path / name) as raw:
+        list(numbered(raw, form_of(tmp_path / name)))
+
+
+def test_objects_are_read_whatever_piece_of_the_text_they_end_in(monkeypatch):
+    items = [{"text": "x" * n, "more": [n, {"deep": None}]} for n in range(40)]
+    for indent in (None, 2):
+        text = json.dumps(items, indent=indent)
+        for chunk in (1, 7, 64):
+            monkeypatch.setattr(rows, "CHUNK", chunk)
+            assert list(rows.items_of(io.StringIO(text))) == items
+
+
+def test_rows_have_their_header_s_names_and_their_line():
+    text = 'text; source\n"a; ""b""\r\nc";x\n\nd;y;z\ne\n'
+    expected = [(2, {"text": 'a; "b"\r\nc', "source": "x"}), (5, None), (6, {"text": "e"})]
+    assert list(rows.rows_of_csv(io.StringIO(text, newline=""))) == expected

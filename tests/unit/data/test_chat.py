@@ -1,14 +1,18 @@
 """Conversations: what the template makes of them, what of that is learnt, and what is refused."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from llama405b.contract.corpus import Chat, Text, check_template, document_of
+from llama405b.contract.corpus import check_template
+from llama405b.contract.document import ALPACA, Chat, Text, document_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data import chat, tokens
@@ -99,6 +103,52 @@ def test_forms_of_records():
         None,
     ):
         assert document_of(bad) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "document"),
+    [
+        ({"instruction": "Add.", "input": "1 2", "output": "3"}, Text(ALPACA[1].format("Add.", "1 2"), "3")),
+        ({"instruction": "Sing.", "input": "", "output": "la"}, Text(ALPACA[0].format("Sing."), "la")),
+        ({"instruction": "Sing.", "input": None, "output": "la", "text": "all"}, Text(ALPACA[0].format("Sing."), "la")),
+        ({"question": "q", "answer": "a", "id": 3}, Text("q\n\n", "a")),
+        ({"prompt": "q", "response": "a"}, Text("q\n\n", "a")),
+        ({"content": "c"}, Text("", "c")),
+        ({"body": "c", "text": "t"}, Text("", "t")),
+    ],
+)
+def test_common_forms_are_known_by_the_names_of_their_fields(record, document):
+    assert document_of(record) == document
+
+
+def test_fields_of_other_names_are_read_as_it_was_said():
+    names = ("prompt=q", "completion=a")
+    assert document_of({"q": "x", "a": "y", "text": "t"}, names) == Text("x", "y")
+    assert document_of({"text": "t"}, names) == Text("", "t")
+    assert document_of({"q": "x", "text": "t"}, names) is None
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert document_of({"talk": [{"role": "user", "content": parts}]}, ("messages=talk",)) == Chat(
+        ({"role": "user", "content": "ab"},)
+    )
+
+
+def test_one_file_in_each_of_its_forms_gives_the_same_tokens(demo, tmp_path):
+    names = ("instruction", "input", "output")
+    records = [
+        dict(zip(names, (f"Say {n}", 'to\r\n"me", é' * (n % 2), f"I\tsay\n{n}"), strict=True)) for n in range(30)
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names, delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(records)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    found = [tokenised(file, demo, tmp_path / "cache")[0] for file in sorted(tmp_path.glob("a.*"))]
+    assert len(found) == 5
+    assert all(np.array_equal(each, found[0]) for each in found)
+    assert np.count_nonzero(found[0] & FIRST) == 30
 
 
 def with_template(demo, to, template):

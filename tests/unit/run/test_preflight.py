@@ -152,7 +152,7 @@ def test_the_head_is_asked_for_checkpoints_only_if_none_is_resumed(monkeypatch, 
 def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_facts.weights, "check_checkpoint", lambda *_, **__: LARGE)
-    monkeypatch.setattr(launch_facts.corpus, "check_paths", lambda _: None)
+    monkeypatch.setattr(launch_facts.corpus, "check_paths", lambda *_, **__: None)
     (tmp_path / "c/step-00000040").mkdir(parents=True)
     seen = [launch_facts._look_at(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
     assert seen[0][0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")

@@ -246,9 +246,10 @@ def _look_at(check: InputCheck | None) -> tuple[str, weights.Llama | None]:
             llama = weights.check_checkpoint(
                 Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
             )
-        corpus.check_paths(check.data)
         if check.template:
             corpus.check_template(Path(check.template))
+        has_template = bool(check.template) or weights.has_chat_template(Path(check.model))
+        corpus.check_paths(check.data, check.fields, skip=check.skips, has_template=has_template)
         if directory := check.new_checkpoints:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
                 refuse_held(Path(directory), committed(Path(directory)))

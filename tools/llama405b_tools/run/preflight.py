@@ -115,6 +115,8 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         template=data.chat_template,
         resume=request.resume,
         checkpoints=request.checkpoints,
+        fields=data.fields,
+        skips=data.bad_records == "skip",
     )
 
 

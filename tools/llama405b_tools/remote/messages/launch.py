@@ -24,6 +24,8 @@ class InputCheck:
     template: str = ""  # the file of a chat template; "": the tokenizer's own
     resume: str = "no"  # no, auto, a step or a path
     checkpoints: str = ""  # where auto and steps are
+    fields: tuple[str, ...] = ()  # as data.fields says it
+    skips: bool = False  # records that cannot be used
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

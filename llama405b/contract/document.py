@@ -1,0 +1,120 @@
+"""What a record says: the forms of records that are known by the names of their fields. Pure."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama405b.contract.phrases import and_more
+
+NAMED = 8  # fields of a record
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles; others are the same
+WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
+ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, and with one
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n### Response:\n",
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response that "
+    "appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n",
+)
+APART = "\n\n"  # between a question and its answer
+OURS = ("text", "prompt", "completion", "messages", "tools")  # what data.fields gives another name
+FIELDS = {
+    *OURS, "conversations", "response", "instruction", "input", "output", "question", "answer", "content",
+}  # fmt: skip  # of a record: all that ``document_of`` reads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """A document: what is read but not learnt, and the text to learn."""
+
+    prompt: str
+    text: str
+
+    @property
+    def n_chars(self) -> int:
+        """Its length."""
+        return len(self.prompt) + len(self.text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, for the tokenizer's chat template: its messages, each with a role, and the tools that it may call."""
+
+    messages: tuple[Mapping[str, Any], ...]  # as they were written
+    tools: Any = None
+
+    @property
+    def n_chars(self) -> int:
+        """Its length, without the roles."""
+        return sum(len(str(message.get("content") or "")) for message in self.messages)
+
+
+Document = Text | Chat
+
+
+def document_of(record: Any, names: Sequence[str] = ()) -> Document | None:
+    """The document of a record; None if it has no form that is known (see docs/data.md).
+
+    ``names``: as ``data.fields`` has them, ``prompt=instruction``; a record that lacks all of these is read without them.
+    """
+    if names and isinstance(record, dict):
+        pairs = (name.partition("=")[::2] for name in names)
+        if renamed := {ours: record[theirs] for ours, theirs in pairs if theirs in record}:
+            return document_of(renamed)
+    match record:
+        case {"messages": [*messages]} if messages and all(map(_is_message, messages)):
+            return Chat(tuple(map(_with_text, messages)), record.get("tools"))
+        case {"conversations": [*turns]} if turns and all(map(_is_turn, turns)):
+            return Chat(tuple({"role": SHAREGPT.get(t["from"], t["from"]), "content": t["value"]} for t in turns))
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            return Text(prompt, completion)
+        case {"prompt": str(question), "response": str(answer)} | {"question": str(question), "answer": str(answer)}:
+            return Text(question + APART, answer)
+        case {"instruction": str(instruction), "output": str(answer)}:
+            context = record.get("input") or ""
+            if isinstance(context, str):
+                return Text(ALPACA[bool(context)].format(instruction, context), answer)
+        case {"text": str(text)} | {"content": str(text)}:
+            return Text("", text)
+    return None
+
+
+def fields_of(record: Any) -> str:
+    """Name the fields that a record has, as a clause."""
+    if not isinstance(record, dict):
+        return "it is not a JSON object"
+    names = [name for name in map(str, record) if name]
+    return (
+        f"its fields are {', '.join(map(repr, names[:NAMED]))}{and_more(names, NAMED)}" if names else "it has no fields"
+    )
+
+
+def unusable(record: Any) -> str:
+    """Why a record is no document, as a clause."""
+    return f"not {WANTED}, but {fields_of(record)}"
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is text, where it was a list of parts of text."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _is_message(message: Any) -> bool:
+    """Whether it has a role, and text or calls of tools; templates know no images."""
+    match message:
+        case {"role": str(), "content": str()}:
+            return True
+        case {"role": str(), "content": [_, *_] as parts}:
+            return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+        case {"role": str(), "tool_calls": [_, *_]}:
+            return message.get("content") is None
+    return False
+
+
+def _is_turn(found: Any) -> bool:
+    match found:
+        case {"from": str(), "value": str()}:
+            return True
+    return False

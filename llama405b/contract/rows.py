@@ -1,0 +1,90 @@
+"""The records of a JSON array and of CSV, one after another: a large file is never in memory. Knows text alone."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from llama405b.contract.reader import Json
+
+CHUNK = 1 << 16  # characters read at a time, at least
+BLANKS = " \t\r\n"  # of JSON
+DELIMITERS = ",;\t"
+
+
+class NotWholeError(OSError):
+    """A file that is not what it began as, or breaks off."""
+
+
+def items_of(text: TextIO) -> Iterator[Json]:
+    """Yield the items of a JSON array.
+
+    Raises:
+        NotWholeError: It is none, or not whole.
+    """
+    found = _Items(text)
+    number, expected = 0, "["
+    while (mark := found.peek()) != "]" or not number:
+        if mark != expected:
+            raise NotWholeError(f"no {expected!r} after object {number}" if number else "not a JSON array")
+        found.rest = found.rest[1:]
+        if not number and found.peek() == "]":
+            return
+        number, expected = number + 1, ","
+        yield found.take(number)
+
+
+class _Items:
+    """The text of an array that has not been read as items yet."""
+
+    def __init__(self, text: TextIO) -> None:
+        self.text, self.rest = text, ""
+
+    def peek(self) -> str:
+        """Return the next character that is no blank, with which ``rest`` then begins; '' at the end."""
+        while not (rest := self.rest.lstrip(BLANKS)) and (more := self.text.read(CHUNK)):
+            self.rest = more
+        self.rest = rest
+        return rest[:1]
+
+    def take(self, number: int) -> Json:
+        """Return the item that comes next."""
+        decoder = json.JSONDecoder()
+        self.peek()
+        while True:
+            try:
+                item, end = decoder.raw_decode(self.rest)
+            except (ValueError, RecursionError):
+                end = len(self.rest)
+            if end < len(self.rest):  # else it may go on
+                self.rest = self.rest[end:]
+                return item
+            if not (more := self.text.read(max(CHUNK, len(self.rest)))):
+                raise NotWholeError(f"object {number} of the array is not JSON, or breaks off")
+            self.rest += more
+
+
+def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json]]:
+    """Yield the line that each row begins in, from 1, and its fields by the names in the first row; None if it has more fields.
+
+    Raises:
+        NotWholeError: A quotation mark is missing.
+    """
+    csv.field_size_limit(sys.maxsize)
+    first = text.readline()
+    lines = csv.reader(_from(first, text), delimiter=max(DELIMITERS, key=first.count), strict=True)
+    try:
+        names = [name.strip() for name in next(lines, [])]
+        begin = lines.line_num + 1
+        for row in lines:
+            if row:
+                yield begin, dict(zip(names, row, strict=False)) if len(row) <= len(names) else None
+            begin = lines.line_num + 1
+    except csv.Error as error:
+        raise NotWholeError(f"line {lines.line_num}: {error}") from None
+
+
+def _from(first: str, rest: TextIO) -> Iterator[str]:
+    yield first
+    yield from rest
