@@ -11,6 +11,7 @@ import gzip
 import io
 import itertools
 import json
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from llama405b.contract.reader import Json
 from llama405b.contract.rows import NotWholeError, items_of, rows_of_csv
 
 HUB = "hf://"  # what a path begins with that names a dataset of the Hub
+OWNER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # as the Hub names models and datasets
 STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
 NO_TEMPLATE = (
     "is a conversation, but the tokenizer has no chat template; name a file with one in --data.chat_template, or start from "
@@ -237,7 +239,8 @@ def _matches(path: str) -> Iterator[Path]:
     found = _named(path)
     first = next(found, None)
     if first is None:
-        raise UserError(f"--data.paths: {path!r} matches no file; check the path")
+        hub = f", or write {HUB}datasets/{path} for the Hub's" if OWNER_NAME.fullmatch(path) else ""
+        raise UserError(f"--data.paths: {path!r} matches no file; check the path{hub}")
     return itertools.chain([first], found)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llama405b.contract.corpus import check_template
+from llama405b.contract.corpus import OWNER_NAME, check_template
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import and_more
 from llama405b.contract.tensors import TensorInfo, read_hf_json, read_tensors
@@ -105,7 +105,10 @@ def read_llama(directory: Path, layers: int = 0) -> Llama:
         UserError: The directory does not exist, or does not hold a Llama.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; download the model into it, or point --model.path at it")
+        get = "download the model into it"
+        if OWNER_NAME.fullmatch(str(directory)):
+            get = f"run `llama405b download {directory}`, which writes models/{directory.name}"
+        raise UserError(f"{directory}: no such directory; {get}, or point --model.path at it")
     config = read_hf_json(directory / "config.json")
     llama = parse_llama(config, str(directory / "config.json"))
     if layers > llama.layers:

@@ -170,3 +170,10 @@ def test_rows_have_their_header_s_names_and_their_line():
     text = 'text; source\n"a; ""b""\r\nc";x\n\nd;y;z\ne\n'
     expected = [(2, {"text": 'a; "b"\r\nc', "source": "x"}), (5, None), (6, {"text": "e"})]
     assert list(rows.rows_of_csv(io.StringIO(text, newline=""))) == expected
+
+
+def test_a_dataset_of_the_hub_is_named_as_one():
+    with pytest.raises(
+        UserError, match=r"'tatsu-lab/alpaca' matches no file; .* or write hf://datasets/tatsu-lab/alpaca for"
+    ):
+        check_paths(["tatsu-lab/alpaca"])

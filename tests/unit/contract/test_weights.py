@@ -2,6 +2,7 @@ import json
 import math
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -290,3 +291,9 @@ def test_an_activation_that_transformers_does_not_know_is_refused(copy):
 
 def test_sequences_over_the_limit(demo):
     assert "--data.seq_len: 2048 exceeds the model's limit of 1024 positions" in refusal(demo, 2048)
+
+
+def test_a_model_of_the_hub_is_answered_with_the_download():
+    words = r"run `llama405b download meta-llama/Llama-3\.1-8B`, which writes models/Llama-3\.1-8B, or point --model\.path at it"
+    with pytest.raises(UserError, match=words):
+        weights.read_llama(Path("meta-llama/Llama-3.1-8B"))
