@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from llama405b.commands.demo import make_demo
 from llama405b.contract import command, weights
+from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Config, Data
@@ -35,12 +37,17 @@ def main(argv: Sequence[str]) -> int:
     for flag, least in (("sequences", 0), ("workers", 1)):
         if getattr(args, flag, least) < least:
             raise UserError(f"--{flag}: {getattr(args, flag)} is too small; use {least} or more")
+    model = Path(config.model.path)
+    if model == Path(DEMO_MODEL) and not model.exists():
+        print(f"making the demo's model and tokenizer in {model}")
+        make_demo(model)
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
-        for name, path in weights.small_files(Path(config.model.path), config.data.chat_template).items():
+        for name, path in weights.small_files(model, config.data.chat_template).items():
             shutil.copy(path, Path(place) / name)
         if args.what == "tokenize":
             _tokenize(config.data, Path(place), args.out, args.workers)
         else:
+            weights.check_seq_len(weights.read_llama(model), config.data.seq_len)
             _show(config, Path(place), args.sequences)
     return 0
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -39,9 +40,23 @@ def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
 
 def test_bad_input(show, tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(UserError, match=r"--data\.paths: .* tokens are fewer than one sequence of 4096"):
-        show("--data.paths", "a.txt")
+    with pytest.raises(UserError, match=r"--data\.paths: .* tokens are fewer than one sequence of 512"):
+        show("--data.paths", "a.txt", "--data.seq_len", "512")
     with pytest.raises(UserError, match="--sequences: -1 is too small; use 0 or more"):
         show("--data.paths", "a.txt", "--sequences", "-1")
     with pytest.raises(UserError, match=r"--data\.pats"):
         show("--data.pats", "a.txt")
+
+
+def test_a_sequence_beyond_the_model_s_positions_is_refused(show, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 2000)
+    with pytest.raises(UserError, match=r"--data\.seq_len: 1025 exceeds the model's limit of 1024 positions; lower it"):
+        show("--data.paths", "a.txt", "--data.seq_len", "1025")
+
+
+def test_the_demo_s_model_is_made_where_there_is_none(demo, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "make_demo", lambda to: shutil.copytree(demo, to))
+    (tmp_path / "a.txt").write_text("some text " * 2000)
+    assert data.main(["show", "--preset", "demo", "--data.paths", "a.txt"]) == 0
+    assert capsys.readouterr().out.startswith("making the demo's model and tokenizer in models/demo\n")
