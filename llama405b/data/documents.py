@@ -59,7 +59,7 @@ class Found(NamedTuple):
 class Documents:
     """The documents of files, up to ``max_bytes`` of text (0: all); knows how many bytes have been read.
 
-    A line of JSON Lines, an object of an array and a row of a table is a record (``corpus.document_of``); any other file is one document.
+    A line of JSON Lines, an object of an array and a row of a table is a record (``document.document_of``); any other file is one document.
 
     Raises:
         UserError: A file cannot be read, or a line has no form that is known, and ``skip`` is not set.

@@ -108,12 +108,13 @@ def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
         assert hosts.exec(i, "sh", "-c", own, canary, check=False).stdout == ""
     built = operator("attach", "--no-attach")
     assert built.returncode == 0, built.stderr
+    server = built.stdout.split()[2]  # tmux -L NAME attach …
     try:
         wait_for(
             lambda: (
                 "token"
                 in subprocess.run(
-                    ["tmux", "-L", "llama405b-s-attach", "capture-pane", "-p", "-t", "s:node-3"],
+                    ["tmux", "-L", server, "capture-pane", "-p", "-t", "s:node-3"],
                     capture_output=True,
                     text=True,
                     check=False,
@@ -121,7 +122,7 @@ def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
             )
         )
     finally:
-        subprocess.run(["tmux", "-L", "llama405b-s-attach", "kill-server"], check=False)
+        subprocess.run(["tmux", "-L", server, "kill-server"], check=False)
     stopped = operator("stop")
     assert stopped.returncode == 0, stopped.stdout
     assert stopped.stdout.count("no process left") == 3
