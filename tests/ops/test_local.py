@@ -327,7 +327,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
             "node-a: --data.paths: 'nowhere/*' matches no file; check the path",
         ),
         (
-            ["--preset", "demo", "--data.paths", "{demo}"],
+            ["--preset", "demo", "--data.paths", "{demo}/*.safetensors"],
             ".safetensors: neither text nor JSON Lines (plain or in gzip) nor Parquet;",
         ),
         (
