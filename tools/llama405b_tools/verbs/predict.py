@@ -27,7 +27,7 @@ from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import given, reason_of
-from llama405b.contract.schema import Config
+from llama405b.contract.schema import Config, Moments
 from llama405b_tools.doctor.machines import machines_of
 from llama405b_tools.doctor.rules.of_host import Needs
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look
@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
             f"--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate{unused}"
         )
     rounds = asked.config.optimizer.betas[1] <= config.MAX_BETA_BF16
-    ranked = best(outlook, ("fp32", "bf16") if rounds else ("fp32",)) if args.search else []
+    moments: tuple[Moments, ...] = ("fp32", "bf16") if rounds else ("fp32",)
+    ranked = best(outlook, moments) if args.search else []
     compared = {
         word: _outlook(_elsewhere(on_these, other), args.preset, measured, other) for word, other in elsewhere.items()
     }
