@@ -132,13 +132,11 @@ def _parts(held: Mapping[str, float]) -> str:
 
 
 def _took(seconds: float) -> str:
-    return (
-        f"{seconds:,.0f} s"
-        if seconds < 600
-        else f"{seconds / 60:,.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:,.1f} h"
-    )
+    if seconds < 600:
+        return f"{seconds:,.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:,.0f} min"
+    return f"{seconds / 3600:,.1f} h"
 
 
 def expectation(outlook: Outlook) -> str:
@@ -308,5 +306,7 @@ def _bill(outlook: Outlook, tokens: float, price: float) -> tuple[str, ...]:
 
 
 def _spread(value: float, share: float) -> str:
-    digits = 0 if value >= 100 else 1 if value >= 1 else 3
+    digits = 3
+    if value >= 1:
+        digits = 0 if value >= 100 else 1
     return f"{value:,.{digits}f} ({value * (1 - share):,.{digits}f} to {value * (1 + share):,.{digits}f})"
