@@ -87,7 +87,7 @@ def test_a_guard_gives_up_on_what_never_gets_further(work, cli):
 
 
 def test_what_the_trainer_refuses_is_not_tried_again(work, cli, demo, corpus):
-    (work / "bad.jsonl").write_text('{"txt": "y"}\n')
+    (work / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
     flags = [*settings(demo, corpus), "--data.paths", "bad.jsonl"]
     done = cli(work, "launch", "--run", "x", "--restart", 5, "--follow", *flags)
     assert done.returncode == 1
@@ -298,10 +298,10 @@ def test_a_rehearsal_goes_the_whole_way_and_leaves_nothing(work, cli, demo, corp
 
 
 def test_a_rehearsal_names_phase_and_host(work, cli, demo, corpus):
-    (work / "bad.jsonl").write_text('{"txt": "y"}\n')
+    (work / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
     done = cli(work, "launch", "--rehearse", *settings(demo, corpus), "--data.paths", "bad.jsonl")
     assert done.returncode == 1
-    assert re.search(r"rehearsal: FAILED after \d+ s: node-a: .*bad.jsonl:1: not .* \(in phase data\)", done.stdout)
+    assert re.search(r"rehearsal: FAILED after \d+ s: node-a: .*bad.jsonl:2: not .* \(in phase data\)", done.stdout)
 
 
 def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus):

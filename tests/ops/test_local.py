@@ -455,7 +455,7 @@ def test_dry_run_opens_nothing(work, cli):
             "setup.json: not written by",
         ),
         ("runs/r/slurm.json", "{}", ["status", "--run", "r"], 2, "no host has 'r' in "),
-        ("runs/r/guard.json", '{"run": "r"}', ["stop", "--run", "r"], 0, ""),
+        ("runs/r/guard.json", '{"run": "r"}', ["stop", "--run", "r"], 2, "no host has 'r' in "),
         ("runs/r/guard.json", "[]", ["logs", "--run", "r"], 2, "there are none yet"),
     ],
 )
