@@ -7,12 +7,15 @@ import contextlib
 import dataclasses
 import os
 import time
+from typing import TYPE_CHECKING
 
 from llama405b.contract.causes import Cause
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Heartbeat, Phase
-from llama405b.ranks import Ranks
+
+if TYPE_CHECKING:
+    from llama405b.ranks import Ranks  # needs torch
 
 INTERVAL_S = 1.0
 
@@ -20,7 +23,7 @@ INTERVAL_S = 1.0
 class Pulse:
     """Writes ``heartbeat/rank-N.json``."""
 
-    def __init__(self, run: RunDir, me: Ranks) -> None:
+    def __init__(self, run: RunDir, me: "Ranks") -> None:
         self.run, self.me = run, me
         now = time.time()
         self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)

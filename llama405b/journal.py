@@ -6,6 +6,7 @@ The only part of the trainer that prints during training.
 import contextlib
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause
@@ -13,13 +14,15 @@ from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
-from llama405b.ranks import Ranks
+
+if TYPE_CHECKING:
+    from llama405b.ranks import Ranks  # needs torch
 
 
 class Journal:
     """Rank 0's ``metrics.jsonl`` and ``events/rank-0.jsonl``, and its standard output."""
 
-    def __init__(self, run: RunDir, me: Ranks) -> None:
+    def __init__(self, run: RunDir, me: "Ranks") -> None:
         self.run, self.me = run, me
         self.writer = f"rank-{me.rank}"
         self.tokens = 0  # target tokens so far

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 COUNT = itertools.count()
+STANDIN = ("--env", f"PYTHONPATH={Path(__file__).parent / 'standin'}")  # for launch: a trainer without torch, see there
 
 
 def settings(demo, corpus, steps=12):
@@ -18,6 +19,11 @@ def settings(demo, corpus, steps=12):
         "--training.global_batch_size", 4, "--training.micro_batch_size", 2, "--training.max_steps", steps,
         "--checkpoint.every", 4,
     ]  # fmt: skip
+
+
+def standin(demo, corpus, steps=12):
+    """The same for the trainer's stand-in: for tests of what is around the trainer."""
+    return [*settings(demo, corpus, steps), *STANDIN]
 
 
 def metrics(work, run):

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from hosts_rig import processes
 from llama405b.contract.config import DEMO_MODEL
-from ops_rig import wait_for
+from ops_rig import STANDIN, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
@@ -88,7 +88,7 @@ def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
             f"cat > '{hosts.workdir(i)}/p.py' <<'EOF'\n{program}\nEOF\nchmod 644 '{hosts.workdir(i)}/p.py'",
         )
     done = operator(
-        "launch", "--run", "s", "--secret", "HF_TOKEN", "--", "p.py", "a b", "$(id)", env={"HF_TOKEN": canary}
+        "launch", "--run", "s", "--secret", "HF_TOKEN", *STANDIN, "--", "p.py", "a b", "$(id)", env={"HF_TOKEN": canary}
     )
     assert done.returncode == 0, done.stderr
     wait_for(lambda: operator("logs").stdout.count(f"token {len(canary)} ['a b', '$(id)']") == 3)
@@ -141,7 +141,7 @@ def test_logs_are_merged_in_time_though_a_clock_is_wrong(hosts, operator):
                 "-c",
                 f"cat >{hosts.workdir(i)}/b.py <<'EOF'\n{program}\nEOF\nchmod 644 {hosts.workdir(i)}/b.py",
             )
-        assert operator("launch", "--run", "clock", "--follow", "--", "b.py").returncode == 0
+        assert operator("launch", "--run", "clock", "--follow", *STANDIN, "--", "b.py").returncode == 0
         found = [json.loads(line) for line in operator("logs", "--run", "clock", "-o", "json").stdout.splitlines()]
         beats = [(int(r["text"].split()[1]), r["host"], r["time"]) for r in found if "beat" in r["text"]]
         assert len(beats) == 18
@@ -155,9 +155,8 @@ def test_logs_are_merged_in_time_though_a_clock_is_wrong(hosts, operator):
 
 
 def test_the_operator_dies_and_nothing_of_its_stays(hosts, operator):
-    assert (
-        operator("launch", "--run", "d", *DEMO, "--training.max_steps", 99999, "--checkpoint.every", 0).returncode == 0
-    )
+    flags = [*DEMO, "--training.max_steps", 99999, "--checkpoint.every", 0, *STANDIN]
+    assert operator("launch", "--run", "d", *flags).returncode == 0
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "logs", "-f", "--run", "d"],
         cwd=operator.path,
@@ -263,7 +262,9 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
     try:
         config.write_text(f"Host node-3\n  ProxyJump node-1\n{before}")
         hosts.exec(3, "sh", "-c", ": > /var/log/rig_sshd.log")
-        done = operator("launch", "--run", "jump", "--", "-c", "x")  # torchrun will fail: only the way there matters
+        done = operator(
+            "launch", "--run", "jump", *STANDIN, "--", "-c", "x"
+        )  # torchrun will fail: only the way there matters
         assert done.returncode == 0, done.stderr
         seen = hosts.exec(3, "cat", "/var/log/rig_sshd.log").stdout
         assert f"Accepted publickey for bob from {hosts.address(1)} " in seen
@@ -279,7 +280,7 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
 
 
 def test_a_cut_connection_does_not_end_a_healthy_run(hosts, operator):
-    flags = [*map(str, DEMO), "--training.max_steps", "40", "--checkpoint.every", "0"]
+    flags = [*map(str, DEMO), "--training.max_steps", "40", "--checkpoint.every", "0", *STANDIN]
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *flags],
         cwd=operator.path,

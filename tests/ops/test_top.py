@@ -12,13 +12,13 @@ import pytest
 import hosts_rig
 from conftest import ROOT
 from llama405b_tools.remote import processes
-from ops_rig import Terminal, wait_for
+from ops_rig import STANDIN, Terminal, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 4
 INTERVAL_S = 1.0
 DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--training.micro_batch_size", "2", "--data.seq_len", "64",
-        "--data.max_bytes", "400000", "--training.max_steps", "100000", "--checkpoint.every", "0"]  # fmt: skip
+        "--data.max_bytes", "400000", "--training.max_steps", "100000", "--checkpoint.every", "0", *STANDIN]  # fmt: skip
 
 
 def samplers(hosts):
@@ -30,9 +30,17 @@ def samplers(hosts):
 def terminal(hosts, operator):
     opened = []
 
-    def open_terminal(*args, **more):
+    def open_terminal(*args, waits=None, **more):
+        """``waits``: thresholds that are not to be waited for in their full length."""
         env = hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "TZ": "UTC", "PATH": os.environ["PATH"]}
-        program = [sys.executable, "-m", "llama405b_tools.cli", "top", *args]
+        code = f"from llama405b_tools.top.state import thresholds as t; t.__dict__.update({waits or {}})"
+        program = [
+            sys.executable,
+            "-c",
+            f"{code}; import sys; from llama405b_tools.cli import main; sys.exit(main())",
+            "top",
+            *args,
+        ]
         opened.append(Terminal(program, operator.path, env, **more))
         return opened[-1]
 
@@ -65,7 +73,7 @@ def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
         hosts.exec(i, "install", "-m", "755", ROOT / "tests/data/shim/nvidia-smi", "/usr/local/bin/nvidia-smi")
         hosts.exec(i, "sh", "-c", "echo ok >/tmp/smi-mode; chmod 644 /tmp/smi-mode")
     try:
-        top = terminal("--interval", INTERVAL_S)
+        top = terminal("--interval", INTERVAL_S, waits={"SMI_RETRY_S": 12.0})
         top.shows(r"no run │ hosts 4/4 │ GPU 32/32", 25)
         top.shows(r"node-2 +OK( +96){8}", 5)
         for mode, pattern in (
@@ -193,7 +201,8 @@ def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
 
 
 def test_it_connects_again_to_what_froze_and_after_it_was_suspended(hosts, operator, terminal):
-    top = terminal("--interval", INTERVAL_S)
+    waits = {"QUIET_S": 8.0, "DEAF_S": 10.0, "PING_S": 2.0, "SLEPT_S": 8.0}
+    top = terminal("--interval", INTERVAL_S, waits=waits)
     top.shows(r"hosts 4/4", 25)
     hosts.exec(2, "pkill", "-STOP", "-f", "sampler")
     try:

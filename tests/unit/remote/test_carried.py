@@ -55,7 +55,11 @@ def say(name, request, tmp_path):
 
 
 def test_the_sampler_speaks_as_the_screen_reads(tmp_path):
-    line = say("sampler", {"run": None, "interval_s": 1.0, "workdir": str(tmp_path), "host": "a"}, tmp_path)
+    line = say(
+        "sampler",
+        {"run": None, "interval_s": 1.0, "deaf_s": 60.0, "smi_retry_s": 30.0, "workdir": str(tmp_path), "host": "a"},
+        tmp_path,
+    )
     frame = reader.loads(Frame, line, "frame")
     assert frame.cpu.total > 0
     assert frame.run is None

@@ -46,7 +46,14 @@ def told(tmp_path):
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=65536,
         )  # fmt: skip
         children.append(child)
-        request = {"run": None, "interval_s": 0.05, "workdir": str(tmp_path), "host": "a"} | more
+        request = {
+            "run": None,
+            "interval_s": 0.05,
+            "deaf_s": 60.0,
+            "smi_retry_s": 30.0,
+            "workdir": str(tmp_path),
+            "host": "a",
+        } | more
         child.stdin.write(carried.standard_input("sampler", request) + also)
         child.stdin.flush()
 

@@ -8,6 +8,7 @@ import pytest
 from llama405b_tools.machine.gpus import read_smi
 from llama405b_tools.remote import hostprobe, sampler
 
+RETRY_S = 0.5
 SHIM = """#!/bin/sh
 echo $$ >>{here}/pids
 case "$(cat {here}/mode) $*" in
@@ -27,7 +28,6 @@ def smi(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(sampler, "SMI_WAIT_S", 0.1)
-    monkeypatch.setattr(sampler, "SMI_RETRY_S", 0.5)
     return (tmp_path / "mode").write_text
 
 
@@ -46,7 +46,7 @@ def frame(smi):
 
 def test_an_answer_without_end_is_cut_and_named(smi):
     smi("endless")
-    asked = sampler.Smi()
+    asked = sampler.Smi(RETRY_S)
     state = until(asked, lambda state: state["text"])
     assert (state["hung_s"], len(json.dumps(state)) < 1000) == (0.0, True)
     assert read_smi(state["text"], state["fields"]) == ([], "nvidia-smi: it prints more than 256 KiB")
@@ -61,7 +61,7 @@ def _answer(state):
 
 def test_one_that_hangs_is_replaced_when_it_is_well_again(smi, tmp_path):
     smi("hang")
-    asked = sampler.Smi()
+    asked = sampler.Smi(RETRY_S)
     until(asked, lambda state: state["hung_s"] > 1.5)  # through several queries
     assert len((tmp_path / "pids").read_text().split()) >= 2
     smi("ok")
@@ -73,8 +73,8 @@ def test_one_that_hangs_is_replaced_when_it_is_well_again(smi, tmp_path):
 def test_processes_that_cannot_be_killed_do_not_pile_up(smi, tmp_path, monkeypatch):
     smi("hang")
     monkeypatch.setattr(sampler.Query, "kill", lambda query: None)  # the driver does not let go
-    asked = sampler.Smi()
-    until(asked, lambda state: state["hung_s"] > 4 * sampler.SMI_RETRY_S + 0.5)
+    asked = sampler.Smi(RETRY_S)
+    until(asked, lambda state: state["hung_s"] > 4 * RETRY_S + 0.5)
     assert (len(asked.stuck), asked.query) == (sampler.MOST_STUCK, None)
     assert len((tmp_path / "pids").read_text().split()) == sampler.MOST_STUCK
     monkeypatch.undo()

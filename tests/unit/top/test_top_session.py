@@ -90,7 +90,7 @@ class Frozen:
 
 def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
     for module, name, value in (
-        (thresholds, "QUIET_S", 0.3), (thresholds, "QUIET_FRAMES", 0), (sources, "PING_S", 0.02), (sources, "RETRY_S", 0.01),
+        (thresholds, "QUIET_S", 0.3), (thresholds, "QUIET_FRAMES", 0), (thresholds, "PING_S", 0.02), (sources, "RETRY_S", 0.01),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     fleet = types.SimpleNamespace(hosts={"a": None}, forgotten=[], workdir=lambda name: "/w")

@@ -29,13 +29,11 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total,driver_version"
 )
 SMI_WAIT_S = 1.0  # how long a frame waits for nvidia-smi
-SMI_RETRY_S = 30.0  # then it hangs: without persistence mode an answer may take half of it
 MOST_STUCK = 3  # processes that hang in the driver and cannot be killed
 MOST_SMI_BYTES = 256 << 10  # of one answer; eight GPUs take 1 KiB
 MOST_FILE_BYTES = 2 << 20  # the kernel gives nothing of /proc/sys to who asks for more than 4 MiB
 MOST_PROCESSES = 1000
 SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
-DEAF_S = 60.0
 FIRST_METRICS_BYTES = 256 << 10
 LAST_EVENTS_BYTES = 64 << 10
 SAVES = ("saved", "not saved")  # the kinds of events
@@ -143,7 +141,8 @@ class Query:
 class Smi:
     """nvidia-smi, queried repeatedly."""
 
-    def __init__(self):
+    def __init__(self, retry_s):
+        self.retry_s = retry_s  # until one that does not answer is replaced
         self.reasons = list(REASONS)
         self.query, self.stuck = None, []  # under way; killed, but not gone
         self.answer, self.apps = None, None
@@ -153,7 +152,7 @@ class Smi:
     def ask(self, with_apps):
         """Start a query, unless one is under way. One that hangs is replaced, unless too many are stuck in the driver."""
         self.stuck = [query for query in self.stuck if not query.done.is_set()]
-        if self.query and time.monotonic() > self.query.began + SMI_RETRY_S:
+        if self.query and time.monotonic() > self.query.began + self.retry_s:
             self.query.kill()
             self.stuck.append(self.query)
             self.query = None
@@ -616,7 +615,8 @@ class Elsewhere:
 
 def main():
     """Write frames until nobody listens, or until a signal."""
-    request, smi = json.loads(sys.stdin.buffer.readline().decode()), Smi()
+    request = json.loads(sys.stdin.buffer.readline().decode())
+    smi = Smi(request["smi_retry_s"])
 
     def leave(*_):
         raise BrokenPipeError
@@ -647,7 +647,7 @@ def write_frames(request, smi):
     run.hear(came_along())
     machine = Elsewhere(request["host"]) if request.get("elsewhere") else Machine(smi)
     heard, slow_at, tick = time.monotonic(), 0.0, time.monotonic()
-    while time.monotonic() - heard < DEAF_S:
+    while time.monotonic() - heard < request["deaf_s"]:
         slow = time.monotonic() >= slow_at
         machine.begin(slow)
         state = run.frame(slow)

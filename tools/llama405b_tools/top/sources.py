@@ -28,7 +28,6 @@ from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import HostState
 
 RETRY_S = 5.0
-PING_S = 10.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_FRAME = 4 << 20  # characters; those of a host with many processes have a tenth of it
 MOST_OTHER_LINES = 1000  # of a shell's start-up files, for example
@@ -86,7 +85,8 @@ class Live:
     def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
         """``elsewhere``: the hosts' files are on this machine, but the hosts are other machines."""
         self.fleet, self.interval_s, self.badge = fleet, interval_s, ""
-        self.request = {"run": run, "stay": "", "interval_s": interval_s, "elsewhere": elsewhere}
+        waits = {"interval_s": interval_s, "deaf_s": thresholds.DEAF_S, "smi_retry_s": thresholds.SMI_RETRY_S}
+        self.request = {"run": run, "stay": "", "elsewhere": elsewhere} | waits
         self.hosts: Sequence[str] = list(fleet.hosts)
         self.intake = Intake()
         self.open: dict[str, Stream] = {}
@@ -170,7 +170,7 @@ class Live:
         A stream that brings nothing is closed: no socket tells that a host, its sshd or a sampler is frozen.
         """
         while not self.closing.is_set():
-            self.news.wait(PING_S)
+            self.news.wait(thresholds.PING_S)
             self.news.clear()
             line = json.dumps({"stay": self.request["stay"]})
             for name, stream in list(self.open.items()):

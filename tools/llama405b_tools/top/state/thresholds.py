@@ -5,6 +5,8 @@ STALE_FRAMES = 3  # intervals without a frame
 FIRST_FRAME_S = 15.0  # to wait for the first one
 QUIET_S, QUIET_FRAMES = 30.0, 10  # seconds and intervals without a frame: then the connection is made again
 QUIET_MOST_S = 600.0  # at most: it is twice as long each time, because a sampler that hangs may stay behind
+DEAF_S = 60.0  # without a sign of life from cluster-top: then a sampler ends
+PING_S = 10.0  # between those
 SLEPT_S = 30.0  # without looking at anything: this machine slept, or cluster-top was suspended
 RECONNECT_S = 30.0  # for connections to be made again after that
 
@@ -15,6 +17,7 @@ HOT_C, HOTTER_C = 80, 8  # and this much above the median
 BUSY = 0.4  # median power over limit; below it all GPUs idle together (an offloaded optimizer, a checkpoint)
 IDLE = 0.35  # power over limit of a waiting GPU: a sign of a hang
 SMI_HUNG_S = 10.0  # nvidia-smi without an answer
+SMI_RETRY_S = 30.0  # and until it is started again: without persistence mode an answer may take half of it
 
 # a host's memory and counters
 LOW_RAM = 0.03  # of all
