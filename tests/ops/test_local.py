@@ -17,12 +17,12 @@ from conftest import HOSTS, ROOT
 from llama405b.contract.hashes import Hashes
 from llama405b.contract.paths import RunDir
 from llama405b_tools.remote.tmux import tmux_socket
-from ops_rig import heartbeat, metrics, settings, wait_for
+from ops_rig import STANDIN, heartbeat, metrics, settings, standin, wait_for
 
 
 def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, corpus):
-    steps = 120
-    base = [*settings(demo, corpus, steps), "--checkpoint.every", 20, "--parallel.numerics", "fp32-master"]
+    steps = 60
+    base = [*settings(demo, corpus, steps), "--checkpoint.every", 10, "--parallel.numerics", "fp32-master"]
     whole = cli(
         work,
         "launch",
@@ -53,7 +53,7 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
         [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *map(str, hidden)],
         cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wait_for(lambda: (work / "runs/cut/checkpoints/step-00000020").exists())
+    wait_for(lambda: (work / "runs/cut/checkpoints/step-00000010").exists())
     os.kill(heartbeat(work, "cut", 1)["pid"], signal.SIGKILL)
     out, err = follower.communicate(timeout=90)
     assert follower.returncode == 1, out
@@ -82,7 +82,7 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
     [exporting] = re.findall(r"next: `.*? (export cut OUT)`", again.stdout)
     exported = cli(work, *exporting.split(), "--try", "def ")
     assert exported.returncode == 0, exported.stderr
-    assert "exported runs/cut/checkpoints/step-00000120 to OUT: 1 file" in exported.stdout
+    assert "exported runs/cut/checkpoints/step-00000060 to OUT: 1 file" in exported.stdout
     assert (work / "OUT/tokenizer.json").read_bytes() == (demo / "tokenizer.json").read_bytes()
     last = resumed[steps]
     assert last["up_bytes"] > last["down_bytes"] > 0
@@ -127,7 +127,7 @@ def test_two_runs_do_not_write_into_one_directory(work, cli, demo, corpus):
 
 def test_a_run_outlives_commands_that_are_not_meant_for_it(work, cli):
     (work / "sleeper.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(900)\n")
-    launch = ("launch", "--run", "r", "--", "sleeper.py")
+    launch = ("launch", "--run", "r", *STANDIN, "--", "sleeper.py")
     assert cli(work, *launch).returncode == 0
     other = work / "other"
     other.mkdir()
@@ -135,7 +135,9 @@ def test_a_run_outlives_commands_that_are_not_meant_for_it(work, cli):
     refused = cli(work, "stop", "elsewhere", "--run", "r")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"no host has 'r' in {other}/runs" in refused.stderr
-    failed = cli(work, "launch", "elsewhere", "--run", "r", "--setup-line", "false", "--follow", "--", "sleeper.py")
+    failed = cli(
+        work, "launch", "elsewhere", "--run", "r", "--setup-line", "false", "--follow", *STANDIN, "--", "sleeper.py"
+    )
     assert failed.returncode != 0
     assert cli(work, "status").stdout.count("running") == 2
 
@@ -150,11 +152,11 @@ def test_a_run_outlives_commands_that_are_not_meant_for_it(work, cli):
 
 
 def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
-    started = cli(work, "launch", "--run", "r", *settings(demo, corpus, steps=100_000))
+    started = cli(work, "launch", "--run", "r", *standin(demo, corpus, steps=100_000))
     assert started.returncode == 0, started.stderr
     assert "llama405b stop --run r" in started.stdout
     wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 2)
-    taken = cli(work, "launch", "--run", "r", *settings(demo, corpus))
+    taken = cli(work, "launch", "--run", "r", *standin(demo, corpus))
     assert taken.returncode == 2
     assert "--run: 'r' is running on node-a" in taken.stderr
 
@@ -229,7 +231,7 @@ def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
             "--run",
             "r",
             "--follow",
-            *map(str, settings(demo, corpus, 99_999)),
+            *map(str, standin(demo, corpus, 99_999)),
         ],
         cwd=work,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
@@ -256,7 +258,7 @@ def _capture(server, target):
 
 @pytest.mark.parametrize("victim", ["node runner", "torchrun"])
 def test_nothing_outlives_a_sigkill_of_its_parent(work, cli, demo, corpus, victim):
-    assert cli(work, "launch", "--run", "r", *settings(demo, corpus, steps=100_000)).returncode == 0
+    assert cli(work, "launch", "--run", "r", *standin(demo, corpus, steps=100_000)).returncode == 0
     wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 1)
     worker = heartbeat(work, "r", 1)["pid"]
     torchrun = int(Path(f"/proc/{worker}/stat").read_text().rpartition(") ")[2].split()[1])
@@ -281,7 +283,20 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
     (work / "expected").write_text(canary)
     env = {"HF_TOKEN": canary, "NOT_FOR_THEM": canary}
     done = cli(
-        work, "launch", "--run", "s", "--secret", "HF_TOKEN", "--", "show.py", "a b", "$HOME", "semi;", "it's", env=env
+        work,
+        "launch",
+        "--run",
+        "s",
+        "--secret",
+        "HF_TOKEN",
+        *STANDIN,
+        "--",
+        "show.py",
+        "a b",
+        "$HOME",
+        "semi;",
+        "it's",
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     wait_for(lambda: cli(work, "logs").stdout.count("got it") == 2)
@@ -477,11 +492,11 @@ def test_a_hosts_file_from_windows(work, cli):
 def test_cache_and_scratch_reach_the_ranks(work, cli):
     (work / "places.py").write_text("import os, tempfile; print('at', os.environ['HF_HOME'], tempfile.gettempdir())\n")
     (work / "hosts").write_text(f"node-a address=localhost slots=1 cache={work}/hf scratch={work}/a/b\n")
-    done = cli(work, "launch", "--run", "p", "--follow", "--", "places.py")
+    done = cli(work, "launch", "--run", "p", "--follow", *STANDIN, "--", "places.py")
     assert done.returncode == 0, done.stderr
     assert f"at {work}/hf {work}/a/b" in done.stdout
     (work / "hosts").write_text(f"node-a address=localhost slots=1 scratch={work}/places.py/x\n")
-    refused = cli(work, "launch", "--run", "q", "--", "places.py")
+    refused = cli(work, "launch", "--run", "q", *STANDIN, "--", "places.py")
     assert refused.returncode == 1
     assert f"node-a: scratch={work}/places.py/x cannot be created or written" in refused.stderr
     assert not (work / "runs/q").exists()
@@ -519,7 +534,7 @@ def test_a_program_of_the_users_own_is_shown_as_it_is(work, cli):
         "while not pathlib.Path('go').exists(): time.sleep(0.1)\n"
         "{}['x']\n"
     )
-    started = cli(work, "launch", "--run", "mine", "--", "mine.py")
+    started = cli(work, "launch", "--run", "mine", *STANDIN, "--", "mine.py")
     assert started.returncode == 0, started.stderr
     assert "# end it on every host" in started.stdout
     shown = cli(work, "top", "--run", "mine", "--once")
@@ -527,7 +542,7 @@ def test_a_program_of_the_users_own_is_shown_as_it_is(work, cli):
     assert "checkpoint" not in cli(work, "status", "--run", "mine").stdout
     cli(work, "stop", "--grace", "0", "--run", "mine")
     (work / "go").touch()
-    failed = cli(work, "launch", "--run", "mine2", "--follow", "--", "mine.py")
+    failed = cli(work, "launch", "--run", "mine2", "--follow", *STANDIN, "--", "mine.py")
     assert failed.returncode == 1
     for name in ("node-a", "node-b"):
         assert f"{name} │ a warning\n" in failed.stdout

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from ops_rig import wait_for
+from ops_rig import STANDIN, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,7 @@ def test_the_first_error_with_its_traceback(hosts2, cli):
 
 def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
     end = "raise SystemExit(3 if not os.path.exists('twice') and not open('twice', 'w').close() else 0)"
-    started = cli(hosts2, "launch", "--run", "g", "--restart", 3, *talk(hosts2, n=30, pause=0.1, end=end))
+    started = cli(hosts2, "launch", "--run", "g", "--restart", 3, *STANDIN, *talk(hosts2, n=30, pause=0.1, end=end))
     assert started.returncode == 0, started.stderr
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "logs", "-f", "-o", "json"],
