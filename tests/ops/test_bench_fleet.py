@@ -13,6 +13,7 @@ from hosts_rig import processes
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
 
+@pytest.mark.soak
 def test_fleet(hosts, operator):
     done = operator("bench", "fleet", "--repeat", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -22,6 +23,7 @@ def test_fleet(hosts, operator):
         assert processes(hosts, i) == []
 
 
+@pytest.mark.soak
 def test_top(hosts, operator):
     done = operator("bench", "top", "--repeat", "1", "--seconds", "5")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -32,6 +34,7 @@ def test_top(hosts, operator):
         assert processes(hosts, i) == []
 
 
+@pytest.mark.soak
 def test_logs(hosts, operator):
     done = operator("bench", "logs", "--repeat", "1", "--lines", "3000")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,8 +12,8 @@ import torch
 from ranks_rig import run_ranks
 from update_rig import batch, bits, build, dcp_save, same, slow, take
 
-STEPS = 50
-SAVED, RESUMED, LOOKED = 20, 31, 7  # the step that is saved; after which it is resumed; how often a forward only looks
+STEPS = 24
+SAVED, RESUMED, LOOKED = 9, 15, 7  # the step that is saved; after which it is resumed; how often a forward only looks
 FORMS = {  # each with torch's AdamW between the steps first
     "full": [{"offload": "full", "overlap": False}, {"offload": "full", "overlap": True}],
     "states": [{"offload": "none", "overlap": False}, {"offload": "states", "overlap": True}],
@@ -21,7 +21,7 @@ FORMS = {  # each with torch's AdamW between the steps first
 
 
 def _train(me, directory, root, *, accumulation, overlap, **form):
-    """Train 50 steps with a save, a resume and forwards that only look; returns what was seen, and the bits at the end."""
+    """Train with a save, a resume and forwards that only look; returns what was seen, and the bits at the end."""
     from llama405b.checkpoint.snapshot import restore
 
     module, updater = build(me, directory, overlap=overlap, **form)
@@ -53,12 +53,14 @@ def _compare(me, directory, root, accumulation):
     return [(run[0] == runs[0][0], same(run[1], runs[0][1])) for run in runs], clipped, len(runs[0][0])
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "accumulation"),
+    [(1, 1), (2, 3), (3, 1), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(1, 3), (2, 1), (3, 3)])],
+)
 def test_hidden_equals_sequential_bit_for_bit(tiny, tmp_path, world, accumulation):
     for equal, clipped, seen in run_ranks(world, _compare, tiny, tmp_path, accumulation):
         assert equal == [(True, True)] * 3
-        assert 10 <= clipped < seen
+        assert 5 <= clipped < seen
 
 
 def _otherwise(me, directory, form, more):
