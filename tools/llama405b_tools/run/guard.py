@@ -22,7 +22,7 @@ from llama405b.contract.errors import FAILED, RunError, UserError
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
@@ -218,7 +218,7 @@ class Watchman:
             known, in_vain = str(newest), 0
         if in_vain >= self.request.restart:
             since = given("since {}", known) or "and no checkpoint yet"
-            return f"that was after {in_vain} restarts without a newer checkpoint ({since})"
+            return f"that was after {counted(in_vain, 'restart')} without a newer checkpoint ({since})"
         self.record = dataclasses.replace(self.record, checkpoint=known, in_vain=in_vain + 1)
         return ""
 
