@@ -14,7 +14,7 @@ import json
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TextIO
 
@@ -40,6 +40,9 @@ FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take 
 TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
 TOKENIZED, TOKENS = "tokens.json", "tokens.bin"  # what `data tokenize` writes
 UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
+
+
+FirstRows = Callable[[BinaryIO, Sequence[str]], Iterable[Json]]  # of a table, with data.fields
 
 
 class Stat(Protocol):
@@ -96,11 +99,17 @@ def is_tokenized(paths: Sequence[str]) -> bool:
 
 
 def check_paths(
-    paths: Sequence[str], names: Sequence[str] = (), *, skip: bool = False, has_template: bool = True
+    paths: Sequence[str],
+    names: Sequence[str] = (),
+    *,
+    skip: bool = False,
+    has_template: bool = True,
+    first_rows: FirstRows = lambda *_: (),
 ) -> None:
-    """Check that the paths name files that can be trained on, by the first record of each; of tables only what they are.
+    """Check that the paths name files that can be trained on, by the first record of each.
 
-    ``names``, ``skip``: as ``data.fields`` and ``data.bad_records`` say it; ``has_template``: for conversations.
+    ``names``, ``skip``: as ``data.fields`` and ``data.bad_records`` say it; ``has_template``: for conversations; ``first_rows``:
+    what reads tables, which the standard library cannot; without it nothing more of them is checked.
 
     Raises:
         UserError: A path matches no file, or one of its first files has no form that is known or cannot be used.
@@ -110,10 +119,12 @@ def check_paths(
             continue
         for file in itertools.islice(_matches(path), FIRST_FILES):
             form = form_of(file)
-            if form in (Form.TEXT, Form.TABLE):
+            if form is Form.TEXT:
                 continue
             with reading(file) as raw:
-                for number, record in itertools.islice(numbered(raw, form), 1):
+                is_table = form is Form.TABLE
+                records = enumerate(first_rows(raw, names), 1) if is_table else numbered(raw, form)
+                for number, record in itertools.islice(records, 1):
                     document = document_of(record, names)
                     if document is None and not skip:
                         raise refusal(f"{file}:{number}", unusable(record), NAME_FIELDS)

@@ -124,8 +124,7 @@ class Documents:
     def _rows_of(self, file: File) -> Iterator[tuple[Found, int]]:
         with reading(file) as raw:  # whose errors it names
             size = file.stat().st_size
-            theirs = [name.partition("=")[2] for name in self.names]
-            for number, (row, share) in enumerate(rows_of(raw, theirs), 1):
+            for number, (row, share) in enumerate(rows_of(raw, self.names), 1):
                 if found := self._found(row, Place(file, number)):
                     yield found, int(share * size)
 

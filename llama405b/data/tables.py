@@ -3,7 +3,7 @@
 Knows the bytes of a file; not what a record means.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import pyarrow
@@ -14,26 +14,38 @@ from llama405b.contract.corpus import ARROW_FILE, PARQUET
 from llama405b.contract.document import FIELDS
 
 ROWS = 1000  # at a time: a row of text may have megabytes
+READ_BYTES = 1 << 20  # of a column at a time, where a row group is not read at once
 
 
-def rows_of(raw: BinaryIO, names: Collection[str] = ()) -> Iterator[tuple[dict[str, Any], float]]:
+def rows_of(
+    raw: BinaryIO, fields: Sequence[str] = (), *, at_once: bool = True
+) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield each row, and the share of the file that has been read; what cannot be a document's is None.
 
-    ``names``: of columns that are read beside those of all documents.
+    ``fields``: as data.fields has them; ``at_once``: read whole row groups, which the Hub wants, rather than what a row needs.
 
     Raises:
         OSError: The file is damaged.
     """
+    names = [name.partition("=")[2] for name in fields]
     try:
         is_parquet = raw.read(len(PARQUET)) == PARQUET
         raw.seek(0)
-        yield from _of_parquet(raw, names) if is_parquet else _of_arrow(pyarrow.PythonFile(raw, "r"), names)
+        yield from (
+            _of_parquet(raw, names, at_once=at_once) if is_parquet else _of_arrow(pyarrow.PythonFile(raw, "r"), names)
+        )
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: values that Python cannot hold
         raise OSError(" ".join(str(error).split())) from None
 
 
-def _of_parquet(file: BinaryIO, names: Collection[str]) -> Iterator[tuple[dict[str, Any], float]]:
-    with pyarrow.parquet.ParquetFile(file) as table:
+def first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield rows as ``rows_of``, for who wants the first ones alone."""
+    return (row for row, _ in rows_of(raw, fields, at_once=False))
+
+
+def _of_parquet(file: BinaryIO, names: Collection[str], *, at_once: bool) -> Iterator[tuple[dict[str, Any], float]]:
+    buffer_size = 0 if at_once else READ_BYTES
+    with pyarrow.parquet.ParquetFile(file, pre_buffer=at_once, buffer_size=buffer_size) as table:
         total, done = max(1, table.metadata.num_rows), 0
         empty = dict.fromkeys(table.schema_arrow.names)
         for batch in table.iter_batches(ROWS, columns=_wanted(table.schema_arrow, names)):

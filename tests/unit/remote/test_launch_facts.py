@@ -1,14 +1,19 @@
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from llama405b.contract import reader
+from llama405b_tools.remote import launch_facts
 from llama405b_tools.remote.launch_facts import has_program
-from llama405b_tools.remote.messages.launch import RunPlace
+from llama405b_tools.remote.messages.launch import InputCheck, RunPlace
 from llama405b_tools.run.preflight import place_words
 
 ON_READ_ONLY = """
@@ -50,3 +55,49 @@ def test_a_read_only_filesystem_is_not_told_as_its_owners(tmp_path):
     said = place_words(reader.read(RunPlace, place, "a place"))
     assert said == f"the filesystem of {tmp_path} is read-only (after an I/O error, dmesg says why)"
     assert (seen["writable"], seen.get("read_only")) == (False, True)
+
+
+TALK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
+def saved(to, form, record):
+    """A table of one row, as Parquet or as `datasets` saves it."""
+    table = pyarrow.Table.from_pylist([record])
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, to / "a.parquet")
+    else:
+        (to / "state.json").write_text("{}")
+        with pyarrow.ipc.new_stream(to / "data-00000-of-00001.arrow", table.schema) as stream:
+            stream.write_table(table)
+    return str(to)
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_the_first_row_of_a_table_is_looked_at_where_pyarrow_is_there(demo, tmp_path, monkeypatch, form):
+    def fault(record, *fields):
+        check = InputCheck(str(demo), 64, 0, False, (saved(tmp_path, form, record),), fields=fields)
+        return launch_facts._look_at(check)[0]
+
+    assert "but its fields are 'q', 'a'; correct it, or say which fields to read" in fault({"q": "x", "a": "y"})
+    assert ":1: is a conversation, but the tokenizer has no chat template; " in fault({"messages": TALK})
+    assert fault({"instruction": "x", "output": "y"}) == ""
+    assert fault({"q": "x", "a": "y"}, "prompt=q", "completion=a") == ""
+    monkeypatch.setitem(sys.modules, "llama405b.data.tables", None)  # as where it is not installed
+    assert fault({"q": "x", "a": "y"}) == ""
+
+
+def test_the_first_row_is_read_without_its_row_group(tmp_path):
+    text = [str(i).zfill(10) * 100 for i in range(20_000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet", compression="none")
+
+    class Counting(io.FileIO):
+        n_bytes = 0
+
+        def read(self, size=-1):
+            found = super().read(size)
+            self.n_bytes += len(found)
+            return found
+
+    with Counting(tmp_path / "a.parquet") as raw:
+        assert next(launch_facts._first_rows(raw, ())) == {"text": text[0]}
+        assert raw.n_bytes < 5 << 20 < raw.seek(0, io.SEEK_END)

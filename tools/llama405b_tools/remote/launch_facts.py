@@ -5,6 +5,7 @@ Changes nothing, but for a file that the head leaves while the others look for i
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -13,8 +14,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import llama405b
 from llama405b.contract import corpus, reader, weights
@@ -48,6 +50,7 @@ from llama405b_tools.remote.messages.launch import (
     RunPlace,
 )
 
+READS_TABLES = ("llama405b.data.tables", "first_rows")  # the trainer's, which needs pyarrow
 VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
 
 
@@ -249,10 +252,22 @@ def _look_at(check: InputCheck | None) -> tuple[str, weights.Llama | None]:
         if check.template:
             corpus.check_template(Path(check.template))
         has_template = bool(check.template) or weights.has_chat_template(Path(check.model))
-        corpus.check_paths(check.data, check.fields, skip=check.skips, has_template=has_template)
+        corpus.check_paths(
+            check.data, check.fields, skip=check.skips, has_template=has_template, first_rows=_first_rows
+        )
         if directory := check.new_checkpoints:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
                 refuse_held(Path(directory), committed(Path(directory)))
     except UserError as error:
         return str(error), llama
     return "", llama
+
+
+def _first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[reader.Json]:
+    """The first rows of a table; nothing where pyarrow is not installed."""
+    module, function = READS_TABLES
+    try:
+        read = getattr(importlib.import_module(module), function)
+    except ImportError:
+        return
+    yield from read(raw, fields)
