@@ -32,6 +32,7 @@ NO_TEMPLATE = (
     "an instruction-tuned model"
 )
 NAME_FIELDS = "say which fields to read, like --data.fields prompt=instruction,completion=output"
+ARRAY_OF_OBJECTS = re.compile(rb"\[\s*\{")  # how one begins; other text may, too
 GZIP = b"\x1f\x8b"
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its files
@@ -164,15 +165,15 @@ def form_of(file: File) -> Form:
             f"{file}: neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob "
             "like 'corpus/**/*.md'"
         )
-    name, begin = file.name.lower().removesuffix(".gz"), head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")[:1]
+    name, begin = file.name.lower().removesuffix(".gz"), head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")
     if name.endswith((".jsonl", ".ndjson")):
         return Form.RECORDS
     if name.endswith((".csv", ".tsv")):
         return Form.CSV
     is_json = name.endswith(".json")
-    if begin == b"{" and _begins_with_records(file, is_json=is_json):
+    if begin.startswith(b"{") and _begins_with_records(file, is_json=is_json):
         return Form.RECORDS
-    if begin == b"[" and _begins_with_objects(file):
+    if ARRAY_OF_OBJECTS.match(begin) and _begins_with_objects(file):
         return Form.ARRAY
     if is_json:
         raise UserError(

@@ -177,3 +177,17 @@ def test_a_dataset_of_the_hub_is_named_as_one():
         UserError, match=r"'tatsu-lab/alpaca' matches no file; .* or write hf://datasets/tatsu-lab/alpaca for"
     ):
         check_paths(["tatsu-lab/alpaca"])
+
+
+def test_a_text_that_begins_with_a_bracket_is_not_read_to_its_end(tmp_path, monkeypatch):
+    (tmp_path / "play.md").write_text("[Scene: a room]\n" + "He speaks. " * 200_000)
+    n_bytes = []
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer):
+            n_bytes.append(super().readinto(buffer))
+            return n_bytes[-1]
+
+    monkeypatch.setattr(Path, "open", lambda path, _: io.BufferedReader(Counting(path)))
+    assert form_of(tmp_path / "play.md") is Form.TEXT
+    assert sum(n_bytes) < 1 << 20
