@@ -79,7 +79,7 @@ class Documents:
         self.max_bytes = max_bytes or float("inf")
         self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
         self.done_bytes = 0
-        self.n_bad, self.first_bad = 0, ""
+        self.n_bad, self.first_bad, self.remedy = 0, "", ""
 
     def __iter__(self) -> Iterator[Found]:
         """Yield the documents in the order of the files."""
@@ -103,7 +103,8 @@ class Documents:
         if not self.skip:
             raise refusal(where, why, "" if self.n_good else remedy)
         self.n_bad += 1
-        self.first_bad = self.first_bad or f"{where}: {why}"
+        if self.n_bad == 1:
+            self.first_bad, self.remedy = f"{where}: {why}", remedy
 
     def _documents_of(self, part: Part, form: Form) -> Iterator[tuple[Found, int]]:
         """Each document, and the bytes of the part that have been read."""

@@ -39,6 +39,7 @@ class Counts:
     learnt: int = 0  # tokens
     skipped: int = 0  # records that could not be used
     first_skipped: str = ""  # where, and why
+    remedy: str = ""  # for that one
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -48,6 +49,7 @@ class Counts:
             self.learnt + other.learnt,
             self.skipped + other.skipped,
             self.first_skipped or other.first_skipped,
+            self.remedy or other.remedy,
         )
 
     def __str__(self) -> str:
@@ -57,6 +59,18 @@ class Counts:
         if self.skipped:
             line += f"; {counted(self.skipped, 'record')} left out, the first: {self.first_skipped}"
         return line
+
+    def refuse_nothing(self) -> None:
+        """Refuse texts of which no record could be used.
+
+        Raises:
+            UserError: All were left out.
+        """
+        if self.skipped and not self.documents:
+            records = counted(self.skipped, "record", grouped=True)
+            raise UserError(
+                f"--data.bad_records skip leaves nothing of {records}; the first, {self.first_skipped}; {self.remedy}"
+            )
 
 
 class Begins(NamedTuple):
@@ -118,7 +132,8 @@ class Encoder:
                     begins = ""
                 yield tokens_N
             self.progress(batch[-1].done_bytes, self.texts.total_bytes)
-        self.counts.skipped, self.counts.first_skipped = self.texts.n_bad, self.texts.first_bad
+        texts, counts = self.texts, self.counts
+        counts.skipped, counts.first_skipped, counts.remedy = texts.n_bad, texts.first_bad, texts.remedy
 
     def _encoded(self, batch: Sequence[_Piece]) -> list[list[int]]:
         """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""

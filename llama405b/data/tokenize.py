@@ -36,7 +36,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
     """Write the tokens of all texts to a directory.
 
     Raises:
-        UserError: A path matches nothing, a file or the tokenizer cannot be used, or the sources are to be mixed.
+        UserError: A path matches nothing, a file, all its records or the tokenizer cannot be used, or the sources are to be mixed.
         RunError: The directory cannot be written, or a process died.
     """
     if config.weights:
@@ -132,6 +132,7 @@ def _put_together(
             ]
             counts, before = counts + its, before + its.documents
             first += each.n_tokens
+        counts.refuse_nothing()
         whole.flush()
         os.fsync(whole.fileno())
     (out / f".{TOKENS}").rename(out / TOKENS)

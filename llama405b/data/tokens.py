@@ -109,13 +109,15 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
     """Return the token file of these texts and this tokenizer, created if it does not exist or is not whole.
 
     Raises:
-        UserError: A path matches nothing, or a file or the tokenizer cannot be used.
+        UserError: A path matches nothing, or a file, all its records or the tokenizer cannot be used.
         RunError: The token file cannot be written.
     """
     tokenizer = read_tokenizer(tokenizer_dir)
     if is_tokenized(config.paths):
         return _made(Path(config.paths[0]), rules_of(config, tokenizer), report)
-    return encoded(parts_of(config.paths), config, tokenizer, cache, report)
+    tokens = encoded(parts_of(config.paths), config, tokenizer, cache, report)
+    (read_record(Counts, (cache / tokens.name).with_suffix(".json")) or Counts()).refuse_nothing()
+    return tokens
 
 
 def encoded(

@@ -60,3 +60,26 @@ def test_the_demo_s_model_is_made_where_there_is_none(demo, tmp_path, monkeypatc
     (tmp_path / "a.txt").write_text("some text " * 2000)
     assert data.main(["show", "--preset", "demo", "--data.paths", "a.txt"]) == 0
     assert capsys.readouterr().out.startswith("making the demo's model and tokenizer in models/demo\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (
+            {"q": "x", "a": "y"},
+            r"not \{.*\}, but its fields are 'q', 'a'; say which fields to read, like --data\.fields ",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}]},
+            r"the chat template refuses it \(no\); name another template ",
+        ),
+    ],
+    ids=["fields", "template"],
+)
+def test_leaving_out_every_record_is_refused_with_what_to_do(show, tmp_path, record, words):
+    (tmp_path / "a.jsonl").write_text((json.dumps(record) + "\n") * 1160)
+    (tmp_path / "no.jinja").write_text("{{ raise_exception('no') }}")
+    settings = ("--data.paths", "a.jsonl", "--data.bad_records", "skip", "--data.chat_template", "no.jinja")
+    for _ in range(2):  # the second time, of tokens that are there
+        with pytest.raises(UserError, match=rf"skip leaves nothing of 1,160 records; the first, a\.jsonl:1: {words}"):
+            show(*settings, "--data.seq_len", "64")

@@ -153,3 +153,13 @@ def test_bad_input(demo, texts):
         data.main(typed(demo, "--data.paths", "texts/0.jsonl,texts/1.jsonl", "--data.weights", "1,2"))
     with pytest.raises(UserError, match="--workers: 0 is too small; use 1 or more"):
         data.main(typed(demo, "--workers", "0"))
+
+
+def test_texts_of_which_every_record_is_left_out_are_refused(demo, texts):
+    (texts / "odd").mkdir()
+    (texts / "odd" / "a.jsonl").write_text('{"q": "x", "a": "y"}\n' * 500)
+    with pytest.raises(
+        UserError, match=r"leaves nothing of 500 records; the first, .*a\.jsonl:1: not .* 'q', 'a'; say which"
+    ):
+        data.main(typed(demo, "--data.paths", "texts/odd", "--workers", "1"))
+    assert not (texts.parent / "made" / TOKENIZED).exists()
