@@ -41,15 +41,28 @@ def main(argv: Sequence[str]) -> int:
     if model == Path(DEMO_MODEL) and not model.exists():
         print(f"making the demo's model and tokenizer in {model}")
         make_demo(model)
+    weights.check_directory(model)
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
         for name, path in weights.small_files(model, config.data.chat_template).items():
             shutil.copy(path, Path(place) / name)
         if args.what == "tokenize":
+            _say_if_too_long(model, config.data.seq_len)
             _tokenize(config.data, Path(place), args.out, args.workers)
         else:
             weights.check_seq_len(weights.read_llama(model), config.data.seq_len)
             _show(config, Path(place), args.sequences)
     return 0
+
+
+def _say_if_too_long(model: Path, seq_len: int) -> None:
+    """Say so if a run would refuse sequences of this length: the tokens are the same for all."""
+    if not (model / "config.json").is_file():
+        return
+    llama = weights.read_llama(model)
+    try:
+        weights.check_seq_len(llama, seq_len)
+    except UserError as error:
+        print(f"{error} for a run; the tokens stay the same")
 
 
 def _tokenize(config: Data, tokenizer: Path, out: Path, workers: int) -> None:

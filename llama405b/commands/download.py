@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"download: {args.name!r} is not the name of a model or dataset; write owner/name")
     if (args.only or args.dataset) and not (args.dataset and not args.skip_weights):
         raise UserError("--only is for datasets, and --skip-weights for models; leave it out, or add --dataset")
-    target = args.to or Path("data" if args.dataset else "models") / args.name.partition("/")[2]
+    target = args.to or (Path("data") if args.dataset else weights.DOWNLOADS) / args.name.partition("/")[2]
     if args.dataset:
         fetch_dataset(args.name, args.revision, target, args.only)
     else:

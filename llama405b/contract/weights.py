@@ -26,6 +26,7 @@ SMALL_FILES = (  # what a rank needs if it does not have the directory
     "added_tokens.json",
     CHAT_TEMPLATE,
 )
+DOWNLOADS = Path("models")  # in the working directory: where `llama405b download` writes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNUSED_ANYWHERE = "rotary_emb.inv_freq"  # old checkpoints hold it; transformers computes it, and so does the trainer
 ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that each must be given
@@ -104,16 +105,32 @@ def read_llama(directory: Path, layers: int = 0) -> Llama:
     Raises:
         UserError: The directory does not exist, or does not hold a Llama.
     """
-    if not directory.is_dir():
-        get = "download the model into it"
-        if OWNER_NAME.fullmatch(str(directory)):
-            get = f"run `llama405b download {directory}`, which writes models/{directory.name}"
-        raise UserError(f"{directory}: no such directory; {get}, or point --model.path at it")
+    check_directory(directory)
     config = read_hf_json(directory / "config.json")
     llama = parse_llama(config, str(directory / "config.json"))
     if layers > llama.layers:
         raise UserError(f"--model.layers: {layers}, but {directory} has {llama.layers}; lower it, or omit it")
     return dataclasses.replace(llama, layers=layers or llama.layers)
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse a model whose directory does not exist, and say how to get it."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; {how_to_get(directory)}, or point --model.path at it")
+
+
+def is_hub_name(directory: Path) -> bool:
+    """Whether it is written as the Hub names models, and not where they are downloaded to."""
+    return bool(OWNER_NAME.fullmatch(str(directory))) and directory.parent != DOWNLOADS
+
+
+def how_to_get(directory: Path) -> str:
+    """How a model comes here, as a clause."""
+    if is_hub_name(directory):
+        return f"run `llama405b download {directory}`, which writes {DOWNLOADS / directory.name}"
+    if directory.parent == DOWNLOADS:
+        return f"run `llama405b download OWNER/{directory.name}`, which writes it"
+    return "download the model into it"
 
 
 def parse_llama(config: Mapping[str, Any], where: str) -> Llama:

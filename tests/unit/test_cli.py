@@ -192,3 +192,13 @@ def test_the_help_of_train_shows_the_usual_settings_first_and_each_once(capsys):
     assert named[:3] == ["model.path", "data.paths", "data.seq_len"]
     assert sorted(named) == sorted([*TYPES, *ALIASES])
     assert "llama405b launch hosts --config my.toml --optimizer.lr 2e-5" in said
+
+
+@pytest.mark.parametrize("more", [[], ["--slurm="]], ids=["hosts", "slurm"])
+def test_a_dry_run_says_how_to_download_a_model_of_the_hub(more, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("gpu-01 slots=8\n")
+    said = "unless the first host has it, run `llama405b download o/m`, which writes models/m\n"
+    for model, n_times in (("o/m", 1), ("models/demo", 0), (str(tmp_path), 0)):
+        assert cli.main(["launch", "--preset", "demo", "--model.path", model, "--dry-run", *more]) == 0
+        assert capsys.readouterr().out.count(said) == n_times

@@ -240,3 +240,16 @@ def test_a_plan_tells_what_is_known_to_go_wrong_with_the_versions(capsys, monkey
         "\nknown bug    torch 2.15.0 keeps the FP32 gradients of every unit on the GPU until the backward ends: " in out
     )
     assert "FP32 gradients of every unit" not in asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "full")[1]
+
+
+def test_a_model_of_the_hub_that_is_not_here_is_answered_with_its_download():
+    with pytest.raises(
+        UserError, match=r"run `llama405b download o/m`, which writes models/m, or add the --preset of its"
+    ):
+        predict.main(["--model.path", "o/m", "--nodes", "1"])
+
+
+@pytest.mark.parametrize("more", [[], ["--search"]])
+def test_sequences_beyond_the_model_s_positions_are_refused(more):
+    with pytest.raises(UserError, match=r"--data\.seq_len: 131073 exceeds the model's limit of 131072 positions"):
+        predict.main(["--preset", "llama3.2-1b", "--nodes", "1", "--data.seq_len", "131073", *more])

@@ -297,3 +297,8 @@ def test_a_model_of_the_hub_is_answered_with_the_download():
     words = r"run `llama405b download meta-llama/Llama-3\.1-8B`, which writes models/Llama-3\.1-8B, or point --model\.path at it"
     with pytest.raises(UserError, match=words):
         weights.read_llama(Path("meta-llama/Llama-3.1-8B"))
+
+
+def test_a_model_that_is_not_where_downloads_go_is_answered_with_what_writes_it():
+    with pytest.raises(UserError, match=r"run `llama405b download OWNER/Llama-3\.1-405B`, which writes it, or point"):
+        weights.read_llama(Path("models/Llama-3.1-405B"))

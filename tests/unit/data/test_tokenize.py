@@ -163,3 +163,13 @@ def test_texts_of_which_every_record_is_left_out_are_refused(demo, texts):
     ):
         data.main(typed(demo, "--data.paths", "texts/odd", "--workers", "1"))
     assert not (texts.parent / "made" / TOKENIZED).exists()
+
+
+def test_a_model_that_is_not_here_or_has_too_few_positions_is_said(demo, texts, capsys):
+    with pytest.raises(UserError, match=r"o/m: no such directory; run `llama405b download o/m`, which writes models/m"):
+        data.main(typed("o/m"))
+    (texts / "odd").mkdir()
+    with contextlib.suppress(UserError):  # there is no text
+        data.main(typed(demo, "--data.seq_len", "2048", "--data.paths", "texts/odd"))
+    said = "--data.seq_len: 2048 exceeds the model's limit of 1024 positions; lower it for a run; the tokens stay the same\n"
+    assert capsys.readouterr().out.startswith(said)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract import command, config
+from llama405b.contract import command, config, weights
 from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import Node, Plan
@@ -100,6 +100,7 @@ def in_slurm(request: LaunchRequest, options: str) -> int:
     if request.dry_run:
         print(jobs.job_script(request.run, Path.cwd() / "runs" / request.run))
         print(f"sbatch {options}  # nothing was submitted")
+        print_where_the_model_is(request)
         return GOOD
     for line in [
         f"{request.run}: job {jobs.submit(request, options)}",
@@ -132,7 +133,15 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
         print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
     if request.config and known:
         config.check_world(request.config, plan.world)
+    print_where_the_model_is(request)
     print("nothing was started and no connection was opened")
+
+
+def print_where_the_model_is(request: LaunchRequest) -> None:
+    """Print how to download a model that is written as the Hub names it, unless it is a directory here."""
+    model = Path(request.config.model.path) if request.config else None
+    if model and weights.is_hub_name(model) and not model.is_dir():
+        print(f"{model}: no such directory here; unless the first host has it, {weights.how_to_get(model)}")
 
 
 def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:

@@ -21,7 +21,7 @@ from llama405b.capacity.hardware import USUAL, Gpu, gpu_named, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.machines import UNSEEN, Described, Machines, assumptions, described
 from llama405b.capacity.outlook import Fit, Outlook, best, units_fault
-from llama405b.contract import command, config
+from llama405b.contract import command, config, weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
@@ -258,12 +258,14 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
     """Predict the planned run, with what was measured of it or of others there.
 
     Raises:
-        UserError: The model's shape is not known.
+        UserError: The model's shape is not known, or the sequences are too long for it.
     """
     if (llama := known_shape(asked, preset)) is None:
         raise UserError(
-            f"--model.path: {asked.model.path} has no config.json; download it, or add the --preset of its shape"
+            f"--model.path: {asked.model.path} has no config.json; {weights.how_to_get(Path(asked.model.path))}, or add the "
+            "--preset of its shape"
         )
+    weights.check_seq_len(llama, asked.data.seq_len)
     load = dataclasses.replace(Load.of(llama, asked, machines.world), ranks_per_host=machines.slots)
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
