@@ -1,13 +1,10 @@
 """Conversations: what the template makes of them, what of that is learnt, and what is refused."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
@@ -130,25 +127,6 @@ def test_fields_of_other_names_are_read_as_it_was_said():
     assert document_of({"talk": [{"role": "user", "content": parts}]}, ("messages=talk",)) == Chat(
         ({"role": "user", "content": "ab"},)
     )
-
-
-def test_one_file_in_each_of_its_forms_gives_the_same_tokens(demo, tmp_path):
-    names = ("instruction", "input", "output")
-    records = [
-        dict(zip(names, (f"Say {n}", 'to\r\n"me", é' * (n % 2), f"I\tsay\n{n}"), strict=True)) for n in range(30)
-    ]
-    (tmp_path / "a.json").write_text(json.dumps(records, indent=1))
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
-        with (tmp_path / name).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names, delimiter=delimiter)
-            writer.writeheader()
-            writer.writerows(records)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    found = [tokenised(file, demo, tmp_path / "cache")[0] for file in sorted(tmp_path.glob("a.*"))]
-    assert len(found) == 5
-    assert all(np.array_equal(each, found[0]) for each in found)
-    assert np.count_nonzero(found[0] & FIRST) == 30
 
 
 def with_template(demo, to, template):
