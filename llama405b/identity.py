@@ -86,13 +86,13 @@ def changes_at(start: Found, now: RunIdentity, allowed: Sequence[str]) -> str:
     """
     before = start.manifest.identity
     if before is None:
-        return f"{start.path} does not record its model and data (version 0.1); they are not compared"
+        return f"{start.path} does not record its model and data; they are not compared"
     return accept_changes(str(start.path), before, now, allowed)
 
 
 def position_after(start: Found, now: RunIdentity) -> int:
     """Return how many sequences were read before a checkpoint; 0 if the data is no longer the same, in the same order."""
     manifest = start.manifest
-    if manifest.identity is None:  # version 0.1
+    if manifest.identity is None:
         return manifest.step * now.global_batch_size
     return manifest.sequences or 0 if same_data(manifest.identity, now) else 0

@@ -31,7 +31,7 @@ class CauseKind(enum.StrEnum):
     NO_RUN = "no run"  # the host does not know the run
     HUNG = "hung"  # ``rank`` has been silent for ``age_s``, in ``phase`` at ``step``
     UNREACHABLE = "unreachable"  # the operator's machine cannot reach the host; ``detail``: why
-    UNKNOWN = "unknown"  # ``detail``: the text that an earlier version wrote
+    UNKNOWN = "unknown"  # nothing says why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Checkpoints on disk: their names, their manifests, and who may write into their directory. Knows forms, not tensors.
 
 A manifest (format 2) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that it is intact or refused.
-Version 0.1 wrote one line (format 1), with one hash per file.
 """
 
 import contextlib
@@ -26,7 +25,6 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's too, by rank
 CONFIG_FILE, MODEL_FILES = "config.toml", "model"  # the run's settings; the model's configuration and tokenizer
 ABOUT = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # what makes a checkpoint understood alone
 LEAST_KEPT = 2  # so that one always verifies
-WHOLE_FILE = 1 << 59  # the block size of format 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,19 +111,6 @@ class Manifest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _SealOf01:
-    bytes: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ManifestOf01:
-    step: int
-    files: Mapping[str, _SealOf01]
-    world_size: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
     """Who may write into a directory of checkpoints: ``lease-<8 digits>.json``, of which the highest number counts.
 
@@ -155,25 +140,9 @@ def read_manifest(content: bytes) -> tuple[Manifest, str]:
     """
     body, _, trailer = content.partition(b"\n")
     digest = hashlib.sha256(body).hexdigest()
-    if not trailer:
-        return _of_0_1(body), digest
     if trailer != digest.encode() + b"\n":
         raise MalformedError(f"{MANIFEST}: its content does not match its checksum")
     return reader.loads(Manifest, body, MANIFEST), digest
-
-
-def _of_0_1(body: bytes) -> Manifest:
-    old = reader.loads(_ManifestOf01, body, MANIFEST)
-    files = {name: Seal(seal.bytes, _writer_of(name), (seal.sha256,)) for name, seal in old.files.items()}
-    try:
-        return Manifest(2, old.step, files, old.world_size, WHOLE_FILE)
-    except ValueError as error:
-        raise MalformedError(f"{MANIFEST}: {error}") from None
-
-
-def _writer_of(name: str) -> int:
-    match = DATA_FILE.fullmatch(name)
-    return int(match[1]) if match else 0
 
 
 def step_of(path: Path) -> int:

@@ -48,7 +48,6 @@ class NodeStatus:
     signal: int | None = None  # the one that killed it, if killed
     cause: Cause | None = None  # if it did not end well
     time: float = 0.0
-    reason: str = ""  # version 0.1 wrote this instead of ``cause``
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,9 +102,9 @@ class Metrics:
     forward_s: float
     backward_s: float
     optimizer_s: float  # clipping and update
-    step_tokens: int = 0  # target tokens of this step, over all ranks; 0: written by version 0.1
+    step_tokens: int = 0  # target tokens of this step, over all ranks; 0: unknown
     flops_per_token: int = 0  # of the model, forward and backward; 0: unknown
-    attempt: int = 0  # launch of this run that took the step; 0: written by version 0.1
+    attempt: int = 0  # launch of this run that took the step; 0: unknown
     update_s: float | None = None  # of updates on the CPU since the step before; None: not made unit by unit there
     exposed_s: float | None = None  # of them, and of the norm: what the step waited for
     update_bytes: int | None = None  # that rank 0's updates read from and wrote to CPU memory

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import tarfile
 import tempfile
 import time
 import types
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ROOT
 from ranks_rig import run_ranks
 from update_rig import data_file, flip, save
 
@@ -388,25 +386,6 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     words = run_ranks(2, _prove, tmp_path)
     assert words[1].startswith("--checkpoint.dir: rank 1 on host-1 does not see")
     assert words[0] == f"stopped with rank 1: {words[1]}"
-
-
-LOSSES_OF_0_1 = [
-    4.925077438354492,
-    4.902658780415853,
-    4.87653923034668,
-    4.919869740804036,
-]  # steps 5 to 8, as 0.1 took them
-
-
-def test_a_checkpoint_of_version_0_1_resumes(tmp_path):
-    from tiny_models import write_llama
-
-    with tarfile.open(ROOT / "tests/data/written-by-0.1/checkpoint.tar.gz") as archive:
-        archive.extractall(tmp_path / "checkpoints", filter="data")
-    model = write_llama(tmp_path / "model", layers=1)
-    for name, passed_over, losses in run_ranks(2, _resume, model, tmp_path / "checkpoints"):
-        assert (name, passed_over) == ("step-00000004", [])
-        assert losses == pytest.approx(LOSSES_OF_0_1, abs=1e-6)
 
 
 def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path, tiny):

@@ -11,7 +11,7 @@ from llama405b.identity import identity_of
 
 def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    plain = np.arange(5000, dtype=np.uint32)  # as version 0.1 wrote tokens
+    plain = np.arange(5000, dtype=np.uint32)  # without marks
     marked = plain.copy()
     marked[::50] |= FIRST
     masked = marked.copy()

@@ -3,11 +3,9 @@
 import dataclasses
 import hashlib
 import json
-import tarfile
 
 import pytest
 
-from conftest import ROOT
 from llama405b.contract.checkpoints import Manifest, RunIdentity, Seal, read_manifest, write_manifest
 from llama405b.contract.hashes import BLOCK_BYTES
 from llama405b.contract.reader import MalformedError
@@ -97,27 +95,6 @@ def test_what_is_no_manifest_at_all_is_refused(body):
     for content in (body, sealed(body)):
         with pytest.raises(MalformedError):
             read_manifest(content)
-
-
-@pytest.fixture(scope="module")
-def of_0_1():
-    with tarfile.open(ROOT / "tests/data/written-by-0.1/checkpoint.tar.gz") as archive:
-        return archive.extractfile("step-00000004/manifest.json").read()
-
-
-def test_a_manifest_of_0_1_is_read(of_0_1):
-    manifest, _ = read_manifest(of_0_1)
-    assert (manifest.step, manifest.world_size, manifest.identity) == (4, 2, None)
-    assert {name: len(seal.blocks) for name, seal in manifest.files.items()} == dict.fromkeys(manifest.files, 1)
-
-
-def test_a_flipped_bit_in_one_of_0_1_never_leaves_files_out(of_0_1):
-    for changed in flips(of_0_1):
-        try:
-            manifest, _ = read_manifest(changed)
-        except MalformedError:
-            continue
-        assert sorted(seal.rank for seal in manifest.files.values()) == [0, 0, 1]  # under another name it is missing
 
 
 def test_changes_are_named():

@@ -13,8 +13,8 @@ from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Heard, Standing
 
 
-def status(state=NodeState.EXITED, cause=None, *, exit_code=0, number=None, reason=""):
-    return NodeStatus("h", state, 1, 10, 20, exit_code=exit_code, signal=number, cause=cause, reason=reason)
+def status(state=NodeState.EXITED, cause=None, *, exit_code=0, number=None):
+    return NodeStatus("h", state, 1, 10, 20, exit_code=exit_code, signal=number, cause=cause)
 
 
 def run(name="x", created=0.0, *, alive=False, leftovers=(), known=True, **more):
@@ -38,14 +38,6 @@ def test_the_only_live_run_else_the_newest():
         (run(state=NodeState.RUNNING), Standing.VANISHED, CauseKind.VANISHED),
         (run(exit_code=1, cause=Cause(CauseKind.RANK_EXIT, rank=3)), Standing.EXITED, CauseKind.RANK_EXIT),
         (run(exit_code=1), Standing.EXITED, CauseKind.UNKNOWN),
-        (run(exit_code=1, reason="rank 0 exited with 1"), Standing.EXITED, CauseKind.RANK_EXIT),
-        (
-            run(exit_code=1, reason="rank 0 exited with 1: lost contact with another rank in phase train: x"),
-            Standing.EXITED,
-            CauseKind.LOST_PEER,
-        ),
-        (run(exit_code=1, reason="rank 1 was killed by SIGKILL"), Standing.EXITED, CauseKind.RANK_KILLED),
-        (run(exit_code=1, reason="something else"), Standing.EXITED, CauseKind.UNKNOWN),
         (run(state=NodeState.KILLED, number=9), Standing.KILLED, CauseKind.UNKNOWN),
         (run(leftovers=(4, 5)), Standing.LEFTOVERS, CauseKind.LEFTOVERS),
         (run(known=False), Standing.NEVER_STARTED, CauseKind.NEVER_STARTED),

@@ -5,7 +5,6 @@ import enum
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from llama405b.contract import version_0_1
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
@@ -110,10 +109,7 @@ def state_of(status: NodeStatus | None, *, alive: bool, leftovers: int = 0) -> S
         return NEVER_STARTED
     if status.state in ONGOING:
         return State(Standing.VANISHED, cause=Cause(CauseKind.VANISHED, status.host))
-    cause = status.cause
-    if cause is None and status.reason:
-        cause = version_0_1.cause_of(status.host, status.reason)
-    return State(Standing(status.state), status.exit_code, status.signal, cause)
+    return State(Standing(status.state), status.exit_code, status.signal, status.cause)
 
 
 NEVER_STARTED = State(Standing.NEVER_STARTED, cause=Cause(CauseKind.NEVER_STARTED))
