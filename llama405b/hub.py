@@ -58,45 +58,26 @@ class HubFile:
         """Its size."""
         return Stat(self.size)
 
-    def open(self, mode: Literal["rb"]) -> BinaryIO:  # noqa: ARG002  (as Path has it)
+    def open(self, mode: Literal["rb"]) -> BinaryIO:
         """Open its bytes; they are asked for in ranges as they are read, and again if the network fails for seconds.
 
         Raises:
-            OSError: When reading: the Hub cannot be reached, or refuses.
+            OSError: Now or when reading: the Hub cannot be reached, or refuses.
         """
-        return io.BufferedReader(_Ranges(self), RANGE_BYTES)
+        from huggingface_hub import HfFileSystem
 
-    def span(self, begin: int, end: int) -> bytes:
-        """Its bytes from ``begin`` to before ``end``.
-
-        Raises:
-            OSError: The Hub cannot be reached, or refuses.
-        """
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
-            build_hf_headers,
-            hf_raise_for_status,
-            http_backoff,
-        )
-
-        url = hf_hub_url(self.dataset, self.path, repo_type="dataset", revision=self.commit)
-        headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-        try:
-            answer = http_backoff("GET", url, headers=headers, follow_redirects=True)
-            hf_raise_for_status(answer)
-        except Exception as error:
-            if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in _causes(error)):
-                raise OSError(" ".join(str(error).split())[:200]) from None
-            raise
-        if len(answer.content) != end - begin:
-            raise OSError(f"the Hub sent {len(answer.content)} bytes of the {end - begin} that were asked for")
-        return answer.content
+        with _as_os_errors():
+            place = f"datasets/{self.dataset}@{self.commit}/{self.path}"
+            ranges = HfFileSystem().open(place, mode, block_size=RANGE_BYTES, size=self.size)
+            return io.BufferedReader(_Ranges(ranges))
 
 
 class _Ranges(io.RawIOBase):
-    def __init__(self, file: HubFile) -> None:
+    """A file of the Hub whose errors are those of any file."""
+
+    def __init__(self, file: BinaryIO) -> None:
         super().__init__()
-        self.file, self.at = file, 0
+        self.file = file
 
     def readable(self) -> bool:
         return True
@@ -105,20 +86,27 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.file.size}[whence]
-        return self.at
+        return self.file.seek(offset, whence)
 
     def tell(self) -> int:
-        return self.at
+        return self.file.tell()
 
     def readinto(self, into: "WriteableBuffer") -> int:
         view = memoryview(into)
-        end = min(self.at + len(view), self.file.size)
-        if end <= self.at:
-            return 0
-        view[: end - self.at] = self.file.span(self.at, end)
-        n_bytes, self.at = end - self.at, end
-        return n_bytes
+        with _as_os_errors():
+            content = self.file.read(len(view))
+        view[: len(content)] = content
+        return len(content)
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in _causes(error)):
+            raise OSError(" ".join(str(error).split())[:200]) from None
+        raise
 
 
 def hub_files(path: str) -> list[HubFile]:
