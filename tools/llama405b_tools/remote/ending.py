@@ -21,6 +21,7 @@ from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.end import (
     CUT,
+    RUNNER_ENDS_S,
     Asked,
     AskRequest,
     Ended,
@@ -30,9 +31,6 @@ from llama405b_tools.remote.messages.end import (
     OrphansRequest,
 )
 from llama405b_tools.remote.tmux import END_WITHIN_S, remove_dead_sockets, tmux_session, tmux_socket
-
-GRACE_S = 10.0  # between SIGTERM and SIGKILL
-SLACK_S = 10.0  # beyond that, for the node runner to write how it ended
 
 
 def end(request: EndRequest) -> Ended:
@@ -94,7 +92,7 @@ def end_runner(run: RunDir, host: str, request: EndRequest) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(runner.pid, signal.SIGKILL if request.hard else signal.SIGTERM)
-    deadline = time.monotonic() + request.grace_s + GRACE_S + SLACK_S
+    deadline = time.monotonic() + request.grace_s + RUNNER_ENDS_S
     while is_alive(run, host) and time.monotonic() < deadline:
         time.sleep(0.1)
     if is_alive(run, host):

@@ -31,6 +31,7 @@ from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.masking import LogMask
+from llama405b_tools.remote.messages.end import KILL_AFTER_S
 from llama405b_tools.remote.replicate import LAST
 from llama405b_tools.remote.secrets import read_secrets
 from llama405b_tools.remote.tail import Tail
@@ -38,7 +39,6 @@ from llama405b_tools.remote.tmux import remove_own_socket
 from llama405b_tools.remote.torchrun import MARKER, SETUP_FAILED, node_env, setup_argv, torchrun_argv
 from llama405b_tools.text.clean import hide, pieces_of
 
-GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
 STOP_EVERY_S = 1.0  # on a disk that all nodes share
 AGAIN_S = 5.0  # between two starts of the process that copies
@@ -93,7 +93,7 @@ class NodeRunner:
         code = self.wait(child)
         self.ended.set()
         for thread in threads:
-            thread.join(GRACE_S)
+            thread.join(KILL_AFTER_S)
         spared = [guardian, self.replicator.pid] if self.replicator else [guardian]
         processes.sweep(self.marker, below=os.getpid(), spare=tuple(spared))
         self.mask.cover_all()
@@ -279,7 +279,7 @@ class NodeRunner:
         mark, grace_s = stop_mark(self.run, self.host), self.plan.grace_s
         if mark.by:
             grace_s = mark.grace_s
-        ways = [(child.terminate, GRACE_S if self.plan.trains else max(GRACE_S, grace_s)), (child.kill, None)]
+        ways = [(child.terminate, KILL_AFTER_S if self.plan.trains else max(KILL_AFTER_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:
             return code
         for end, seconds in ways:

@@ -15,13 +15,12 @@ from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.ending import record_blame
-from llama405b_tools.remote.messages.end import Ended, EndRequest
+from llama405b_tools.remote.messages.end import ANSWER_S, Ended, EndRequest
 from llama405b_tools.run import jobs
 from llama405b_tools.run.query import ask_hosts, host_of, plan_here
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.fold import fold_names
 
-STOP_TIMEOUT_S = 60.0  # in addition to the grace period
 Ends = dict[str, Ended | HostError]  # what became of each host's part
 
 
@@ -82,13 +81,13 @@ class OnHosts:
     def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """See ``Backend``; on all hosts in parallel."""
         requests = {name: EndRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
-        return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S + grace_s)
+        return fleet.ask_all("stop", requests, Ended, ANSWER_S + grace_s)
 
     def end_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
         """See ``Backend``."""
         names = [node.name for node in plan.nodes]
         requests = {name: EndRequest(plan.run, name, only=plan.rdzv_id, blame=blame) for name in names}
-        return fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)
+        return fleet.ask_all("stop", requests, Ended, ANSWER_S)
 
     def cancel(self) -> bool:
         """Runs on hosts never wait."""

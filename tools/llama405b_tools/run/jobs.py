@@ -24,6 +24,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import to_type
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.launch_facts import place_of, resumable
+from llama405b_tools.remote.messages.end import RUNNER_ENDS_S
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run.plan import Terms
 from llama405b_tools.run.preflight import place_words
@@ -140,7 +141,7 @@ def end_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float
     if by:
         ask_to_stop(run, hosts, by, grace_s)
     if slurm.alive(job) and grace_s:
-        _until_gone(job, grace_s + 20)
+        _until_gone(job, grace_s + RUNNER_ENDS_S)
     if slurm.job_state(job) not in slurm.GONE:
         slurm.call(["scancel", job])
         _until_gone(job, KILL_WAIT_S)

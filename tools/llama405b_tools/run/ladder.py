@@ -13,13 +13,12 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.rungs import MANY_RANKS_ONLY, ONE_RANK_ONLY, SIGN, Rung, RungResult
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.remote.messages.end import Ended, EndRequest
+from llama405b_tools.remote.messages.end import ANSWER_S, Ended, EndRequest
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.follow import Watch, watch_run
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 
-STOP_TIMEOUT_S = 60.0
 SLACK_S = 120.0  # to start, and for the rung that is being climbed when the time is over
 Say = Callable[[RungResult], object]
 
@@ -86,5 +85,5 @@ def end_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: boo
         RunError: Something of it is left.
     """
     requests = {node.name: EndRequest(plan.run, node.name, hard=hard, discard=discard) for node in plan.nodes}
-    for name, why in not_ended(fleet.ask_all("stop", requests, Ended, STOP_TIMEOUT_S)).items():
+    for name, why in not_ended(fleet.ask_all("stop", requests, Ended, ANSWER_S)).items():
         raise RunError(f"{name}: {why}; `{fleet.typed('stop', plan.run)}` ends what is left")

@@ -18,8 +18,8 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.guarding import dismiss
-from llama405b_tools.remote.messages.end import Ended, Orphan, OrphansReply, OrphansRequest
-from llama405b_tools.run.backends import STOP_TIMEOUT_S, Backend, backend_of
+from llama405b_tools.remote.messages.end import ANSWER_S, Ended, Orphan, OrphansReply, OrphansRequest
+from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.endings import not_ended
 from llama405b_tools.run.query import ask_hosts, ask_members, members_of, progress, seconds_to_save
 from llama405b_tools.text.tables import table
@@ -99,7 +99,7 @@ def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
 def print_orphans(fleet: Fleet, *, end: bool) -> int:
     """Print the processes of runs whose node runner is gone; with ``end``, end them."""
     requests = {name: OrphansRequest(end) for name in fleet.hosts}
-    outcomes = fleet.ask_all("orphans", requests, OrphansReply, STOP_TIMEOUT_S)
+    outcomes = fleet.ask_all("orphans", requests, OrphansReply, ANSWER_S)
     rows = [(name, "—", "—", f"UNREACHABLE: {why}") for name, why in unanswered(outcomes).items()]
     left = len(rows)
     for name, found in replies(outcomes).items():

@@ -7,6 +7,9 @@ from llama405b.contract.records import Blame
 from llama405b.contract.requests import RequestKind
 from llama405b_tools.remote.messages.status import HostRun
 
+KILL_AFTER_S = 10.0  # between SIGTERM and SIGKILL
+RUNNER_ENDS_S = 2 * KILL_AFTER_S  # after the grace period, until a node runner has ended its processes and said how
+ANSWER_S = 3 * RUNNER_ENDS_S  # after the grace period, until a host has ended what is left and answered
 CUT = "cut\n"  # sent to a tether, so that it ends nothing
 
 
