@@ -74,7 +74,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    source = Documents([(Part(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES)
+    source = Documents([(Part(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES, skip=True)
     texts = (found.document.text for found in source if isinstance(found.document, Text))
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TextIO
 
-from llama405b.contract.document import Chat, document_of, unusable
+from llama405b.contract.document import Chat, NotUtf8, document_of, unusable
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.reader import Json
@@ -33,6 +33,7 @@ NO_TEMPLATE = (
 )
 NAME_FIELDS = "say which fields to read, like --data.fields prompt=instruction,completion=output"
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*\{")  # how one begins; other text may, too
+CONVERT = "convert the file, like `iconv -f latin1 -t utf-8`"
 GZIP = b"\x1f\x8b"
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its files
@@ -128,7 +129,7 @@ def check_paths(
                 for number, record in itertools.islice(records, 1):
                     document = document_of(record, names)
                     if document is None and not skip:
-                        raise refusal(f"{file}:{number}", unusable(record), NAME_FIELDS)
+                        raise refusal(f"{file}:{number}", unusable(record), remedy_of(record))
                     if isinstance(document, Chat) and not has_template:
                         raise UserError(f"{file}:{number}: {NO_TEMPLATE}")
 
@@ -209,12 +210,12 @@ def reading(file: File) -> Iterator[BinaryIO]:
         raise UserError(f"{file}: cannot be read ({reason_of(error)}); correct it, or leave it out") from None
 
 
-def text_of(raw: BinaryIO, newline: str | None = None) -> TextIO:
-    """The text of a file's bytes, unpacked; bytes that are not UTF-8 are replaced; ``newline``: as ``open`` has it."""
-    return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "replace", newline=newline)
+def text_of(raw: BinaryIO) -> TextIO:
+    """The text of a file's bytes, unpacked, with the line ends that it has; ``NotUtf8.of`` finds bytes that are not UTF-8."""
+    return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "surrogateescape", newline="")
 
 
-def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json]]:
+def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json | NotUtf8]]:
     """Each record of a file that is no table, and its line (of an array: which object it is), from 1; None if it is no JSON.
 
     Raises:
@@ -224,9 +225,9 @@ def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json]]:
         case Form.ARRAY:
             yield from enumerate(items_of(text_of(raw)), 1)
         case Form.CSV:
-            yield from rows_of_csv(text_of(raw, newline=""))
+            yield from rows_of_csv(text_of(raw))
         case _:
-            yield from ((n, parsed(line)) for n, line in enumerate(text_of(raw), 1) if line.strip())
+            yield from ((n, record_of(line)) for n, line in enumerate(text_of(raw), 1) if line.strip())
 
 
 def refusal(where: object, why: str, remedy: str = "") -> UserError:
@@ -235,8 +236,17 @@ def refusal(where: object, why: str, remedy: str = "") -> UserError:
     return UserError(f"{where}: {why}; correct it, or {remedy or skip}")
 
 
-def parsed(line: str) -> Json:
-    """A line as JSON; None if it is not."""
+def remedy_of(record: object) -> str:
+    """What to do about the first record of a file, if it is no document."""
+    return CONVERT if isinstance(record, NotUtf8) else NAME_FIELDS
+
+
+def record_of(line: str) -> Json | NotUtf8:
+    """What a line of JSON Lines says; None if it is no JSON."""
+    return NotUtf8.of(line) or _parsed(line)
+
+
+def _parsed(line: str) -> Json:
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(line)
     return None
@@ -300,7 +310,7 @@ def _begins_with_records(file: File, *, is_json: bool) -> bool:
     """Whether the first line is a document, or the first two lines are JSON objects; of what is JSON by name, the first line."""
     with reading(file) as raw:
         lines = itertools.islice((line for line in text_of(raw) if line.strip()), 2)
-        first, *more = map(parsed, lines)
+        first, *more = map(_parsed, lines)
     if not isinstance(first, dict):
         return False
     return is_json or document_of(first) is not None or any(isinstance(each, dict) for each in more)
@@ -309,5 +319,5 @@ def _begins_with_records(file: File, *, is_json: bool) -> bool:
 def _begins_with_objects(file: File) -> bool:
     """Whether it is an array whose first item is an object."""
     with reading(file) as raw, contextlib.suppress(NotWholeError):
-        return isinstance(next(items_of(text_of(raw)), None), dict)
+        return isinstance(next(items_of(text_of(raw)), None), dict | NotUtf8)
     return False

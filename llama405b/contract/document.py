@@ -16,6 +16,7 @@ ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, a
     "appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n",
 )
 APART = "\n\n"  # between a question and its answer
+SHOWN = 20  # characters before a byte that is no text
 OURS = ("text", "prompt", "completion", "messages", "tools")  # what data.fields gives another name
 FIELDS = {
     *OURS, "conversations", "response", "instruction", "input", "output", "question", "answer", "content",
@@ -46,6 +47,28 @@ class Chat:
     def n_chars(self) -> int:
         """Its length, without the roles."""
         return sum(len(str(message.get("content") or "")) for message in self.messages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NotUtf8:
+    """What was read instead of a record, or of a document: bytes that are no text."""
+
+    line: int  # of the text, from 1, in which the first of them is
+    before: str  # the text before it, in its line
+    byte: int
+
+    @classmethod
+    def of(cls, text: str) -> "NotUtf8 | None":
+        """Look into a text that was read with "surrogateescape"; None if all of it is UTF-8."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            before = text[: error.start].split("\n")
+            return cls(len(before), before[-1][-SHOWN:], ord(text[error.start]) - 0xDC00)
+        return None
+
+    def __str__(self) -> str:
+        return f"the byte 0x{self.byte:02x} after {self.before!r} is not UTF-8"
 
 
 Document = Text | Chat
@@ -90,6 +113,8 @@ def fields_of(record: Any) -> str:
 
 def unusable(record: Any) -> str:
     """Why a record is no document, as a clause."""
+    if isinstance(record, NotUtf8):
+        return str(record)
     return f"not {WANTED}, but {fields_of(record)}"
 
 

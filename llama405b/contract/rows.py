@@ -3,9 +3,10 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from llama405b.contract.document import NotUtf8
 from llama405b.contract.reader import Json
 
 CHUNK = 1 << 16  # characters read at a time, at least
@@ -17,7 +18,7 @@ class NotWholeError(OSError):
     """A file that is not what it began as, or breaks off."""
 
 
-def items_of(text: TextIO) -> Iterator[Json]:
+def items_of(text: TextIO) -> Iterator[Json | NotUtf8]:
     """Yield the items of a JSON array.
 
     Raises:
@@ -48,7 +49,7 @@ class _Items:
         self.rest = rest
         return rest[:1]
 
-    def take(self, number: int) -> Json:
+    def take(self, number: int) -> Json | NotUtf8:
         """Return the item that comes next."""
         decoder = json.JSONDecoder()
         self.peek()
@@ -58,14 +59,14 @@ class _Items:
             except (ValueError, RecursionError):
                 end = len(self.rest)
             if end < len(self.rest):  # else it may go on
-                self.rest = self.rest[end:]
-                return item
+                read, self.rest = self.rest[:end], self.rest[end:]
+                return NotUtf8.of(read) or item
             if not (more := self.text.read(max(CHUNK, len(self.rest)))):
                 raise NotWholeError(f"object {number} of the array is not JSON, or breaks off")
             self.rest += more
 
 
-def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json]]:
+def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json | NotUtf8]]:
     """Yield the line that each row begins in, from 1, and its fields by the names in the first row; None if it has more fields.
 
     Raises:
@@ -76,13 +77,17 @@ def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json]]:
     lines = csv.reader(_from(first, text), delimiter=max(DELIMITERS, key=first.count), strict=True)
     try:
         names = [name.strip() for name in next(lines, [])]
-        begin = lines.line_num + 1
+        begin, bad = lines.line_num + 1, NotUtf8.of(",".join(names))
         for row in lines:
             if row:
-                yield begin, dict(zip(names, row, strict=False)) if len(row) <= len(names) else None
+                yield begin, bad or NotUtf8.of(",".join(row)) or _record(names, row)
             begin = lines.line_num + 1
     except csv.Error as error:
         raise NotWholeError(f"line {lines.line_num}: {error}") from None
+
+
+def _record(names: Sequence[str], row: Sequence[str]) -> Json:
+    return dict(zip(names, row, strict=False)) if len(row) <= len(names) else None
 
 
 def _from(first: str, rest: TextIO) -> Iterator[str]:

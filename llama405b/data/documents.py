@@ -12,12 +12,13 @@ from llama405b.contract.corpus import (
     expand,
     form_of,
     numbered,
-    parsed,
     reading,
+    record_of,
     refusal,
+    remedy_of,
     text_of,
 )
-from llama405b.contract.document import Document, Text, document_of, unusable
+from llama405b.contract.document import Document, NotUtf8, Text, document_of, unusable
 from llama405b.contract.reader import Json
 from llama405b.data.tables import rows_of
 from llama405b.hub import hub_files
@@ -114,8 +115,9 @@ class Documents:
             return
         with reading(file) as raw:
             if form is Form.TEXT:
-                text = text_of(raw)
-                yield Found(Text("", text.read()), Place(file)), raw.tell()
+                text = text_of(raw)  # which closes the file with itself
+                if found := self._whole(text.read(), file):
+                    yield found, raw.tell()
                 return
             after = _first_line(raw, begin)
             for number, record in _lines(raw, end) if end else numbered(raw, form):
@@ -129,10 +131,16 @@ class Documents:
                 if found := self._found(row, Place(file, number)):
                     yield found, int(share * size)
 
+    def _whole(self, text: str, file: File) -> Found | None:
+        if bad := NotUtf8.of(text):
+            self.refuse(Place(file, bad.line), str(bad), remedy_of(bad))
+            return None
+        return Found(Text("", text), Place(file))
+
     def _found(self, record: Any, place: Place) -> Found | None:
         document = document_of(record, self.names)
         if document is None:
-            self.refuse(place, unusable(record))
+            self.refuse(place, unusable(record), remedy_of(record))
             return None
         return Found(document, place)
 
@@ -165,13 +173,13 @@ def _first_line(raw: BinaryIO, begin: int) -> int:
     return raw.tell()
 
 
-def _lines(raw: BinaryIO, end: int) -> Iterator[tuple[int, Json]]:
+def _lines(raw: BinaryIO, end: int) -> Iterator[tuple[int, Json | NotUtf8]]:
     """As ``numbered``, of the lines that begin before ``end``."""
     for number in itertools.count(1):
         if raw.tell() >= end or not (line := raw.readline()):
             return
         if line.strip():
-            yield number, parsed(line.decode("utf-8-sig", "replace"))
+            yield number, record_of(line.decode("utf-8-sig", "surrogateescape"))
 
 
 def _count_lines(file: File, n_bytes: int) -> int:
@@ -179,7 +187,7 @@ def _count_lines(file: File, n_bytes: int) -> int:
         return sum(raw.read(min(COUNT_BYTES, n_bytes - at)).count(b"\n") for at in range(0, n_bytes, COUNT_BYTES))
 
 
-def _sound(record: Json) -> Any:
+def _sound(record: Json | NotUtf8) -> Any:
     """Replace lone surrogates, which JSON can spell but text cannot hold, with question marks."""
     match record:
         case str():

@@ -37,6 +37,7 @@ class Counts:
     conversations: int = 0  # of them
     tokens: int = 0
     learnt: int = 0  # tokens
+    crlf: int = 0  # documents with such line ends
     skipped: int = 0  # records that could not be used
     first_skipped: str = ""  # where, and why
     remedy: str = ""  # for that one
@@ -47,6 +48,7 @@ class Counts:
             self.conversations + other.conversations,
             self.tokens + other.tokens,
             self.learnt + other.learnt,
+            self.crlf + other.crlf,
             self.skipped + other.skipped,
             self.first_skipped or other.first_skipped,
             self.remedy or other.remedy,
@@ -56,6 +58,8 @@ class Counts:
         of_them = given(", {:,} of them conversations", self.conversations)
         share = 100 * self.learnt / max(1, self.tokens)
         line = f"data: {counted(self.documents, 'document')}{of_them}, {self.tokens:,} tokens, {self.learnt:,} learnt ({share:.0f}%)"
+        if self.crlf:
+            line += f"; {counted(self.crlf, 'document has', 'documents have')} CRLF line ends, which are kept"
         if self.skipped:
             line += f"; {counted(self.skipped, 'record')} left out, the first: {self.first_skipped}"
         return line
@@ -170,6 +174,7 @@ class Encoder:
             if isinstance(found.document, Text):  # a template writes its own
                 pieces[0].before, pieces[-1].after = begin, end
             self.counts.documents += 1
+            self.counts.crlf += any("\r\n" in text for text, _ in segments)
             for i, piece in enumerate(pieces, 1):
                 piece.done_bytes = before + (self.texts.done_bytes - before) * i // len(pieces)
                 yield piece

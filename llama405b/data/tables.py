@@ -11,15 +11,16 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from llama405b.contract.corpus import ARROW_FILE, PARQUET
-from llama405b.contract.document import FIELDS
+from llama405b.contract.document import FIELDS, NotUtf8
 
+Row = dict[str, Any]  # the values of the columns
 ROWS = 1000  # at a time: a row of text may have megabytes
 READ_BYTES = 1 << 20  # of a column at a time, where a row group is not read at once
 
 
 def rows_of(
     raw: BinaryIO, fields: Sequence[str] = (), *, at_once: bool = True
-) -> Iterator[tuple[dict[str, Any], float]]:
+) -> Iterator[tuple[Row | NotUtf8, float]]:
     """Yield each row, and the share of the file that has been read; what cannot be a document's is None.
 
     ``fields``: as data.fields has them; ``at_once``: read whole row groups, which the Hub wants, rather than what a row needs.
@@ -38,23 +39,23 @@ def rows_of(
         raise OSError(" ".join(str(error).split())) from None
 
 
-def first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
+def first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[Row | NotUtf8]:
     """Yield rows as ``rows_of``, for who wants the first ones alone."""
     return (row for row, _ in rows_of(raw, fields, at_once=False))
 
 
-def _of_parquet(file: BinaryIO, names: Collection[str], *, at_once: bool) -> Iterator[tuple[dict[str, Any], float]]:
+def _of_parquet(file: BinaryIO, names: Collection[str], *, at_once: bool) -> Iterator[tuple[Row | NotUtf8, float]]:
     buffer_size = 0 if at_once else READ_BYTES
     with pyarrow.parquet.ParquetFile(file, pre_buffer=at_once, buffer_size=buffer_size) as table:
         total, done = max(1, table.metadata.num_rows), 0
         empty = dict.fromkeys(table.schema_arrow.names)
         for batch in table.iter_batches(ROWS, columns=_wanted(table.schema_arrow, names)):
-            for row in batch.to_pylist():
+            for row in _rows(batch, empty):
                 done += 1
-                yield empty | _given(row), done / total
+                yield row, done / total
 
 
-def _of_arrow(file: pyarrow.NativeFile, names: Collection[str]) -> Iterator[tuple[dict[str, Any], float]]:
+def _of_arrow(file: pyarrow.NativeFile, names: Collection[str]) -> Iterator[tuple[Row | NotUtf8, float]]:
     with file as raw:
         is_file = raw.read(len(ARROW_FILE)) == ARROW_FILE
         raw.seek(0)
@@ -66,8 +67,17 @@ def _of_arrow(file: pyarrow.NativeFile, names: Collection[str]) -> Iterator[tupl
         for whole in batches:
             batch, empty = whole.select(_wanted(whole.schema, names)), dict.fromkeys(whole.schema.names)
             for begin in range(0, batch.num_rows, ROWS):
-                for row in batch.slice(begin, ROWS).to_pylist():
-                    yield empty | _given(row), raw.tell() / max(1, raw.size())
+                for row in _rows(batch.slice(begin, ROWS), empty):
+                    yield row, raw.tell() / max(1, raw.size())
+
+
+def _rows(batch: pyarrow.RecordBatch, empty: Row) -> list[Row | NotUtf8]:
+    try:
+        return [empty | _given(row) for row in batch.to_pylist()]
+    except UnicodeDecodeError as error:
+        if batch.num_rows > 1:
+            return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1), empty)]
+        return [NotUtf8.of(error.object.decode("utf-8", "surrogateescape")) or empty]
 
 
 def _wanted(schema: pyarrow.Schema, names: Collection[str]) -> list[str]:

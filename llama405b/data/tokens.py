@@ -34,7 +34,7 @@ from llama405b.ranks import Ranks
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
-RULES = 5  # how texts become tokens; a new number makes every token file anew
+RULES = 6  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
 

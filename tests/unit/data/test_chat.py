@@ -129,6 +129,16 @@ def test_fields_of_other_names_are_read_as_it_was_said():
     )
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_documents_with_crlf_are_counted_and_told(demo, tmp_path, name):
+    text = "one\r\ntwo\r\n"
+    (tmp_path / name).write_bytes(text.encode() if name == "a.txt" else json.dumps({"text": text}).encode())
+    (tmp_path / f"b{name}").write_text("none" if name == "a.txt" else '{"text": "none"}\r\n')
+    found, lines = tokenised(f"{tmp_path}/*a.*", demo, tmp_path / "cache")
+    assert lines[-1].endswith("; 1 document has CRLF line ends, which are kept")
+    assert text in AutoTokenizer.from_pretrained(demo).decode(found & ~MARKS)
+
+
 def with_template(demo, to, template):
     shutil.copytree(demo, to)
     (to / "chat_template.jinja").write_text(template)

@@ -1,18 +1,19 @@
 import gzip
 import json
 
+import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from llama405b.contract.corpus import expand
+from llama405b.contract.corpus import Form, expand
 from llama405b.contract.errors import UserError
 from llama405b.data.documents import Documents, Part, with_forms
 
 
-def read(*files, max_bytes=0):
-    return Documents(list(with_forms(map(Part, files))), max_bytes)
+def read(*files, max_bytes=0, skip=False):
+    return Documents(list(with_forms(map(Part, files))), max_bytes, skip=skip)
 
 
 def documents_of(*files):
@@ -20,12 +21,12 @@ def documents_of(*files):
 
 
 def test_documents(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")  # not UTF-8
+    (tmp_path / "a.txt").write_text("café")
     lines = [{"text": "x"}, {"prompt": "p", "completion": "c"}]
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
     records = [("", "x"), ("p", "c")]
-    assert documents_of(*expand([str(tmp_path)])) == [("", "caf�"), *records, *records]
+    assert documents_of(*expand([str(tmp_path)])) == [("", "café"), *records, *records]
     (tmp_path / "half.jsonl").write_text('{"text": "a\\ud800b"}')  # JSON can spell half of a character
     assert documents_of(tmp_path / "half.jsonl") == [("", "a?b")]
     assert [str(found.place) for found in read(tmp_path / "a.txt", tmp_path / "b.jsonl")] == [
@@ -104,5 +105,70 @@ def test_columns_that_are_no_documents_are_not_read(tmp_path):
     assert documents_of(tmp_path / "a.parquet", tmp_path / "b.arrow") == [("", "x"), ("", "x")]
     bad = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff"))
     pyarrow.parquet.write_table(pyarrow.table({"text": bad}), tmp_path / "c.parquet")
-    with pytest.raises(UserError, match=r"c.parquet: cannot be read \(.*\); correct it, or leave it out"):
+    with pytest.raises(UserError, match=r"c.parquet:1: the byte 0xff after '' is not UTF-8; correct it, or convert"):
         list(read(tmp_path / "c.parquet"))
+
+
+ENDS = "one\r\ntwo\nthree\rfour"
+
+
+def _parquet(path, text):
+    offsets = np.array([0, len(text), len(text) + 2], np.int32).tobytes()
+    buffers = pyarrow.py_buffer(offsets), pyarrow.py_buffer(text + b"ok")
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.StringArray.from_buffers(2, *buffers)}), path)
+
+
+def _written(path, text):
+    """Write a file whose first document is this text, as its name says; where others are possible, the second is "ok"."""
+    line = text.replace(b"\r", rb"\r").replace(b"\n", rb"\n")
+    match path.suffix:
+        case ".parquet":
+            _parquet(path, text)
+        case ".jsonl":
+            path.write_bytes(b'{"text": "%s"}\r\n{"text": "ok"}\r\n' % line)
+        case ".json":
+            path.write_bytes(b'[{"text": "%s"},\r\n{"text": "ok"}]' % line)
+        case ".csv":
+            path.write_bytes(b'text\r\n"%s"\r\nok\r\n' % text)
+        case ".txt":
+            path.write_bytes(text)
+        case ".gz":
+            path.write_bytes(gzip.compress(text))
+    return path
+
+
+FORMS = ("a.txt", "a.gz", "a.jsonl", "a.json", "a.csv", "a.parquet")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bytes_that_are_not_utf_8_are_a_bad_record(tmp_path, name):
+    file = _written(tmp_path / name, "one été, two caf".encode() + b"\xe9 three")
+    number = 2 if name == "a.csv" else 1
+    words = (
+        rf"{name}:{number}: the byte 0xe9 after '.*two caf' is not UTF-8; correct it, or convert the file, like `iconv"
+    )
+    with pytest.raises(UserError, match=words):
+        list(read(file))
+    texts = read(file, skip=True)
+    assert [found.document.text for found in texts] == ["ok"] * (name not in ("a.txt", "a.gz"))
+    assert (texts.n_bad, texts.first_bad.partition(" is")[0].endswith("two caf'")) == (1, True)
+
+
+def test_after_a_good_record_such_bytes_may_be_skipped_and_their_line_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good\r\nbad \xff")
+    (tmp_path / "b.txt").write_text("good")
+    with pytest.raises(
+        UserError, match=r"a.txt:2: the byte 0xff after 'bad ' is .*; .* out with --data.bad_records skip"
+    ):
+        list(read(tmp_path / "b.txt", tmp_path / "a.txt"))
+    lines = b'{"text": "x"}\n' * 3 + b'{"text": "\xff"}\n'
+    (tmp_path / "c.jsonl").write_bytes(lines)
+    part = Part(tmp_path / "c.jsonl", 10, len(lines))
+    with pytest.raises(UserError, match=r"c.jsonl:4: the byte 0xff after '.*\"' is not UTF-8"):
+        list(Documents([(part, Form.RECORDS)]))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_line_ends_are_the_same_in_every_form(tmp_path, name):
+    texts = [found.document.text for found in read(_written(tmp_path / name, ENDS.encode()))]
+    assert texts[0] == ENDS
