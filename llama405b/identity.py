@@ -15,6 +15,7 @@ from llama405b.contract.schema import Config
 from llama405b.contract.tensors import read_hf_json
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST
+from llama405b.data.tokens import RULES
 
 SAMPLES = 1024  # of the tokens, evenly spaced
 SAMPLE_TOKENS = 1024
@@ -37,7 +38,7 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
             sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
     return RunIdentity(
         model=f"config {hashlib.sha256(model).hexdigest()[:12]}",
-        data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{_parts(batches)}",
+        data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{_parts(batches)}, {_rules(config)}",
         sequence_length=config.data.seq_len,
         global_batch_size=config.training.global_batch_size,
         numerics=config.parallel.numerics,
@@ -49,6 +50,11 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
 
 def _tokens(batches: Batches) -> str:
     return f"{sum(len(source.tokens_N) for source in batches.mixture.sources)} tokens"
+
+
+def _rules(config: Config) -> str:
+    """How texts became tokens: under other rules a position in them may be another."""
+    return f"rules {RULES} ({config.data.special_tokens})"
 
 
 def _parts(batches: Batches) -> str:

@@ -78,6 +78,10 @@ class Data:
     bad_records: Literal["refuse", "skip"] = option(
         "refuse", "skip: leave out records that cannot be used, and say how many"
     )
+    special_tokens: Literal["text", "parse"] = option(
+        "text",
+        "what special tokens are that a text spells; parse: tokens, as those that the chat template writes always are",
+    )
     seed: int = option(0, "seed of the shuffle")
     max_bytes: int = option(0, "read at most this many bytes of text (with weights: of each path); 0: all")
     workers: int = option(0, "processes of each rank that read sequences ahead of the step; 0: a thread does")

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from llama405b.contract.corpus import NO_TEMPLATE
-from llama405b.contract.document import Text
+from llama405b.contract.document import Chat, Text
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, given
 from llama405b.data.chat import MOST_S, EndlessError, Segment, Template, UnusableError
 from llama405b.data.documents import Documents, Found
+from llama405b.data.spelling import Spelling, has_guards, without_guards
 
 NOT_LEARNT = np.uint32(1 << 31)
 FIRST = np.uint32(1 << 30)  # of a document
@@ -37,6 +38,7 @@ class Counts:
     conversations: int = 0  # of them
     tokens: int = 0
     learnt: int = 0  # tokens
+    spelt: int = 0  # documents that spell special tokens, which are text
     crlf: int = 0  # documents with such line ends
     skipped: int = 0  # records that could not be used
     first_skipped: str = ""  # where, and why
@@ -48,6 +50,7 @@ class Counts:
             self.conversations + other.conversations,
             self.tokens + other.tokens,
             self.learnt + other.learnt,
+            self.spelt + other.spelt,
             self.crlf + other.crlf,
             self.skipped + other.skipped,
             self.first_skipped or other.first_skipped,
@@ -58,6 +61,9 @@ class Counts:
         of_them = given(", {:,} of them conversations", self.conversations)
         share = 100 * self.learnt / max(1, self.tokens)
         line = f"data: {counted(self.documents, 'document')}{of_them}, {self.tokens:,} tokens, {self.learnt:,} learnt ({share:.0f}%)"
+        if self.spelt:
+            spell = counted(self.spelt, "document spells", "documents spell")
+            line += f"; {spell} special tokens, which are text (or tokens, with --data.special_tokens parse)"
         if self.crlf:
             line += f"; {counted(self.crlf, 'document has', 'documents have')} CRLF line ends, which are kept"
         if self.skipped:
@@ -106,11 +112,17 @@ class Encoder:
         learn: Collection[str],
         texts: Documents,
         progress: Callable[[int, int], None],
+        *,
+        parses: bool = False,
     ) -> None:
-        """``learn``: roles of a conversation that are learnt; ``progress``: bytes of text done, and in all."""
+        """``learn``: roles of a conversation that are learnt; ``progress``: bytes of text done, and in all.
+
+        ``parses``: special tokens that texts spell, too.
+        """
         self.tokenizer, self.texts, self.progress = tokenizer, texts, progress
         self.template, self.counts = Template(tokenizer, learn), Counts()
-        self.lead = _lead(tokenizer)
+        self.spelling = Spelling(tokenizer, parses=parses)
+        self.lead = _lead(self.spelling)
         self.files = list[Begins]()  # every file that has tokens, and every ``APART`` of them
 
     def __iter__(self) -> Iterator[NDArray[np.uint32]]:
@@ -143,7 +155,7 @@ class Encoder:
         """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""
         lead = self.lead
         texts = [f"{LEAD}{piece.text}" if lead and not piece.begins else piece.text for piece in batch]
-        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        encoded = self.spelling.encoded(texts)
         return [
             ids[len(lead) :] if lead and not piece.begins and ids[: len(lead)] == lead else ids
             for piece, ids in zip(batch, encoded, strict=True)
@@ -167,13 +179,17 @@ class Encoder:
             try:
                 segments = self._segments(found)
             except UnusableError as error:
-                self.texts.refuse(found.place, str(error), "name another template with --data.chat_template")
+                self.texts.refuse(
+                    found.place, without_guards(str(error)), "name another template with --data.chat_template"
+                )
                 continue
-            pieces = [_Piece(part, learnt) for text, learnt in segments for part in _split(text)]
+            named = self.spelling.named
+            pieces = [_Piece(named(part), learnt) for text, learnt in segments for part in _split(text)]
             pieces[0].begins = str(found.place.file)
             if isinstance(found.document, Text):  # a template writes its own
                 pieces[0].before, pieces[-1].after = begin, end
             self.counts.documents += 1
+            self.counts.spelt += any(has_guards(text) for text, _ in segments)
             self.counts.crlf += any("\r\n" in text for text, _ in segments)
             for i, piece in enumerate(pieces, 1):
                 piece.done_bytes = before + (self.texts.done_bytes - before) * i // len(pieces)
@@ -183,11 +199,12 @@ class Encoder:
     def _segments(self, found: Found) -> list[Segment]:
         document = found.document
         if isinstance(document, Text):
-            return [(document.prompt, False), (document.text, True)]
+            guarded = self.spelling.guarded
+            return [(guarded(document.prompt), False), (guarded(document.text), True)]
         if not self.tokenizer.chat_template:
             raise UserError(f"{found.place}: {NO_TEMPLATE}")
         try:
-            segments = self.template.segments(document)
+            segments = self.template.segments(self._guarded(document))
         except EndlessError:
             raise UserError(
                 f"{found.place}: the chat template has not ended after {MOST_S:.0f} s for this conversation; correct it, or name "
@@ -196,10 +213,14 @@ class Encoder:
         self.counts.conversations += 1
         return segments
 
+    def _guarded(self, chat: Chat) -> Chat:
+        messages = tuple(self.spelling.guarded(message) for message in chat.messages)
+        return Chat(messages, self.spelling.guarded(chat.tools))
 
-def _lead(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+
+def _lead(spelling: Spelling) -> list[int]:
     """The tokens of a line break, for tokenizers that put a space before every text, as Llama 2's does; [] for others."""
-    alone, lead, both = tokenizer(["b", LEAD, f"{LEAD}b"], add_special_tokens=False)["input_ids"]
+    alone, lead, both = spelling.encoded(["b", LEAD, f"{LEAD}b"])
     return lead if both[: len(lead)] == lead and both[len(lead) :] != alone else []
 
 

@@ -1,8 +1,11 @@
 """What makes a run learn other things, as its checkpoints record it."""
 
+import dataclasses
+
 import numpy as np
 
 from llama405b.contract.config import Config
+from llama405b.contract.resuming import same_data
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
@@ -24,3 +27,13 @@ def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_pat
     assert identity(marked, isolated=False) == before
     assert before.changes(identity(marked, isolated=True)) == {"data.packing": "concatenated -> isolated"}
     assert identity(masked, isolated=False).data != before.data
+
+
+def test_a_position_counts_under_the_rules_by_which_texts_became_tokens(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    batches, ours = Batches(Mixture.of([Source(np.arange(5000, dtype=np.uint32), 16)], 0)), Config()
+    parses = dataclasses.replace(ours, data=dataclasses.replace(ours.data, special_tokens="parse"))
+    before = identity_of(ours, tmp_path, batches)
+    assert not same_data(before, identity_of(parses, tmp_path, batches))
+    monkeypatch.setattr("llama405b.identity.RULES", 1000)
+    assert not same_data(before, identity_of(ours, tmp_path, batches))
