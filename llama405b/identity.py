@@ -60,7 +60,7 @@ def _rules(config: Config) -> str:
 def _parts(batches: Batches) -> str:
     """What is read of the tokens, if that is not all or they are mixed."""
     sources, counts = batches.mixture.sources, batches.mixture.counts
-    if len(sources) == 1 and sources[0].chosen_N is None and sources[0].spans_N2 is None:
+    if len(sources) == 1 and sources[0].excerpt is None and sources[0].spans_N2 is None:
         return ""
     return f", {'+'.join(map(str, counts))} sequences an epoch"
 

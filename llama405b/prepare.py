@@ -32,7 +32,7 @@ from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
 from llama405b.cores import bind
-from llama405b.data.batches import Batches, described, open_batches
+from llama405b.data.batches import Batches, described, described_as_held_out, open_batches
 from llama405b.data.reader import Reader
 from llama405b.heartbeat import Pulse
 from llama405b.identity import Beginning, beginning, changes_at
@@ -134,6 +134,8 @@ def held_out_of(
         held_out = open_batches(data, files, cache, me, pulse.loaded, say, "--evaluation.paths")
     else:
         batches, held_out = batches.hold_out(evaluation.fraction)
+        for line in described_as_held_out(config.data, held_out):
+            say(line)
     if not any((held_out.in_order([i]).targets_BS != IGNORE_INDEX).any() for i in range(held_out.n_sequences)):
         raise UserError("[evaluation]: the held-out data has no target to learn; name other data, or a larger fraction")
     return batches, held_out

@@ -244,7 +244,7 @@ class Evaluation:
     every: int = option(0, "steps between evaluations (the last step is always evaluated); 0: never")
     paths: tuple[str, ...] = option((), "files, folders or globs to evaluate on, as data.paths")
     fraction: float = option(
-        0.0, "of the training data's sequences, held out for that if no paths are named; at most 0.5"
+        0.0, "of the training data's tokens, whole documents held out for that if no paths are named; at most 0.5"
     )
     max_sequences: int = option(0, "evaluate on at most so many, at equal distances; 0: all")
     micro_batch_size: int = option(0, "sequences per forward pass on each rank; 0: as in training")

@@ -34,12 +34,12 @@ class Batches:
         return self.mixture.n_sequences
 
     def hold_out(self, fraction: float) -> tuple["Batches", "Batches"]:
-        """Split into what is trained on and what is held out, of each source.
+        """Split into what is trained on and what is held out, of each source: whole documents.
 
         Raises:
             UserError: A source has only one sequence.
         """
-        pairs = [source.hold_out(fraction) for source in self.mixture.sources]
+        pairs = self.mixture.hold_out(fraction)
         kept, held = ([pair[i] for pair in pairs] for i in (0, 1))
         weights, seed = self.mixture.counts if len(pairs) > 1 else (), self.mixture.seed
         return (
@@ -118,6 +118,23 @@ def batches_of(config: Data, cache: Path, files: list[TokenFile], named: str = "
     truncate = config.long_documents == "truncate"
     sources = [open_source(file.path(cache), config.seq_len, documents, truncate=truncate) for file in files]
     return Batches(Mixture.of(sources, config.seed, config.weights), isolated=config.packing == "isolated")
+
+
+def described_as_held_out(config: Data, held_out: Batches) -> list[str]:
+    """Say what is held out of each source."""
+    lines = []
+    for part, source in zip(config.by_source, held_out.mixture.sources, strict=True):
+        what = (
+            counted(source.n_documents, "document", grouped=True)
+            if source.n_documents
+            else "the longest document's end"
+        )
+        of = f" of {', '.join(part.paths)}" if len(held_out.mixture.sources) > 1 else ""
+        size = counted(source.n_tokens, "token", grouped=True)
+        lines.append(
+            f"evaluation: {what}{of} held out, {size} in {counted(source.n_sequences, 'sequence', grouped=True)}"
+        )
+    return lines
 
 
 def described(config: Data, batches: Batches) -> list[str]:

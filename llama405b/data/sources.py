@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
 from llama405b.data.encode import FIRST, NOT_LEARNT
-from llama405b.data.spans import has_prompts, whole_spans
+from llama405b.data.holding import Excerpt, divided
+from llama405b.data.spans import bounds_of, filled_spans, has_prompts, whole_spans
 
-TURNS = 2**32 - 1  # a stream of random numbers of its own, beside those of the sources
+TURNS, HELD = 2**32 - 1, 2**32 - 2  # streams of random numbers of their own, beside those of the sources
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,14 +28,23 @@ class Source:
     tokens_N: NDArray[np.uint32]  # memory-mapped
     seq_len: int
     spans_N2: NDArray[np.int64] | None = None  # first token and end of each sequence; None: every S tokens
-    chosen_N: NDArray[np.int64] | None = None  # which sequences these are, if not all
+    truncate: bool = False  # documents end with their sequence
+    excerpt: Excerpt | None = None  # the tokens that are read, if not all; others count from its first
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens that are read."""
+        return len(self.tokens_N) if self.excerpt is None else self.excerpt.n_tokens
+
+    @property
+    def n_documents(self) -> int:
+        """Number of documents that begin in these tokens."""
+        return sum(int(np.count_nonzero(self.tokens_N[b:e] & FIRST)) for b, e in self.ranges(0, self.n_tokens))
 
     @property
     def n_sequences(self) -> int:
         """Number of sequences; without spans, what is left of the tokens after the last is read by none."""
-        if self.chosen_N is not None:
-            return len(self.chosen_N)
-        return (len(self.tokens_N) - 1) // self.seq_len if self.spans_N2 is None else len(self.spans_N2)
+        return (self.n_tokens - 1) // self.seq_len if self.spans_N2 is None else len(self.spans_N2)
 
     @property
     def padding(self) -> float:
@@ -47,13 +57,13 @@ class Source:
     def unread(self) -> int:
         """Number of tokens that are in no sequence."""
         if self.spans_N2 is None:
-            return len(self.tokens_N) - 1 - self.seq_len * ((len(self.tokens_N) - 1) // self.seq_len)
-        return len(self.tokens_N) - int(np.diff(self.spans_N2).sum())
+            return self.n_tokens - 1 - self.seq_len * self.n_sequences
+        return self.n_tokens - int(np.diff(self.spans_N2).sum())
 
     def window(self, place: int) -> NDArray[np.uint32]:
         """Return the tokens of a sequence, and the one that follows: S + 1; what is not filled is a document that is not learnt."""
         begin, end = self.span(place)
-        found = self.tokens_N[begin : end + (end - begin == self.seq_len)]
+        found = self._tokens(begin, end + (end - begin == self.seq_len))
         if len(found) > self.seq_len:
             return found
         padding = np.full(self.seq_len + 1 - len(found), NOT_LEARNT)
@@ -61,31 +71,51 @@ class Source:
         return np.concatenate([found, padding])
 
     def span(self, place: int) -> tuple[int, int]:
-        """Return where a sequence is in the tokens: its first, and the one after its last."""
-        place = place if self.chosen_N is None else int(self.chosen_N[place])
+        """Return where a sequence is in the tokens that are read: its first, and the one after its last."""
         if self.spans_N2 is None:
             return self.seq_len * place, self.seq_len * (place + 1)
         begin, end = self.spans_N2[place].tolist()
         return begin, end
 
-    def hold_out(self, fraction: float) -> tuple["Source", "Source"]:
-        """Split into what is trained on and what is held out: sequences at equal distances, at least one of each.
+    def ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return where in the file these of the tokens that are read are."""
+        return [(begin, end)] if self.excerpt is None else self.excerpt.ranges(begin, end)
+
+    def _tokens(self, begin: int, end: int) -> NDArray[np.uint32]:
+        parts = [self.tokens_N[start:stop] for start, stop in self.ranges(begin, end)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def hold_out(self, fraction: float, draw: np.random.Generator) -> tuple["Source", "Source"]:
+        """Split into what is trained on and what is held out: documents with this share of the tokens, at least a sequence of each.
 
         Raises:
-            UserError: There is only one sequence.
+            UserError: There is too little for that.
         """
-        n = self.n_sequences
-        if n < 2:
-            raise UserError("--evaluation.fraction: there is only one sequence; add text, or name --evaluation.paths")
-        n_held = min(max(1, round(fraction * n)), n - 1)
-        held = np.unique(np.linspace(0, n - 1, n_held + 2).round().astype(np.int64)[1:-1].clip(0, n - 1))
-        kept = np.setdiff1d(np.arange(n), held)
-        return dataclasses.replace(self, chosen_N=kept), dataclasses.replace(self, chosen_N=held)
+        too_little = "--evaluation.fraction: there is only one sequence; add text, or name --evaluation.paths"
+        if self.n_sequences < 2:
+            raise UserError(too_little)
+        n_held = min(max(round(fraction * self.n_tokens), self.seq_len), (self.n_tokens - 1) // 2)
+        kept_N2, held_N2 = divided(self.tokens_N, n_held, draw)
+        kept, held = self._of(kept_N2), self._of(held_N2)
+        if not kept.n_sequences:
+            raise UserError(too_little)
+        if held.spans_N2 is None:  # all of it is read
+            held = dataclasses.replace(held, spans_N2=filled_spans(held.n_tokens, self.seq_len))
+        return kept, held
+
+    def _of(self, documents_N2: NDArray[np.int64]) -> "Source":
+        """Read these documents alone, packed as all of them are."""
+        spans_N2 = self.spans_N2
+        if spans_N2 is not None:
+            bounds_N = np.append(0, np.cumsum(np.diff(documents_N2)))
+            spans_N2 = whole_spans(bounds_N, self.seq_len, truncate=self.truncate)
+        return dataclasses.replace(self, spans_N2=spans_N2, excerpt=Excerpt.of(documents_N2))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file itself; a pickled memory map would be a copy of all of it."""
         file = getattr(self.tokens_N, "filename", None)
-        return _opened, (self.tokens_N if file is None else Path(file), self.seq_len, self.spans_N2, self.chosen_N)
+        rest = (self.seq_len, self.spans_N2, self.truncate, self.excerpt)
+        return _opened, (self.tokens_N if file is None else Path(file), *rest)
 
 
 def _opened(tokens: Path | NDArray[np.uint32], *rest: Any) -> Source:
@@ -98,7 +128,8 @@ def open_source(file: Path, seq_len: int, documents: str = "split", *, truncate:
     whole = documents == "whole" or (documents == "auto" and has_prompts(source.tokens_N))
     if not (whole or truncate):
         return source
-    return dataclasses.replace(source, spans_N2=whole_spans(source.tokens_N, seq_len, truncate=truncate))
+    spans_N2 = whole_spans(bounds_of(source.tokens_N), seq_len, truncate=truncate)
+    return dataclasses.replace(source, spans_N2=spans_N2, truncate=truncate)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,6 +164,15 @@ class Mixture:
                     "or leave it out"
                 )
         return cls(tuple(sources), seed, tuple(counts.tolist()))
+
+    def hold_out(self, fraction: float) -> list[tuple[Source, Source]]:
+        """Split each source into what is trained on and what is held out.
+
+        Raises:
+            UserError: A source has only one sequence.
+        """
+        draws = (np.random.default_rng([self.seed, number, HELD]) for number in range(len(self.sources)))
+        return [source.hold_out(fraction, draw) for source, draw in zip(self.sources, draws, strict=True)]
 
     @property
     def n_sequences(self) -> int:

@@ -18,15 +18,26 @@ def has_prompts(tokens_N: NDArray[np.uint32]) -> bool:
     return any(bool((tokens_N[i : i + CHUNK] & MARKS == NOT_LEARNT).any()) for i in range(0, len(tokens_N), CHUNK))
 
 
-def whole_spans(tokens_N: NDArray[np.uint32], seq_len: int, *, truncate: bool) -> NDArray[np.int64]:
+def bounds_of(tokens_N: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Return where documents begin, and where the last one ends."""
+    begins = [np.flatnonzero(tokens_N[i : i + CHUNK] & FIRST) + i for i in range(0, len(tokens_N), CHUNK)]
+    return np.unique(np.concatenate([[0], *begins, [len(tokens_N)]]))
+
+
+def filled_spans(n_tokens: int, seq_len: int) -> NDArray[np.int64]:
+    """Return first token and end of each sequence, (N, 2): every ``seq_len`` tokens, and what is left."""
+    begins_N = np.arange(0, n_tokens, seq_len)
+    return np.stack([begins_N, np.minimum(begins_N + seq_len, n_tokens)], axis=1)
+
+
+def whole_spans(bounds_N: NDArray[np.int64], seq_len: int, *, truncate: bool) -> NDArray[np.int64]:
     """Return first token and end of each sequence, (N, 2): as many documents one after another as fit whole into it.
 
-    One that is longer than a sequence goes on in the next ones, unless it is truncated.
+    One that is longer than a sequence goes on in the next ones, unless it is truncated; ``bounds_N``: as ``bounds_of`` has it.
     """
-    parts = [np.flatnonzero(tokens_N[i : i + CHUNK] & FIRST) + i for i in range(0, len(tokens_N), CHUNK)]
-    bounds = [*np.concatenate(parts).tolist(), len(tokens_N)]
+    bounds = bounds_N.tolist()
     spans, begin = list[tuple[int, int]](), 0
-    while begin < len(tokens_N):
+    while begin < bounds[-1]:
         last = bounds[bisect.bisect_right(bounds, begin + seq_len) - 1]  # the last end of a document that fits
         end = last if last > begin else begin + seq_len
         spans.append((begin, end))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llama405b.data.encode import FIRST, Begins
 from llama405b.data.sources import Mixture, Source
@@ -49,10 +50,13 @@ def documents_at(mixture: Mixture, indices: Iterable[int]) -> Iterator[str]:
 
 def documents_in(source: Source, place: int) -> list[Span]:
     """Return the documents of a sequence; none if the list of files is not there."""
-    tokens_N = source.tokens_N
-    name = getattr(tokens_N, "filename", None)
+    name = getattr(source.tokens_N, "filename", None)
     files = read_files(Path(name)) if name else ()
-    begin, end = source.span(place)
+    parts = source.ranges(*source.span(place))
+    return [span for begin, end in parts for span in _documents_between(source.tokens_N, files, begin, end)]
+
+
+def _documents_between(tokens_N: NDArray[np.uint32], files: tuple[Begins, ...], begin: int, end: int) -> list[Span]:
     at = bisect.bisect_right(files, begin, key=lambda entry: entry.token) - 1
     found = list[Span]()
     while 0 <= at < len(files) and files[at].token < end:

@@ -97,17 +97,6 @@ def test_the_step_after_an_evaluation_gathers_nothing_for_nobody(tiny):
     assert after == [name for name in usual if name != "lm_head.weight"]  # the evaluation left it gathered
 
 
-def test_what_is_held_out_is_not_trained_on():
-    whole = _batches()
-    kept, held = whole.hold_out(0.3)
-    assert (kept.n_sequences, held.n_sequences) == (8, 3)
-    parts = [sorted(int(each.mixture.window(i)[0]) for i in range(each.n_sequences)) for each in (kept, held)]
-    everything = sorted(int(whole.mixture.window(i)[0]) for i in range(11))
-    assert sorted(parts[0] + parts[1]) == everything
-    assert len({*map(tuple, (kept.mixture.window(i) for i in range(16)))}) == 8
-    assert [whole.hold_out(f)[1].n_sequences for f in (0.001, 0.5)] == [1, 6]
-
-
 def _train(work, demo, *settings, world=1):
     flags = {
         "model.path": demo, "data.paths": "corpus", "data.seq_len": 32, "training.global_batch_size": 4, "training.max_steps": 5,

@@ -26,7 +26,7 @@ def documents(request, monkeypatch):
 @pytest.mark.parametrize("truncate", [False, True])
 def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
     tokens_N, whole = documents
-    source = Source(tokens_N, SEQ, spans.whole_spans(tokens_N, SEQ, truncate=truncate))
+    source = Source(tokens_N, SEQ, spans.whole_spans(spans.bounds_of(tokens_N), SEQ, truncate=truncate))
     read = [source.window(i)[:-1] & ~MARKS for i in range(source.n_sequences)]
     assert all(len(each) == SEQ for each in read)
     for document in whole:
@@ -49,7 +49,7 @@ def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
 
 def test_every_target_of_whole_documents_comes_once_and_padding_is_no_target(documents):
     tokens_N, whole = documents
-    source = Source(tokens_N, SEQ, spans.whole_spans(tokens_N, SEQ, truncate=False))
+    source = Source(tokens_N, SEQ, spans.whole_spans(spans.bounds_of(tokens_N), SEQ, truncate=False))
     batch = Batches(Mixture.of([source], 0)).in_order(range(source.n_sequences))
     targets = sorted(batch.targets_BS[batch.targets_BS >= 0].tolist())
     assert targets == [int(token) for document in whole for token in document[1:]]

@@ -1,0 +1,67 @@
+"""Which documents are held out of training, and the tokens of those that are left, one after another. Knows tokens' marks alone.
+
+Shape suffixes: N tokens, documents or stretches.
+"""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llama405b.data.spans import bounds_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Stretches of a token file, one after another."""
+
+    begins_N: NDArray[np.int64]  # of each stretch, in the file
+    ends_N: NDArray[np.int64]  # of each stretch, among the tokens of all
+
+    @classmethod
+    def of(cls, documents_N2: NDArray[np.int64]) -> "Excerpt":
+        """Take documents, by begin and end; those that follow each other are one stretch."""
+        begins_N, ends_N = documents_N2.T
+        apart_N = begins_N[1:] != ends_N[:-1]
+        first_N, last_N = np.append(True, apart_N), np.append(apart_N, True)
+        return cls(begins_N[first_N], np.cumsum(ends_N[last_N] - begins_N[first_N]))
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.ends_N[-1])
+
+    def ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return where in the file these tokens are, in their order."""
+        found, number = list[tuple[int, int]](), int(np.searchsorted(self.ends_N, begin, "right"))
+        while begin < end and number < len(self.ends_N):
+            before = int(self.ends_N[number - 1]) if number else 0
+            stop = min(end, int(self.ends_N[number]))
+            start = int(self.begins_N[number]) - before
+            found.append((start + begin, start + stop))
+            begin, number = stop, number + 1
+        return found
+
+
+def divided(
+    tokens_N: NDArray[np.uint32], n_held: int, draw: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divide documents into those that are kept and those held out, (N, 2): begin and end of each.
+
+    Those held out are drawn at random, of documents of at most ``n_held`` tokens, and have about so many. Where there are not enough
+    of them, the longest document's last ``n_held`` tokens are held out instead.
+    """
+    bounds_N = bounds_of(tokens_N)
+    documents_N2 = np.stack([bounds_N[:-1], bounds_N[1:]], axis=1)
+    sizes_N = np.diff(bounds_N)
+    drawn_N = draw.permutation(np.flatnonzero(sizes_N <= n_held))
+    sums_N = np.append(0, np.cumsum(sizes_N[drawn_N]))
+    n_drawn = int(np.abs(sums_N - n_held).argmin())
+    if 2 * sums_N[n_drawn] < n_held:
+        longest = int(sizes_N.argmax())
+        end = int(bounds_N[longest + 1])
+        documents_N2[longest, 1] = end - n_held
+        return documents_N2, np.array([[end - n_held, end]])
+    is_held_N = np.zeros(len(sizes_N), dtype=np.bool_)
+    is_held_N[drawn_N[:n_drawn]] = True
+    return documents_N2[~is_held_N], documents_N2[is_held_N]

@@ -1,0 +1,142 @@
+"""Documents that are held out of training, and what is left."""
+
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Data
+from llama405b.data.batches import Batches, described_as_held_out
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Begins
+from llama405b.data.reader import Reader
+from llama405b.data.sources import Mixture, open_source
+from llama405b.data.whence import documents_in, write_files
+from llama405b.ranks import Ranks
+
+SEQ = 10
+LENGTHS = [1, 7, SEQ, 3, 35, 2, SEQ + 1, 5] * 40
+
+
+def file_of(path, lengths, begin=1):
+    """A token file in which each token is another one; returns the documents."""
+    tokens_N = np.arange(begin, begin + sum(lengths), dtype=np.uint32)
+    bounds = np.cumsum([0, *lengths])
+    documents = [set(tokens_N[b:e].tolist()) for b, e in itertools.pairwise(bounds)]
+    tokens_N[bounds[:-1]] |= FIRST
+    tokens_N.tofile(path)
+    return documents
+
+
+def read(batches):
+    """All tokens that are read, and padding as 0."""
+    windows = [batches.mixture.in_order(i)[:-1] for i in range(batches.n_sequences)]
+    return np.concatenate(windows) & ~MARKS
+
+
+def batches_of(*files, documents="split", truncate=False, seed=0):
+    sources = [open_source(file, SEQ, documents, truncate=truncate) for file in files]
+    return Batches(Mixture.of(sources, seed))
+
+
+@pytest.mark.parametrize(("packing", "truncate"), [("split", False), ("whole", False), ("whole", True)])
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
+def test_no_document_is_both_trained_on_and_held_out(tmp_path, packing, truncate, fraction):
+    documents = file_of(tmp_path / "a.bin", LENGTHS)
+    whole = batches_of(tmp_path / "a.bin", documents=packing, truncate=truncate)
+    kept, held = (read(each) for each in whole.hold_out(fraction))
+    trained, evaluated = ({*each.tolist()} - {0} for each in (kept, held))
+    for document in documents:
+        assert not (document & trained and document & evaluated)
+    if not truncate:
+        missing = sum(LENGTHS) - len(trained | evaluated)
+        assert missing <= SEQ * (packing == "split")  # what is left at the end of what is trained on
+        assert {*map(len, (document & evaluated for document in documents))} <= {0, *LENGTHS}  # whole ones
+        assert abs(len(evaluated) - fraction * sum(LENGTHS)) <= max(LENGTHS) / 2
+    assert np.unique(kept[kept > 0]).size == np.count_nonzero(kept)  # each once in an epoch
+
+
+def test_the_seed_decides_which_and_nothing_else(tmp_path):
+    file_of(tmp_path / "a.bin", LENGTHS)
+    file_of(tmp_path / "b.bin", LENGTHS, begin=10**6)
+
+    def held(seed):
+        return read(batches_of(tmp_path / "a.bin", tmp_path / "b.bin", seed=seed).hold_out(0.1)[1])
+
+    assert np.array_equal(held(3), held(3))
+    assert not np.array_equal(held(3), held(4))
+    first, second = held(3)[held(3) < 10**6], held(3)[held(3) >= 10**6]  # of each source
+    assert min(np.count_nonzero(first), np.count_nonzero(second)) > 0.07 * sum(LENGTHS)
+
+
+def test_every_number_of_ranks_trains_on_the_same_and_so_do_other_processes(tmp_path):
+    file_of(tmp_path / "a.bin", LENGTHS)
+    kept, _ = batches_of(tmp_path / "a.bin").hold_out(0.1)
+    expected = kept.read(range(6)).ids_BS
+    for world in (1, 2, 3):
+        ranks = [Ranks(number, world, number, "h", torch.device("cpu")) for number in range(world)]
+        readers = [Reader(kept, each, 6, 1) for each in ranks]
+        assert torch.equal(torch.cat([each.ids_BS for reader in readers for each in next(reader)]), expected)
+        for reader in readers:
+            reader.close()
+    source = pickle.loads(pickle.dumps(kept.mixture.sources[0]))
+    assert np.array_equal(source.window(40), kept.mixture.sources[0].window(40))
+
+
+@pytest.mark.parametrize("lengths", [[1000], [700, 300], [2, 3, 995]], ids=["one", "two", "one that is long"])
+def test_where_no_document_is_short_enough_the_end_of_the_longest_is_held_out(tmp_path, lengths):
+    documents = file_of(tmp_path / "a.bin", lengths)
+    kept, held = batches_of(tmp_path / "a.bin").hold_out(0.05)
+    last = max(max(documents, key=len))
+    assert sorted(read(held).tolist()) == list(range(last - 49, last + 1))
+    assert not {*read(kept).tolist()} & {*read(held).tolist()}
+    [said] = described_as_held_out(Data(paths=("a.txt",)), held)
+    assert said == "evaluation: the longest document's end held out, 50 tokens in 5 sequences"
+
+
+def test_it_is_said_what_is_held_out(tmp_path):
+    for name in "ab":
+        file_of(tmp_path / f"{name}.bin", [5] * 200)
+    config = Data(paths=("a.txt", "b.txt"), weights=(1, 1))
+    _, held = batches_of(tmp_path / "a.bin", tmp_path / "b.bin").hold_out(0.1)
+    expected = [f"evaluation: 20 documents of {name}.txt held out, 100 tokens in 10 sequences" for name in "ab"]
+    assert described_as_held_out(config, held) == expected
+
+
+def test_too_little_to_hold_anything_out_is_refused(tmp_path):
+    file_of(tmp_path / "a.bin", [3, SEQ - 2])
+    with pytest.raises(UserError, match=r"there is only one sequence; add text, or name --evaluation.paths"):
+        batches_of(tmp_path / "a.bin").hold_out(0.1)
+
+
+def test_at_least_a_sequence_is_held_out_and_no_target_of_it_is_lost(tmp_path):
+    file_of(tmp_path / "a.bin", [5] * 100)
+    _, held = batches_of(tmp_path / "a.bin").hold_out(0.001)
+    targets = held.in_order(range(held.n_sequences)).targets_BS
+    assert (held.n_sequences, int((targets >= 0).sum())) == (1, 8)  # two documents, without the first token of each
+
+
+def test_documents_of_what_is_left_are_named(tmp_path):
+    documents = file_of(tmp_path / "a.bin", [5] * 60)
+    write_files(tmp_path / "a.bin", [Begins(0, "talk.jsonl", 0)])
+    for batches in batches_of(tmp_path / "a.bin", documents="whole").hold_out(0.3):
+        source = batches.mixture.sources[0]
+        for place in range(source.n_sequences):
+            tokens = {*(source.window(place)[:-1] & ~MARKS).tolist()} - {0}
+            numbers = {n for span in documents_in(source, place) for n in range(span.first, span.last + 1)}
+            assert set().union(*(documents[n - 1] for n in numbers)) == tokens
+
+
+def test_prompts_stay_unlearnt_in_what_is_held_out(tmp_path):
+    documents = file_of(tmp_path / "a.bin", [6] * 100)
+    tokens_N = np.fromfile(tmp_path / "a.bin", np.uint32)
+    prompts = {token for document in documents for token in sorted(document)[:3]}
+    tokens_N[np.isin(tokens_N & ~MARKS, list(prompts))] |= NOT_LEARNT
+    tokens_N.tofile(tmp_path / "a.bin")
+    for batches in batches_of(tmp_path / "a.bin", documents="auto").hold_out(0.2):
+        targets = batches.in_order(range(batches.n_sequences)).targets_BS
+        learnt = {*targets[targets >= 0].tolist()}
+        assert not learnt & prompts
+        assert len(learnt) == 3 * batches.mixture.sources[0].n_documents
