@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from llama405b.data.spans import bounds_of
 
+ENOUGH = 8  # documents to evaluate on, if there are as many that are short enough: one alone may be unlike all others
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Excerpt:
@@ -48,20 +50,20 @@ def divided(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Divide documents into those that are kept and those held out, (N, 2): begin and end of each.
 
-    Those held out are drawn at random, of documents of at most ``n_held`` tokens, and have about so many. Where there are not enough
-    of them, the longest document's last ``n_held`` tokens are held out instead.
+    Those held out are drawn at random, of documents that are short enough for ``ENOUGH`` of them, or else for one, and have about
+    ``n_held`` tokens. Where there are too few of these, the longest document's last ``n_held`` tokens are held out instead.
     """
     bounds_N = bounds_of(tokens_N)
     documents_N2 = np.stack([bounds_N[:-1], bounds_N[1:]], axis=1)
     sizes_N = np.diff(bounds_N)
-    drawn_N = draw.permutation(np.flatnonzero(sizes_N <= n_held))
-    sums_N = np.append(0, np.cumsum(sizes_N[drawn_N]))
-    n_drawn = int(np.abs(sums_N - n_held).argmin())
-    if 2 * sums_N[n_drawn] < n_held:
-        longest = int(sizes_N.argmax())
-        end = int(bounds_N[longest + 1])
-        documents_N2[longest, 1] = end - n_held
-        return documents_N2, np.array([[end - n_held, end]])
-    is_held_N = np.zeros(len(sizes_N), dtype=np.bool_)
-    is_held_N[drawn_N[:n_drawn]] = True
-    return documents_N2[~is_held_N], documents_N2[is_held_N]
+    for most in (n_held // ENOUGH, n_held):
+        drawn_N = draw.permutation(np.flatnonzero(sizes_N <= most))
+        sums_N = np.append(0, np.cumsum(sizes_N[drawn_N]))
+        n_drawn = int(np.abs(sums_N - n_held).argmin())
+        if 2 * sums_N[n_drawn] >= n_held:
+            is_held_N = np.isin(np.arange(len(sizes_N)), drawn_N[:n_drawn])
+            return documents_N2[~is_held_N], documents_N2[is_held_N]
+    longest = int(sizes_N.argmax())
+    end = int(bounds_N[longest + 1])
+    documents_N2[longest, 1] = end - n_held
+    return documents_N2, np.array([[end - n_held, end]])

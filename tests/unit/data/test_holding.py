@@ -96,6 +96,13 @@ def test_where_no_document_is_short_enough_the_end_of_the_longest_is_held_out(tm
     assert said == "evaluation: the longest document's end held out, 50 tokens in 5 sequences"
 
 
+def test_many_documents_are_held_out_rather_than_a_long_one(tmp_path):
+    file_of(tmp_path / "a.bin", [90] * 100 + [10] * 100)
+    for seed in range(5):
+        _, held = batches_of(tmp_path / "a.bin", seed=seed).hold_out(0.01)
+        assert held.mixture.sources[0].n_documents == 10
+
+
 def test_it_is_said_what_is_held_out(tmp_path):
     for name in "ab":
         file_of(tmp_path / f"{name}.bin", [5] * 200)
