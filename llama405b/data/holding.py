@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llama405b.data.spans import bounds_of
 
-ENOUGH = 8  # documents to evaluate on, if there are as many that are short enough: one alone may be unlike all others
+ENOUGH = 4  # documents to evaluate on, if there are as many that are short enough: one alone may be unlike all others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,20 +50,23 @@ def divided(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Divide documents into those that are kept and those held out, (N, 2): begin and end of each.
 
-    Those held out are drawn at random, of documents that are short enough for ``ENOUGH`` of them, or else for one, and have about
-    ``n_held`` tokens. Where there are too few of these, the longest document's last ``n_held`` tokens are held out instead.
+    Those held out have about ``n_held`` tokens, and are short and long as the others are: of documents in the order of their sizes,
+    every so many-th. Only those come into question that are short enough for ``ENOUGH`` of them, or else for one; where there are
+    too few of these, the end of the longest document is held out instead.
     """
     bounds_N = bounds_of(tokens_N)
     documents_N2 = np.stack([bounds_N[:-1], bounds_N[1:]], axis=1)
     sizes_N = np.diff(bounds_N)
     for most in (n_held // ENOUGH, n_held):
-        drawn_N = draw.permutation(np.flatnonzero(sizes_N <= most))
-        sums_N = np.append(0, np.cumsum(sizes_N[drawn_N]))
-        n_drawn = int(np.abs(sums_N - n_held).argmin())
-        if 2 * sums_N[n_drawn] >= n_held:
-            is_held_N = np.isin(np.arange(len(sizes_N)), drawn_N[:n_drawn])
-            return documents_N2[~is_held_N], documents_N2[is_held_N]
+        some_N = draw.permutation(np.flatnonzero(sizes_N <= most))
+        some_N = some_N[sizes_N[some_N].argsort(kind="stable")]
+        share = min(1.0, n_held / max(1, sizes_N[some_N].sum()))
+        turns_N = np.floor(np.arange(len(some_N) + 1) * share + draw.random())
+        held_N = np.sort(some_N[np.diff(turns_N) > 0])
+        if 2 * abs(sizes_N[held_N].sum() - n_held) <= n_held:
+            return np.delete(documents_N2, held_N, axis=0), documents_N2[held_N]
     longest = int(sizes_N.argmax())
     end = int(bounds_N[longest + 1])
-    documents_N2[longest, 1] = end - n_held
-    return documents_N2, np.array([[end - n_held, end]])
+    cut = end - min(n_held, int(sizes_N[longest]) // 2)
+    documents_N2[longest, 1] = cut
+    return documents_N2, np.array([[cut, end]])

@@ -9,7 +9,7 @@ import torch
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
-from llama405b.data.batches import Batches, described_as_held_out
+from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Begins
 from llama405b.data.reader import Reader
 from llama405b.data.sources import Mixture, open_source
@@ -41,21 +41,22 @@ def batches_of(*files, documents="split", truncate=False, seed=0):
     return Batches(Mixture.of(sources, seed))
 
 
-@pytest.mark.parametrize(("packing", "truncate"), [("split", False), ("whole", False), ("whole", True)])
+@pytest.mark.parametrize("packing", ["split", "whole"])
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
-def test_no_document_is_both_trained_on_and_held_out(tmp_path, packing, truncate, fraction):
+def test_no_document_is_both_trained_on_and_held_out(tmp_path, packing, fraction):
     documents = file_of(tmp_path / "a.bin", LENGTHS)
-    whole = batches_of(tmp_path / "a.bin", documents=packing, truncate=truncate)
-    kept, held = (read(each) for each in whole.hold_out(fraction))
-    trained, evaluated = ({*each.tolist()} - {0} for each in (kept, held))
-    for document in documents:
-        assert not (document & trained and document & evaluated)
-    if not truncate:
-        missing = sum(LENGTHS) - len(trained | evaluated)
-        assert missing <= SEQ * (packing == "split")  # what is left at the end of what is trained on
-        assert {*map(len, (document & evaluated for document in documents))} <= {0, *LENGTHS}  # whole ones
+    for truncate in (False, True):
+        whole = batches_of(tmp_path / "a.bin", documents=packing, truncate=truncate)
+        kept, held = (read(each) for each in whole.hold_out(fraction))
+        trained, evaluated = ({*each.tolist()} - {0} for each in (kept, held))
+        assert not any(document & trained and document & evaluated for document in documents)
+        assert np.unique(kept[kept > 0]).size == np.count_nonzero(kept)  # each once in an epoch
+        if truncate:
+            continue
+        left_over = sum(LENGTHS) - len(trained | evaluated)
+        assert left_over <= SEQ * (packing == "split")  # at the end of what is trained on
+        assert {len(document & evaluated) for document in documents} <= {0, *LENGTHS}  # whole ones
         assert abs(len(evaluated) - fraction * sum(LENGTHS)) <= max(LENGTHS) / 2
-    assert np.unique(kept[kept > 0]).size == np.count_nonzero(kept)  # each once in an epoch
 
 
 def test_the_seed_decides_which_and_nothing_else(tmp_path):
@@ -83,6 +84,7 @@ def test_every_number_of_ranks_trains_on_the_same_and_so_do_other_processes(tmp_
             reader.close()
     source = pickle.loads(pickle.dumps(kept.mixture.sources[0]))
     assert np.array_equal(source.window(40), kept.mixture.sources[0].window(40))
+    assert 0 < source.n_documents == kept.mixture.sources[0].n_documents < len(LENGTHS)
 
 
 @pytest.mark.parametrize("lengths", [[1000], [700, 300], [2, 3, 995]], ids=["one", "two", "one that is long"])
@@ -92,8 +94,31 @@ def test_where_no_document_is_short_enough_the_end_of_the_longest_is_held_out(tm
     last = max(max(documents, key=len))
     assert sorted(read(held).tolist()) == list(range(last - 49, last + 1))
     assert not {*read(kept).tolist()} & {*read(held).tolist()}
+    from llama405b.data.batches import described_as_held_out
+
     [said] = described_as_held_out(Data(paths=("a.txt",)), held)
     assert said == "evaluation: the longest document's end held out, 50 tokens in 5 sequences"
+
+
+@pytest.mark.parametrize("lengths", [[49, 51], [49, 49, 2], [60, 40], [30, 30, 40], [25] * 4])
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.5])
+def test_of_few_documents_something_is_held_out_and_most_is_left(tmp_path, lengths, fraction):
+    documents = file_of(tmp_path / "a.bin", lengths)
+    for seed in range(20):
+        kept, held = batches_of(tmp_path / "a.bin", documents="whole", seed=seed).hold_out(fraction)
+        kept_tokens, held_tokens = ({*read(each).tolist()} - {0} for each in (kept, held))
+        assert kept_tokens | held_tokens == set.union(*documents)
+        assert not kept_tokens & held_tokens
+        assert 0 < len(held_tokens) <= 75
+        assert sum(each.mixture.sources[0].n_documents for each in (kept, held)) == len(lengths)
+
+
+def test_documents_short_and_long_are_held_out_as_there_are(tmp_path):
+    file_of(tmp_path / "a.bin", [90] * 100 + [10] * 900)
+    for seed in range(5):
+        _, held = batches_of(tmp_path / "a.bin", seed=seed).hold_out(0.1)
+        long_ones = np.count_nonzero(read(held) <= 9000) / 90
+        assert (held.mixture.sources[0].n_documents, long_ones) == (100, 10)
 
 
 def test_many_documents_are_held_out_rather_than_a_long_one(tmp_path):
@@ -104,6 +129,8 @@ def test_many_documents_are_held_out_rather_than_a_long_one(tmp_path):
 
 
 def test_it_is_said_what_is_held_out(tmp_path):
+    from llama405b.data.batches import described_as_held_out
+
     for name in "ab":
         file_of(tmp_path / f"{name}.bin", [5] * 200)
     config = Data(paths=("a.txt", "b.txt"), weights=(1, 1))
@@ -112,23 +139,22 @@ def test_it_is_said_what_is_held_out(tmp_path):
     assert described_as_held_out(config, held) == expected
 
 
-def test_too_little_to_hold_anything_out_is_refused(tmp_path):
-    file_of(tmp_path / "a.bin", [3, SEQ - 2])
-    with pytest.raises(UserError, match=r"there is only one sequence; add text, or name --evaluation.paths"):
-        batches_of(tmp_path / "a.bin").hold_out(0.1)
-
-
 def test_at_least_a_sequence_is_held_out_and_no_target_of_it_is_lost(tmp_path):
     file_of(tmp_path / "a.bin", [5] * 100)
     _, held = batches_of(tmp_path / "a.bin").hold_out(0.001)
     targets = held.in_order(range(held.n_sequences)).targets_BS
     assert (held.n_sequences, int((targets >= 0).sum())) == (1, 8)  # two documents, without the first token of each
+    file_of(tmp_path / "a.bin", [3, SEQ - 2])
+    with pytest.raises(UserError, match=r"there is only one sequence; add text, or name --evaluation.paths"):
+        batches_of(tmp_path / "a.bin").hold_out(0.1)
 
 
 def test_documents_of_what_is_left_are_named(tmp_path):
     documents = file_of(tmp_path / "a.bin", [5] * 60)
     write_files(tmp_path / "a.bin", [Begins(0, "talk.jsonl", 0)])
-    for batches in batches_of(tmp_path / "a.bin", documents="whole").hold_out(0.3):
+    both = batches_of(tmp_path / "a.bin", documents="whole").hold_out(0.3)
+    assert [each.mixture.sources[0].n_documents for each in both] == [42, 18]
+    for batches in both:
         source = batches.mixture.sources[0]
         for place in range(source.n_sequences):
             tokens = {*(source.window(place)[:-1] & ~MARKS).tolist()} - {0}

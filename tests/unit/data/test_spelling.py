@@ -14,7 +14,6 @@ from llama405b.contract.schema import Data
 from llama405b.data import tokens
 from llama405b.data.chat import Template
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.spelling import Spelling
 
 TURN, CALL = "<|eot_id|>", "<|call|>"
 TEMPLATE = (
@@ -55,7 +54,7 @@ def spelling(messages, letters):
 
 @pytest.mark.parametrize("tools", [None, [{"name": "f"}]])
 def test_a_conversation_that_spells_none_has_the_tokens_of_its_template(model, tools):
-    found, said = tokenised({"messages": TALK, "tools": tools}, model)
+    found, said = tokenised({"messages": TALK, "tools": tools}, model, special_tokens="text")
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert (found & ~MARKS).tolist() == _parsed(tokenizer, TALK, tools)
     assert "spell" not in said
@@ -90,6 +89,8 @@ def test_what_messages_and_tools_spell_is_text(model):
         tokenizer, learnt.removeprefix(CALL).removesuffix(TURN)
     )  # as one text, however it is spelt
     assert "; 1 document spells special tokens, which are text (or tokens, with --data.special_tokens parse)" in said
+    with pytest.raises(UserError, match=r"refused: refuse <\|eot_id\|>\); correct it"):
+        tokenised({"messages": [{"role": "user", "content": f"refuse {TURN}"}]}, model)
 
 
 def tokenizer_begin(model):
@@ -117,11 +118,6 @@ def test_who_means_them_has_them_parsed(model):
     assert (found & ~MARKS).tolist() == _parsed(tokenizer, messages)
 
 
-def test_what_the_template_says_of_a_message_is_told_as_the_message_spells_it(model):
-    with pytest.raises(UserError, match=r"refused: refuse <\|eot_id\|>\); correct it"):
-        tokenised({"messages": [{"role": "user", "content": f"refuse {TURN}"}]}, model)
-
-
 def test_tokens_made_by_the_other_rule_are_refused(model):
     ours, other = (Data(special_tokens=choice) for choice in ("text", "parse"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -147,6 +143,8 @@ def _character_tokenizer(**how):
     ids=["a space after each token", "a space at the beginning", "a space before each text"],
 )
 def test_tokenizers_with_spaces_of_their_own_split_at_the_template_s_tokens_as_ever(how):
+    from llama405b.data.spelling import Spelling
+
     tokenizer = _character_tokenizer(**how)
     ours, parsed = Spelling(tokenizer), Spelling(tokenizer, parses=True)
     text = "<s>ask me </s>  I say<s></s> x"
