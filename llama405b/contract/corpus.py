@@ -44,7 +44,7 @@ TOKENIZED, TOKENS = "tokens.json", "tokens.bin"  # what `data tokenize` writes
 UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
 
 
-FirstRows = Callable[[BinaryIO, Sequence[str]], Iterable[Json]]  # of a table, with data.fields
+FirstRows = Callable[[BinaryIO, Sequence[str]], Iterable[Json | NotUtf8]]  # of a table, with data.fields
 
 
 class Stat(Protocol):

@@ -166,3 +166,11 @@ def test_a_text_that_begins_with_a_bracket_is_not_read_to_its_end(tmp_path, monk
     monkeypatch.setattr(Path, "open", lambda path, _: io.BufferedReader(Counting(path)))
     assert form_of(tmp_path / "play.md") is Form.TEXT
     assert sum(n_bytes) < 1 << 20
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", b'{"text": "caf\xe9"}'), ("a.json", b'[{"text": "caf\xe9"}]')])
+def test_a_first_record_that_is_not_utf_8_is_refused_before_anything_starts(tmp_path, name, text):
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(UserError, match=rf"{name}:1: the byte 0xe9 after '.*caf' is not UTF-8; correct it, or convert"):
+        check_paths([str(tmp_path)])
+    check_paths([str(tmp_path)], skip=True)

@@ -143,7 +143,8 @@ def test_at_least_a_sequence_is_held_out_and_no_target_of_it_is_lost(tmp_path):
     file_of(tmp_path / "a.bin", [5] * 100)
     _, held = batches_of(tmp_path / "a.bin").hold_out(0.001)
     targets = held.in_order(range(held.n_sequences)).targets_BS
-    assert (held.n_sequences, int((targets >= 0).sum())) == (1, 8)  # two documents, without the first token of each
+    assert (held.n_sequences, int((targets >= 0).sum())) == (1, 8)
+    assert held.mixture.sources[0].n_documents == 2  # the first token of each is no target
     file_of(tmp_path / "a.bin", [3, SEQ - 2])
     with pytest.raises(UserError, match=r"there is only one sequence; add text, or name --evaluation.paths"):
         batches_of(tmp_path / "a.bin").hold_out(0.1)
