@@ -50,12 +50,14 @@ def evaluate(
     n_sequences = min(most or held_out.n_sequences, held_out.n_sequences)
     every = [i * held_out.n_sequences // n_sequences for i in range(n_sequences)]
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # nats, targets
+    model.eval()  # without dropout, whose random numbers the next step is to find as they are
     for begin in range(me.dp.rank * micro, me.dp.rank * micro + n_sequences, me.dp.size * micro):
         batch = _batch(held_out, every, range(begin, begin + micro)).to(me.device)
         alive()
         sums[0] += nll_of(model, batch)
         sums[1] += (batch.targets_BS != IGNORE_INDEX).sum()
         forget_forward(model)
+    model.train()
     nats, n_targets = sum_over_ranks(sums).tolist()
     return Evaluated(nats / n_targets if n_targets else math.nan, int(n_targets), n_sequences)
 

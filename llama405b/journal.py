@@ -13,7 +13,7 @@ from llama405b.contract.causes import Cause
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, write_atomic
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Metrics
+from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics
 
 if TYPE_CHECKING:
     from llama405b.ranks import Ranks  # needs torch
@@ -28,6 +28,7 @@ class Journal:
         self.tokens = 0  # target tokens so far
         self.steps = 0  # total steps of the run
         self.losses: tuple[float, ...] = ()  # of the steps before a resume
+        self.began_evaluated = False  # before the first step, by an earlier attempt
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -49,15 +50,22 @@ class Journal:
         with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
             append_line(self.run.events(self.writer), reader.dumps(event))
 
-    def resumed_at(self, done: int, steps: int) -> None:
-        """Keep the metrics up to step ``done``, after which the run resumes; ``steps``: its total."""
+    def resumed_at(self, done: int, steps: int, *, anew: bool = False) -> None:
+        """Keep the metrics up to step ``done``, after which the run resumes; ``steps``: its total; ``anew``: keep none."""
         self.steps = steps
         if not self.me.leads:
             return
-        kept = [metrics for metrics in read_metrics(self.run.metrics) if metrics.step <= done]
-        write_atomic(self.run.metrics, "".join(reader.dumps(metrics) + "\n" for metrics in kept))
-        self.tokens = kept[-1].tokens if kept else 0
-        self.losses = tuple(metrics.loss for metrics in kept)
+        kept = [] if anew else [line for line in read_metrics(self.run.metrics) if line.step <= done]
+        write_atomic(self.run.metrics, "".join(reader.dumps(line) + "\n" for line in kept))
+        taken = [line for line in kept if isinstance(line, Metrics)]
+        self.tokens = taken[-1].tokens if taken else 0
+        self.losses = tuple(metrics.loss for metrics in taken)
+        self.began_evaluated = len(taken) < len(kept)
+
+    def evaluation(self, step: int, loss: float | None) -> None:
+        """Append an evaluation where no step was taken."""
+        if self.me.leads:
+            append_line(self.run.metrics, reader.dumps(EvaluationMetrics(step, time.time(), loss, self.me.attempt)))
 
     def metrics(self, metrics: Metrics) -> None:
         """Append one step, and print it."""
@@ -71,13 +79,13 @@ class Journal:
         )
 
 
-def read_metrics(path: Path) -> list[Metrics]:
+def read_metrics(path: Path) -> list[Metrics | EvaluationMetrics]:
     """Read the metrics of earlier attempts; what follows a line truncated by a kill is dropped."""
-    found: list[Metrics] = []
+    found: list[Metrics | EvaluationMetrics] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(reader.loads(Metrics, line, path.name))
+                found.append(reader.loads(METRICS_LINE, line, path.name))
             except reader.MalformedError:
                 break
     return found

@@ -92,7 +92,8 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
     position, steps = begin.position, begin.steps
     reader = Reader(batches, me, training.global_batch_size, training.micro_batch_size, position, config.data.workers)
     say_what_is_read(config, batches, steps, accumulate, me, journal)
-    journal.resumed_at(done, steps)
+    journal.resumed_at(done, steps, anew=chosen.wanted == "no")
+    is_first = chosen.found is None and not ranks.from_rank0(journal.began_evaluated)
     usual = Spikes.after(training.spike, journal.losses if position else (), always=training.on_spike == "warn")
     spikes = Spikes(training.spike, ranks.from_rank0(tuple(usual.losses), tuple[float, ...]))
     clock = SavingClock(config.checkpoint, me.world, time.monotonic() - began)
@@ -101,7 +102,7 @@ def prepare(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pulse, s
         saver.best_loss = saving.store.best_loss()
     return Trainer(
         config, run, me, module, updater, reader, saving.store, saver, range(done + 1, steps + 1), journal, pulse, stop,
-        Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len), held_out, spikes,
+        Inbox(run, me), journal.tokens, llama.flops_per_token(config.data.seq_len), held_out, spikes, evaluates_first=is_first,
     )  # fmt: skip
 
 

@@ -78,6 +78,7 @@ class Trainer:
     spikes: Spikes = dataclasses.field(default_factory=lambda: Spikes(math.inf))
     profile: Profile | None = None
     skipped: int = 0  # steps with nothing to learn, in this attempt
+    evaluates_first: bool = False  # the weights that the run begins with
 
     def take_steps(self) -> None:
         """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
@@ -86,6 +87,10 @@ class Trainer:
             UserError: A checkpoint could not be written, or most steps have nothing to learn.
             RunError: The loss or the gradient is not finite; the last checkpoint is intact.
         """
+        if self.evaluates_first and self.held_out:
+            loss, words = evaluate_weights(self.config, self.module, self.held_out, self.me, self.pulse)
+            self.journal.log(f"evaluation before step 1: {words}")
+            self.journal.evaluation(0, loss)
         self.pulse.phase(Phase.TRAIN)
         for step in self.steps:
             try:
@@ -114,14 +119,9 @@ class Trainer:
         every, step = self.config.evaluation.every, metrics.step
         if self.held_out is None or (step % every and step != self.steps.stop - 1):
             return metrics, ""
-        self.pulse.phase(Phase.EVAL)
-        began, evaluation = time.monotonic(), self.config.evaluation
-        micro = evaluation.micro_batch_size or self.config.training.micro_batch_size
-        found = evaluate(self.module, self.held_out, self.me, micro, evaluation.max_sequences, self.pulse.alive)
+        loss, words = evaluate_weights(self.config, self.module, self.held_out, self.me, self.pulse)
         self.pulse.phase(Phase.TRAIN)
-        loss = found.loss if math.isfinite(found.loss) else None
-        line = f"evaluation after step {step}: {found}, {time.monotonic() - began:.1f} s"
-        return dataclasses.replace(metrics, evaluation_loss=loss), line
+        return dataclasses.replace(metrics, evaluation_loss=loss), f"evaluation after step {step}: {words}"
 
     def skip(self, step: int) -> None:
         """Record a step in which every target is masked, for example by very long prompts.
@@ -317,6 +317,18 @@ class Trainer:
         for request in requests:
             if request.kind is kind:
                 self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)
+
+
+def evaluate_weights(
+    config: Config, module: torch.nn.Module, held_out: Batches, me: Ranks, pulse: Pulse
+) -> tuple[float | None, str]:
+    """Evaluate the weights as they are; returns the loss, None if it is not finite, and words about it."""
+    pulse.phase(Phase.EVAL)
+    began, evaluation = time.monotonic(), config.evaluation
+    micro = evaluation.micro_batch_size or config.training.micro_batch_size
+    found = evaluate(module, held_out, me, micro, evaluation.max_sequences, pulse.alive)
+    loss = found.loss if math.isfinite(found.loss) else None
+    return loss, f"{found}, {time.monotonic() - began:.1f} s"
 
 
 def everywhere(write: Callable[[], Path]) -> tuple[Path | None, str]:

@@ -27,7 +27,8 @@ def standin(demo, corpus, steps=12):
 
 
 def metrics(work, run):
-    return {m["step"]: m for m in map(json.loads, (work / "runs" / run / "metrics.jsonl").read_text().splitlines())}
+    lines = map(json.loads, (work / "runs" / run / "metrics.jsonl").read_text().splitlines())
+    return {m["step"]: m for m in lines if "loss" in m}
 
 
 def wait_for(condition, seconds=60, says=lambda: ""):

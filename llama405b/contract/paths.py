@@ -4,7 +4,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
 
     plan.json                        launch        what runs where (``plan.Plan``)
     config.toml                      rank 0        the configuration as resolved
-    metrics.jsonl                    rank 0        one ``Metrics`` per step
+    metrics.jsonl                    rank 0        one ``Metrics`` per step, and before them perhaps ``EvaluationMetrics``
     model/HOST/                      that host's first rank   the model's small files, as rank 0 sent them
     heartbeat/rank-N.json            rank N        ``Heartbeat``
     status/HOST.json                 node runner   ``NodeStatus`` of that host

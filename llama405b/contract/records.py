@@ -5,6 +5,7 @@ Times are seconds since the epoch by the writer's clock; clocks may differ betwe
 
 import dataclasses
 import enum
+from typing import Any
 
 from llama405b.contract.causes import Cause
 
@@ -126,6 +127,28 @@ class Metrics:
         """
         if self.step < 0:
             raise ValueError("its step is negative")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvaluationMetrics:
+    """The loss on data held out where no step was taken: before the first one, or without training."""
+
+    step: int  # whose weights these are; 0: before the first
+    time: float  # rank 0's clock
+    evaluation_loss: float | None  # nats per target token; None: not a finite number
+    attempt: int
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: The step is negative.
+        """
+        if self.step < 0:
+            raise ValueError("its step is negative")
+
+
+METRICS_LINE: Any = Metrics | EvaluationMetrics  # what metrics.jsonl consists of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

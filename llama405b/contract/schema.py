@@ -241,7 +241,7 @@ class Timeouts:
 class Evaluation:
     """The loss on data that is not trained on."""
 
-    every: int = option(0, "steps between evaluations (the last step is always evaluated); 0: never")
+    every: int = option(0, "steps between evaluations (also before the first and after the last step); 0: never")
     paths: tuple[str, ...] = option((), "files, folders or globs to evaluate on, as data.paths")
     fraction: float = option(
         0.0, "of the training data's tokens, whole documents held out for that if no paths are named; at most 0.5"

@@ -26,13 +26,15 @@ def test_fresh_clone_trains_the_demo(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     [run] = [p for p in (clone / "runs").iterdir() if not p.name.startswith(".")]
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before, *steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert (before["step"], before["evaluation_loss"]) == (0, pytest.approx(LN_VOCAB, abs=0.3))
+    losses = [each["loss"] for each in steps]
     assert losses[0] == pytest.approx(LN_VOCAB, abs=0.3)
     assert sum(losses[-10:]) / 10 < 0.7 * LN_VOCAB
     assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-00000100", "step-00000200"]
     summary = done.stdout[done.stdout.rindex("\n\n") :]
     assert re.search(
-        r"steps 1-200, loss 7\.\d+ -> [34]\.\d+ .*, evaluation 4\.\d+ after step 200, .* tokens/s on 2 ranks of 2 hosts",
+        r"steps 1-200, loss 7\.\d+ -> [34]\.\d+ .*, evaluation 7\.\d+ -> 4\.\d+ after step 200, .* tokens/s on 2 ranks of 2 hosts",
         summary,
     )
     assert "checkpoint: runs/" in summary

@@ -290,7 +290,7 @@ def test_a_cut_connection_does_not_end_a_healthy_run(hosts, operator):
         text=True,
     )
     wait_for(
-        lambda: "step" in hosts.exec(1, "sh", "-c", f"cat {hosts.workdir(1)}/runs/cut/metrics.jsonl || true").stdout
+        lambda: "step_s" in hosts.exec(1, "sh", "-c", f"cat {hosts.workdir(1)}/runs/cut/metrics.jsonl || true").stdout
     )
     for i in (1, 2):
         hosts.exec(i, "pkill", "-f", "llama405b_tools.remote.agent stream")

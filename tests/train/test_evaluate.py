@@ -1,9 +1,13 @@
 """The loss on held-out data: the same for any number of ranks and any batch, and where it is told."""
 
+import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +16,13 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from conftest import ROOT
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Metrics, Phase
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
+from llama405b.journal import Journal, read_metrics
+from llama405b.ranks import Ranks
 from ranks_rig import run_ranks
 
 SEQ = 16
@@ -119,11 +127,11 @@ def test_a_run_tells_it(demo, corpus, tmp_path, how):
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("evaluation after step ")]
     assert [line.split()[3] for line in lines] == ["2:", "4:", "5:"]
-    metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
+    before, *metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
     found = [each.get("evaluation_loss") for each in metrics]
     assert [value is not None for value in found] == [False, True, False, True, True]
     assert f"loss {found[1]:.4f}, perplexity" in lines[0]
-    assert found[4] < found[1]
+    assert found[4] < found[1] < before["evaluation_loss"]
 
 
 def test_several_ranks_keep_the_best_beside_the_newest_and_know_it_after_a_resume(demo, corpus, tmp_path):
@@ -139,13 +147,112 @@ def test_several_ranks_keep_the_best_beside_the_newest_and_know_it_after_a_resum
         assert done.returncode == 0, done.stderr
         metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
         kept = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
-        return {each["step"]: each["evaluation_loss"] for each in metrics}, kept
+        return {each["step"]: each["evaluation_loss"] for each in metrics if each["step"]}, kept
 
     for steps in (12, 16):
         losses, kept = losses_of(steps)
         best = min(losses, key=losses.get)
         assert best < 8  # the learning rate has grown beyond what is good
         assert kept == [best, steps - 4, steps]
+
+
+def _takes_steps(me, directory, kind, evaluates):
+    """Losses and norms of a trainer's first steps, and what it logs and how it is seen meanwhile."""
+    from llama405b.contract.schema import Config, Evaluation
+    from llama405b.trainer import Trainer
+    from update_rig import batch, build
+
+    settings = {"full": {"overlap": True}, "states": {"overlap": True, "offload": "states"}}
+    module, updater = _fsdp1(me, directory) if kind == "fsdp1" else build(me, directory, **settings[kind])
+    for layer in module.modules():
+        if hasattr(layer, "attention_dropout"):
+            layer.attention_dropout = 0.1  # the steps draw random numbers
+    torch.manual_seed(me.rank)
+    logged, taken, phases = [], [], []
+    steps = [batch(step, me, 2) for step in range(3)]
+    nothing = types.SimpleNamespace
+    journal = nothing(log=logged.append, evaluation=lambda *found: logged.append(found), metrics=taken.append, steps=3)
+    pulse = nothing(phase=phases.append, alive=lambda: None, stepped=lambda *_, **__: None)
+    saver = nothing(step=0, saves=False, busy=False, best_loss=math.inf, clock=nothing(due=lambda _: False))
+    config = dataclasses.replace(Config(), evaluation=Evaluation(every=2, micro_batch_size=2))
+    trainer = Trainer(
+        config, RunDir(Path()), me, module, updater, iter(steps), None, saver, range(1, 4), journal, pulse,
+        nothing(came=False), nothing(new=list), held_out=_batches(), evaluates_first=evaluates,
+    )  # fmt: skip
+    trainer.take_steps()
+    return [(each.loss, each.grad_norm) for each in taken], logged, phases, saver.best_loss
+
+
+def _fsdp1(me, directory):
+    import torch.distributed.fsdp._init_utils as init_utils
+
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.model import llama
+    from llama405b.optim.updater import build_updater
+    from llama405b.parallel import fsdp1, fsdp2
+
+    init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
+    parallel = Parallel(numerics="fp32", fsdp="fsdp1")
+    module = fsdp1.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
+    fsdp2.checkpoint_activations(module)
+    return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
+
+
+def _with_and_without(me, directory):
+    return {
+        kind: [_takes_steps(me, directory, kind, evaluates) for evaluates in (False, True)]
+        for kind in ("full", "states", "fsdp1")
+    }
+
+
+def test_an_evaluation_before_the_first_step_changes_no_step(tiny):
+    expected, *_ = _plainly(tiny, 11)
+    for found in run_ranks(2, _with_and_without, tiny):
+        for kind, [(without, quiet, *_), (evaluated, logged, phases, best)] in found.items():
+            assert evaluated == without, kind  # bit for bit
+            assert len(evaluated) == 3
+            line, (step, loss), *after = logged
+            assert (step, loss) == (0, pytest.approx(expected, rel=1e-3 if kind == "states" else 1e-6))
+            assert line.startswith(f"evaluation before step 1: loss {loss:.4f}, perplexity ")
+            assert [words.partition(":")[0] for words in after] == [words.partition(":")[0] for words in quiet]
+            assert phases[:2] == [Phase.EVAL, Phase.TRAIN]
+            assert best == math.inf  # no checkpoint has these weights
+
+
+def test_the_weights_that_a_run_begins_with_are_evaluated_once_and_never_the_best_checkpoint(demo, corpus, tmp_path):
+    (tmp_path / "corpus").symlink_to(corpus)
+    settings = {
+        "evaluation.every": 1, "evaluation.fraction": 0.1, "evaluation.max_sequences": 8, "checkpoint.every": 100,
+        "checkpoint.keep_best": "true", "optimizer.lr": 3.0, "optimizer.decay": "constant", "training.max_steps": 3,
+    }  # fmt: skip
+    typed = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+    def run(*more):
+        done = _train(tmp_path, demo, *typed, *more)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
+        kept = [int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-????????")]
+        return done.stdout, {each["step"]: each["evaluation_loss"] for each in lines}, sorted(kept)
+
+    said, losses, kept = run()
+    assert said.count("evaluation before step 1: loss ") == 1
+    assert min(losses, key=losses.get) == 0  # such a learning rate only harms
+    best = min((1, 2, 3), key=losses.get)
+    assert kept == sorted({best, 2, 3})
+    said, again, _ = run("--resume", "auto", "--training.max_steps", "4")
+    assert "evaluation before step 1" not in said
+    assert again == losses | {4: again[4]}
+
+
+def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path):
+    run, me = RunDir(tmp_path), Ranks(0, 1, 0, "a", torch.device("cpu"))
+    Journal(run, me).evaluation(0, 7.5)
+    Journal(run, me).metrics(Metrics(1, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1))
+    for anew, left in ((False, 1), (True, 0)):
+        journal = Journal(run, me)
+        journal.resumed_at(0, 9, anew=anew)
+        assert (journal.began_evaluated, journal.losses, journal.tokens) == (not anew, (), 0)
+        assert len(read_metrics(run.metrics)) == left
 
 
 @pytest.mark.parametrize(

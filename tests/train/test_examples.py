@@ -30,7 +30,7 @@ def test_it_runs(name, demo, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in metrics] == [1, 2]
+    assert [each["step"] for each in metrics] == [0, 1, 2]
     assert all(each["evaluation_loss"] > 0 for each in metrics)
     if name in TALKS:
         assert "12 documents, 12 of them conversations" in done.stdout

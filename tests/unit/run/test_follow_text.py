@@ -1,11 +1,13 @@
 """What following a run prints."""
 
+import dataclasses
+
 import pytest
 from run_rig import ended, metrics, plan, take
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.records import Phase
+from llama405b.contract.records import EvaluationMetrics, Phase
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, Silence, Watch, summarise
 
@@ -35,6 +37,24 @@ def test_a_silence_before_the_first_step_is_explained(watch):
     assert silence.words(131.0 + SAME_QUIET_S) == "91 s: loading the weights (ranks 0-1)"
     take(watch, "a", metrics=(metrics(1, 5.0, 2),))
     assert silence.words(900.0) == ""
+
+
+def test_an_evaluation_before_the_first_step_is_no_step(watch, capsys):
+    silence = Silence(watch, 100.0)
+    for host, rank in (("a", 0), ("b", 1)):
+        take(watch, host, beats=(Beat(rank, host, 5, 0.0, 0, Phase.EVAL, 0.0),), now=0.0)
+    assert silence.words(110.0) == "10 s: evaluating (ranks 0-1)"
+    take(watch, "a", metrics=(EvaluationMetrics(0, 0.0, 7.6, 2),))
+    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.TRAIN, 0.0),), now=0.0)
+    assert silence.words(120.0) == "20 s: evaluating (rank 0), taking the first step (rank 1)"
+    summarise(watch, watch.plan)
+    assert "steps" not in capsys.readouterr().out
+    last = dataclasses.replace(metrics(2, 4.0, 2), evaluation_loss=4.25)
+    take(watch, "a", metrics=(metrics(1, 5.0, 2), last))
+    summarise(watch, watch.plan)
+    assert "steps 1-2, loss 5.000 -> 4.500 (mean of the last 2), evaluation 7.600 -> 4.250 after step 2, " in (
+        capsys.readouterr().out
+    )
 
 
 TRACEBACK = "Traceback (most recent call last):\nKeyError: 'x'"

@@ -88,6 +88,15 @@ def beat(rank, *, time, step=7, phase=Phase.TRAIN, since=0.0, state="S"):
     return Beat(rank, "a", 100 + rank, time, step, phase, since, state=state)
 
 
+def test_an_evaluation_before_the_first_step_may_be_as_slow_as_loading():
+    def silent(step):
+        """A rank between two forwards of an evaluation that began long ago."""
+        return judge.silent_rank({"a": [(beat(0, time=50.0, step=step, phase=Phase.EVAL), 90.0)]}, 60.0, 600.0)
+
+    assert silent(0) is None
+    assert silent(1).beat.rank == 0
+
+
 def test_a_rank_that_is_silent_for_too_long():
     def hung(*beats, now=1000.0, heard_at=50.0, at=50.0):
         found = judge.hung({"a": Heard(beats, now, heard_at)}, at, 100.0, 500.0)

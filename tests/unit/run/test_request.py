@@ -129,3 +129,12 @@ def test_resume_alone_means_auto_and_hides_no_other_flag():
     request = parse("hosts", "--run", "r", "--resume", "--follow", "--restart=2")
     assert (request.resume, request.follow) == ("auto", True)
     assert request.typed == ("--preset", "demo", "hosts", "--follow", "--restart=2")
+
+
+def test_no_trial_evaluates_more_than_a_moment():
+    """Before its first step either would take as long as the held-out data is."""
+    from llama405b_tools.run import calibrate, rehearse
+
+    request = parse("--evaluation.every", "5", "--evaluation.paths", "held.txt", "--rehearse")
+    assert rehearse.trial_of(request).config.evaluation.max_sequences == 1
+    assert not calibrate._trial_of(request, "2", {}).config.evaluation.every

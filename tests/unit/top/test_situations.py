@@ -128,6 +128,22 @@ def test_a_save_that_failed_stands_out_until_one_succeeds():
     assert play(50, lambda _, frame: run_of(frame, unsaved=""))[0].picture().verdict is Verdict.HEALTHY
 
 
+@pytest.mark.parametrize("step", [0, 1200], ids=["before the first step", "without training"])
+def test_an_evaluation_without_a_step_is_shown_as_no_step(step):
+    def evaluated(_, frame):
+        line = {"step": step, "time": 0.0, "evaluation_loss": 7.6, "attempt": 1}
+        run_of(frame, metrics=[line] if frame["run"].get("metrics") else [])
+        beats(frame, step=0)
+
+    pic = play(50, evaluated)[0].picture()
+    shown = "\n".join(line.plain for line in headline(pic, 160))
+    assert f"step {step}" in shown
+    assert f"eval 7.6000 @{step}" in shown
+    assert "steps at risk" not in shown
+    assert (pic.training.loss, pic.training.step_s, pic.training.lost_steps) == (None, None, None)
+    assert pic.verdict is Verdict.HEALTHY
+
+
 def test_the_last_evaluation_is_shown():
     def evaluated(_, frame):
         for each in frame["run"].get("metrics", ()):

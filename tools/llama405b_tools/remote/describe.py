@@ -10,7 +10,15 @@ from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.reader import MalformedError, loads
-from llama405b.contract.records import Blame, Metrics, NodeState, NodeStatus, StopMark
+from llama405b.contract.records import (
+    METRICS_LINE,
+    Blame,
+    EvaluationMetrics,
+    Metrics,
+    NodeState,
+    NodeStatus,
+    StopMark,
+)
 from llama405b.contract.replicas import Copied
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.guarding import heard_guard
@@ -119,9 +127,10 @@ def _saves(run: RunDir, attempt: int) -> tuple[float, str]:
     return 0.0, unsaved
 
 
-def _last_metrics(path: Path) -> Metrics | None:
+def _last_metrics(path: Path) -> Metrics | EvaluationMetrics | None:
     with contextlib.suppress(OSError, MalformedError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LAST_BYTES))
         for line in file.read().splitlines()[-1:]:
-            return loads(Metrics, line, path.name)
+            last: Metrics | EvaluationMetrics = loads(METRICS_LINE, line, path.name)
+            return last
     return None

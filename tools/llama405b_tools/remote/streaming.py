@@ -12,7 +12,7 @@ from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan, read_plan
-from llama405b.contract.records import Metrics, NodeStatus
+from llama405b.contract.records import METRICS_LINE, NodeStatus
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
@@ -77,7 +77,7 @@ class _Records:
 
     def new(self) -> Iterator[News]:
         """Yield what was added since the last call."""
-        if metrics := tuple(_added(Metrics, self.metrics)):
+        if metrics := tuple(_added(METRICS_LINE, self.metrics)):
             yield News(metrics=metrics)
         if events := tuple(_added(RunEvent, self.events)):
             yield News(events=events)

@@ -131,9 +131,9 @@ def _trial_of(request: LaunchRequest, name: str, settings: Mapping[str, object])
         "checkpoint.every": 0,
         "checkpoint.dir": "",
         "checkpoint.keep_best": "false",
+        "evaluation.every": 0,
+        "evaluation.paths": "[]",
     }
-    if request.config and request.config.evaluation.every:
-        settings["evaluation.every"] = 10 * STEPS  # after the last step alone
     flags = (*request.flags, *(f"--{key}={value}" for key, value in settings.items()))
     run = f"{request.run}-{name}"
     return dataclasses.replace(

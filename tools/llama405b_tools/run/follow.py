@@ -15,7 +15,7 @@ from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
-from llama405b.contract.records import Blame, Metrics, Phase
+from llama405b.contract.records import Blame, EvaluationMetrics, Metrics, Phase
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.hosts.typed import front_door
@@ -42,6 +42,7 @@ DOING = {
     Phase.LOAD: "loading the weights",
     Phase.PIN: "pinning CPU memory",
     Phase.RESUME: "restoring the checkpoint",
+    Phase.EVAL: "evaluating",
     Phase.TRAIN: "taking the first step",
 }
 PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by themselves
@@ -100,6 +101,7 @@ class Watch:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.metrics: list[Metrics] = []
+        self.first_evaluation: float | None = None  # the loss on data held out, before the first step
         self.ended: set[str] = set()
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
@@ -163,6 +165,9 @@ class Watch:
 
     def _take_records(self, news: News) -> None:
         for metrics in news.metrics:  # a resumed run goes back: forget the steps it repeats
+            if isinstance(metrics, EvaluationMetrics):
+                self.first_evaluation = metrics.evaluation_loss
+                continue
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
             self.metrics.append(metrics)
@@ -313,7 +318,7 @@ def follow(
 def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
     """Print how it ended."""
     if watch.metrics:
-        show(f"\n{plan.run}: {_progress(watch.metrics, plan)}")
+        show(f"\n{plan.run}: {_progress(watch, plan)}")
     if watch.saved:
         show(f"checkpoint: {watch.saved}")
     logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
@@ -345,14 +350,23 @@ def _export(plan: Plan, hosts: str) -> str:
     return f"`{typed}{hosts or ' hosts'}`"
 
 
-def _progress(metrics: list[Metrics], plan: Plan) -> str:
+def _progress(watch: Watch, plan: Plan) -> str:
     """Loss and rate from the first step to the last."""
+    metrics = watch.metrics
     first, last, ending = metrics[0], metrics[-1], metrics[-MEAN_OF:]
     loss = sum(each.loss for each in ending) / len(ending)
     tokens_per_s = sum(each.tokens_per_s * each.step_s for each in metrics) / sum(each.step_s for each in metrics)
-    evaluated = next((each for each in reversed(metrics) if each.evaluation_loss is not None), None)
-    held_out = f"evaluation {evaluated.evaluation_loss:.3f} after step {evaluated.step}, " if evaluated else ""
     return (
-        f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), {held_out}"
+        f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), "
+        f"{_held_out(watch)}"
         f"{tokens_per_s:,.0f} tokens/s on {counted(plan.world, 'rank')} of {counted(len(plan.nodes), 'host')}"
     )
+
+
+def _held_out(watch: Watch) -> str:
+    """Loss on data held out, before the first step and after the last that was evaluated."""
+    evaluated = next((each for each in reversed(watch.metrics) if each.evaluation_loss is not None), None)
+    if evaluated is None:
+        return ""
+    before = given("{:.3f} -> ", watch.first_evaluation)
+    return f"evaluation {before}{evaluated.evaluation_loss:.3f} after step {evaluated.step}, "

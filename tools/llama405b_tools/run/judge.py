@@ -206,6 +206,7 @@ def silent_rank(
         for beat, age_s in each:
             # Before the first step, which compiles and connects; a long wait for an update is one of a later step.
             before_first_step = beat.time == beat.phase_since and beat.phase is not Phase.UPDATE
+            before_first_step = before_first_step or (beat.phase is Phase.EVAL and beat.step == 0)
             slow = (beat.phase in SLOW_PHASES or before_first_step) and beat.state != "T"
             limit_s = slow_limit_s if slow else step_limit_s
             if beat.phase not in (Phase.DONE, Phase.FAILED) and age_s > limit_s:

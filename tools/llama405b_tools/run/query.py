@@ -10,7 +10,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more
 from llama405b.contract.plan import NO_PLAN, Node, Plan, read_plan
-from llama405b.contract.records import Metrics
+from llama405b.contract.records import EvaluationMetrics, Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
@@ -156,8 +156,8 @@ def seconds_to_save(seen: Seen) -> float:
     return LEAST_GRACE_S + 2 * max((run.save_s for run in replies(seen).values() if run), default=0.0)
 
 
-def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | None]:
-    """A run's newest checkpoint ('' for none) and its last step, from what its hosts know."""
+def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | EvaluationMetrics | None]:
+    """A run's newest checkpoint ('' for none), and its last step or evaluation, from what its hosts know."""
     found = list(runs)
     saved = max((each.checkpoint for each in found if each.checkpoint), default="")
     metrics = [each.metrics for each in found if each.metrics]

@@ -90,6 +90,7 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
         "training.max_steps": MOST_STEPS,
         "checkpoint.every": SAVE_AT if config.checkpoint.cadence.saves else 0,
         "checkpoint.keep": KEEP,
+        "evaluation.max_sequences": 1,
     }
     if config.checkpoint.dir:
         settings["checkpoint.dir"] = f"{config.checkpoint.dir.rstrip('/')}/{run}"

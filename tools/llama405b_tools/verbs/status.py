@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError, code_for
 from llama405b.contract.reader import Json
+from llama405b.contract.records import EvaluationMetrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
@@ -17,6 +18,7 @@ from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import Guard, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State
 from llama405b_tools.run.query import Seen, all_runs, ask_hosts, ask_members, failures_of, progress, states_of
+from llama405b_tools.text.figures import number
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
@@ -105,11 +107,13 @@ def print_runs(fleet: Fleet, *, as_json: bool) -> int:
 def print_progress(found: Sequence[HostRun]) -> None:
     """Print the last step and the newest checkpoint, if any host knows them."""
     saved, last = progress(found)
-    if last:
+    if isinstance(last, EvaluationMetrics):
+        print(f"evaluation of step {last.step}: loss {number(last.evaluation_loss, '.4f')}")
+    elif last:
         print(
             f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s per step"
         )
-    if saved or any(each.heartbeats for each in found):
+    if saved or (any(each.heartbeats for each in found) and not isinstance(last, EvaluationMetrics)):
         print(f"newest checkpoint: {saved or 'none yet'}")
     for unsaved in {each.unsaved for each in found if each.unsaved}:
         print(f"NOT SAVED: {unsaved}")

@@ -12,7 +12,7 @@ from llama405b.contract.errors import GOOD, UserError, code_for
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import check_run_name
-from llama405b.contract.records import Phase
+from llama405b.contract.records import Metrics, Phase
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
@@ -84,7 +84,7 @@ def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
     """Print the checkpoint that the run can resume from, how many steps it would repeat, and if a save was cut off, that."""
     nodes = [end.node for end in ends if end.known and end.node]
     saved, metrics = progress(nodes)
-    if not metrics:
+    if not isinstance(metrics, Metrics):
         return
     last, hint = metrics.step, ""
     if saved and (lost := last - step_of(Path(saved))):

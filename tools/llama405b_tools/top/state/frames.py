@@ -72,8 +72,8 @@ class StepMetrics:
     """One training step, by any trainer; values it does not report are None."""
 
     step: int
-    loss: Annotated[float | None, SoundOnly]  # None: not a finite number
-    step_s: float
+    loss: Annotated[float | None, SoundOnly] = None  # None: not a finite number
+    step_s: float | None = None  # None: no step was taken, only an evaluation made
     time: float | None = None  # the clock of the host that writes them
     attempt: int = 0  # the launch of the run that took the step; 0: unknown
     data_s: float | None = None

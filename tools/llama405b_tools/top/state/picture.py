@@ -213,7 +213,7 @@ class Training:
     loss: float | None = None
     losses: tuple[float, ...] = ()
     evaluation_loss: float | None = None  # the last on data that is not trained on
-    evaluated_step: int | None = None  # after which it was that
+    evaluated_step: int | None = None  # after which it was that; 0: before the first
     step_s: float | None = None  # median of the last steps
     expected_step_s: float | None = None  # as predicted
     data_s: float | None = None

@@ -37,7 +37,7 @@ def measured(metrics: Sequence[StepMetrics], attempt: int, now: float) -> Measur
 
 def seconds_since(metrics: Sequence[StepMetrics], step: int) -> float:
     """Return how long the steps after this one took: what was measured, and their mean for those of which no metrics are kept."""
-    took = [each.step_s for each in metrics if each.step > step]
+    took = known(each.step_s for each in metrics if each.step > step)
     n_steps = metrics[-1].step - step
     return statistics.mean(took) * n_steps if took else 0.0
 
@@ -45,12 +45,14 @@ def seconds_since(metrics: Sequence[StepMetrics], step: int) -> float:
 def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
     """Yield what stands out about the last steps: their loss, and how long they take."""
     last = metrics[-1]
+    if last.step_s is None:
+        return
     if last.loss is None:
         yield Note("loss", f"the loss of step {last.step} is not a finite number", ("loss",))
     elif usual := _exceeded([each.loss for each in metrics], thresholds.HIGH_LOSS, thresholds.HIGH_LOSS_STEPS):
         above = f"for {thresholds.HIGH_LOSS_STEPS} steps above {thresholds.HIGH_LOSS:g} times its median of {usual:.4g}"
         yield Note("loss", f"the loss is {last.loss:.4g}, {above}", ("loss",))
-    seconds = [each.step_s for each in metrics]
+    seconds = known(each.step_s for each in metrics)
     if usual := _exceeded(seconds, thresholds.SLOW_STEP, _n_last(seconds, thresholds.SLOW_STEPS, thresholds.SLOW_S)):
         yield Note("step_s", f"a step takes {last.step_s:.2f} s where the median was {usual:.2f} s", ("step_s",))
 

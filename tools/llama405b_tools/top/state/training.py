@@ -72,6 +72,10 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
     phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
     saved = shown.checkpoint_step or 0
     evaluated = next((each for each in reversed(found.metrics) if each.evaluation_loss is not None), None)
+    if evaluated:
+        shown = dataclasses.replace(shown, evaluation_loss=evaluated.evaluation_loss, evaluated_step=evaluated.step)
+    if last.step_s is None:  # no step was taken, and none is at risk
+        return dataclasses.replace(shown, step=last.step)
     if phase in MOVING:
         tokens_per_s = found.median("tokens_per_s")
         if shown.steps and step_s:
@@ -84,8 +88,6 @@ def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
         step=last.step,
         loss=last.loss,
         losses=tuple(known(metrics.loss for metrics in found.metrics)),
-        evaluation_loss=evaluated.evaluation_loss if evaluated else None,
-        evaluated_step=evaluated.step if evaluated else None,
         step_s=step_s,
         data_s=found.median("data_s"),
         forward_s=found.median("forward_s"),
