@@ -27,9 +27,6 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
 
     The data's fingerprint covers its length and a sample: another corpus shows, a letter that changed may not.
     """
-    hf_config = read_hf_json(files / "config.json")
-    described = {key: value for key, value in hf_config.items() if key not in NOT_OF_THE_MODEL}
-    model = json.dumps([described, config.model.layers], sort_keys=True).encode()
     sample = hashlib.sha256()
     for source in batches.mixture.sources:
         tokens_N = source.tokens_N
@@ -37,7 +34,7 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
         for start in np.unique(starts):
             sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
     return RunIdentity(
-        model=f"config {hashlib.sha256(model).hexdigest()[:12]}",
+        model=model_of(config, files),
         data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{_parts(batches)}, {_rules(config)}",
         sequence_length=config.data.seq_len,
         global_batch_size=config.training.global_batch_size,
@@ -46,6 +43,14 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
         training_seed=config.training.seed,
         packing="isolated" if batches.isolated else "concatenated",
     )
+
+
+def model_of(config: Config, files: Path) -> str:
+    """Return the fingerprint of the model's shape, by its configuration; ``files``: see ``identity_of``."""
+    hf_config = read_hf_json(files / "config.json")
+    described = {key: value for key, value in hf_config.items() if key not in NOT_OF_THE_MODEL}
+    model = json.dumps([described, config.model.layers], sort_keys=True).encode()
+    return f"config {hashlib.sha256(model).hexdigest()[:12]}"
 
 
 def _tokens(batches: Batches) -> str:

@@ -131,15 +131,31 @@ def held_out_of(
     if not evaluation.every:
         return batches, None
     if evaluation.paths:
-        data = dataclasses.replace(config.data, paths=evaluation.paths, weights=(), max_bytes=0)
-        held_out = open_batches(data, files, cache, me, pulse.loaded, say, "--evaluation.paths")
+        held_out = batches_apart(config, files, cache, me, pulse, say)
     else:
         batches, held_out = batches.hold_out(evaluation.fraction)
         for line in described_as_held_out(config.data, held_out):
             say(line)
+    refuse_without_targets(held_out)
+    return batches, held_out
+
+
+def batches_apart(
+    config: Config, files: Path, cache: Path, me: Ranks, pulse: Pulse, say: Callable[[str], None]
+) -> Batches:
+    """Open the data of ``evaluation.paths``.
+
+    Raises:
+        UserError: It cannot be used.
+    """
+    data = dataclasses.replace(config.data, paths=config.evaluation.paths, weights=(), max_bytes=0)
+    return open_batches(data, files, cache, me, pulse.loaded, say, "--evaluation.paths")
+
+
+def refuse_without_targets(held_out: Batches) -> None:
+    """Refuse data of which nothing would be evaluated."""
     if not any((held_out.in_order([i]).targets_BS != IGNORE_INDEX).any() for i in range(held_out.n_sequences)):
         raise UserError("[evaluation]: the held-out data has no target to learn; name other data, or a larger fraction")
-    return batches, held_out
 
 
 def say_changes(
@@ -169,8 +185,32 @@ def resume_at(
         if chosen.wanted == "auto":
             journal.log("no checkpoint yet; starting from the model's weights")
         return 0
+    done, start = load_chosen(chosen, check, module, updater, me, pulse, journal)
+    for each in chosen.passed_over:
+        journal.log(f"ignored {each}; renamed to …aside")
+        journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
+    journal.log(f"resumed from {start}")
+    journal.event(EventKind.RESUMED, step=done, path=start)
+    return done
+
+
+def load_chosen(
+    chosen: Resume,
+    check: Callable[[Resume], None],
+    module: torch.nn.Module,
+    updater: Updater,
+    me: Ranks,
+    pulse: Pulse,
+    journal: Journal,
+) -> tuple[int, Path]:
+    """Load the chosen checkpoint, or what else will do if it is damaged; returns its step and path.
+
+    Raises:
+        UserError: None can be used.
+    """
     pulse.phase(Phase.RESUME)
     while True:
+        assert chosen.found
         start = chosen.found.path
         try:
             done = chosen.load(module, updater, me, pulse.loaded)
@@ -179,12 +219,7 @@ def resume_at(
             journal.log(str(fault))
             check(chosen)
     load.refuse_not_finite(updater.kept, start)
-    for each in chosen.passed_over:
-        journal.log(f"ignored {each}; renamed to …aside")
-        journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
-    journal.log(f"resumed from {start}")
-    journal.event(EventKind.RESUMED, step=done, path=start)
-    return done
+    return done, start
 
 
 def open_checkpoints(
@@ -260,9 +295,18 @@ def bring_model_files(config: Config, run: RunDir, me: Ranks, journal: Journal) 
 
 
 def build_module(
-    config: Config, files: Path, me: Ranks, pulse: Pulse, journal: Journal, *, from_checkpoint: bool
+    config: Config,
+    files: Path,
+    me: Ranks,
+    pulse: Pulse,
+    journal: Journal,
+    *,
+    from_checkpoint: bool,
+    trains: bool = True,
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Build the sharded model, and the weights as they are kept (or only their memory, if a checkpoint will fill it).
+
+    ``trains``: whether they will be updated, which is then said of them.
 
     Raises:
         UserError: The configuration does not fit the model or the device.
@@ -294,14 +338,14 @@ def build_module(
         load.refuse_not_finite(kept, weights_in)
     if config.model.activation_checkpointing:
         fsdp2.checkpoint_activations(module)
-    n, each = llama.parameters, sum(parallel.state_bytes)
-    what = f"{n:,} parameters, {parallel.numerics} at {each} bytes per parameter"
+    what = f"{llama.parameters:,} parameters, {parallel.numerics}"
+    if trains:
+        what += f" at {sum(parallel.state_bytes)} bytes per parameter"
     journal.log(f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
-    journal.log(
-        f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{_update_words(parallel)}"
-    )
-    for line in (*checked, rounding_note(parallel, config.optimizer)):
+    updates = _update_words(parallel) if trains else ""
+    journal.log(f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{updates}")
+    for line in (*checked, rounding_note(parallel, config.optimizer) if trains else ""):
         if line:
             journal.log(line)
     return module, kept

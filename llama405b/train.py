@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from llama405b.contract.events import EventKind
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.records import Phase
 from llama405b.contract.words import said_by_rank
+from llama405b.evaluate_only import evaluate_only
 from llama405b.heartbeat import Pulse
 from llama405b.journal import Journal
 from llama405b.lost_peer import is_lost_peer
@@ -39,9 +41,13 @@ def main(argv: Sequence[str]) -> int:
         run = RunDir(asked.run_dir)
         pulse = Pulse(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
-        trainer = prepare(asked.config, run, asked.resume, me, pulse, stop)
-        with contextlib.closing(trainer.checkpoints), contextlib.closing(trainer.reader):
-            trainer.take_steps()
+        if asked.evaluates:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a stop ends it at once: there is nothing to save
+            evaluate_only(asked.config, run, asked.resume, me, pulse)
+        else:
+            trainer = prepare(asked.config, run, asked.resume, me, pulse, stop)
+            with contextlib.closing(trainer.checkpoints), contextlib.closing(trainer.reader):
+                trainer.take_steps()
         pulse.phase(Phase.DONE)
         ranks.leave()
     except Exception as error:

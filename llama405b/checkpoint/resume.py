@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from llama405b import ranks
 from llama405b.checkpoint.gather import Gathered
 from llama405b.checkpoint.seal import Fault, PassedOver
-from llama405b.checkpoint.snapshot import restore
+from llama405b.checkpoint.snapshot import restore, restore_weights
 from llama405b.checkpoint.store import Found, Store
 from llama405b.checkpoint.unpickling import UnsafeError
 from llama405b.checkpoint.verified import DamagedError, VerifiedReader
@@ -28,14 +28,14 @@ from llama405b.step import Updater
 class Resume:
     """What ``--resume`` (no, auto, a step, a path) asks for; all ranks call it alike."""
 
-    def __init__(self, store: Store, wanted: str) -> None:
-        """Choose.
+    def __init__(self, store: Store, wanted: str, *, weights_only: bool = False) -> None:
+        """Choose. ``weights_only``: to look at a checkpoint's weights, not to go on from there: nothing is set aside.
 
         Raises:
             UserError: A named checkpoint is missing or incomplete; ``auto`` finds checkpoints but none that is complete, or
             a newer one cannot be read, or none where this run has saved some; or the directory holds checkpoints of another run.
         """
-        self.store, self.wanted = store, wanted
+        self.store, self.wanted, self.weights_only = store, wanted, weights_only
         self.found: Found | None = None
         self.passed_over: list[PassedOver] = []
         self.untried = store.present()  # the newest last
@@ -62,7 +62,8 @@ class Resume:
             reader = GatheringReader(gathered, progress)
             with ranks.refusing_together():
                 reader.read_metadata()
-            done = restore(self.found.path, model, updater, me, reader)
+            load = restore_weights if self.weights_only else restore
+            done = load(self.found.path, model, updater, me, reader)
         except CheckpointException as failed:
             _refuse_unsafe(failed)
             fault = _fault(self.found, failed, self.store.hosts)
@@ -102,6 +103,8 @@ class Resume:
         if isinstance(found, PassedOver):
             raise UserError(f"--resume: {found}; use another one, or auto")
         later = [each for each in self.untried if step_of(each) > step_of(path)]
+        if self.weights_only:
+            later = []
         if later and path.parent.resolve() != root.resolve():
             raise UserError(
                 f"--checkpoint.dir: {root} holds checkpoints up to {later[-1].name}, of another run; use another directory"

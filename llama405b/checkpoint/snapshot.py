@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from llama405b.checkpoint.unpickling import TensorPlanner, TensorReader
@@ -51,6 +56,19 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks, files: Te
         torch.set_rng_state(rng["cpu"])
     if "cuda" in rng:
         torch.cuda.set_rng_state(rng["cuda"])
+    return step_of(path)
+
+
+def restore_weights(
+    path: Path, model: nn.Module, updater: Updater, _me: Ranks, files: TensorReader | None = None
+) -> int:
+    """Load the weights alone, without making moments; all else: see ``restore``."""
+    kept = updater.kept
+    state: dict[str, Any] = {"model": get_model_state_dict(kept)}
+    dcp.load(state, storage_reader=files or TensorReader(path), planner=TensorPlanner())
+    if isinstance(model, FullyShardedDataParallel):
+        set_model_state_dict(kept, state["model"])
+    updater.publish()
     return step_of(path)
 
 

@@ -9,17 +9,19 @@ import dataclasses
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from llama405b.contract import config
+from llama405b.contract.config import Setting
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import did_you_mean
 from llama405b.contract.schema import Config
 from llama405b.contract.settings_help import HELP_WIDTH, settings_help
 
 MAX_WORLD = 1_000_000
+EVALUATE_ONLY = "--evaluate-only"
 TRAIN = """Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host, and takes the same settings.
 
   llama405b train --preset llama3.1-8b --data.paths corpus --dry-run --world 8
@@ -96,6 +98,7 @@ class Command:
     resume: str
     dry_run: bool
     world: int
+    evaluates: bool  # without training
 
 
 def add_resume(add: Callable[..., object]) -> None:
@@ -104,8 +107,22 @@ def add_resume(add: Callable[..., object]) -> None:
     add("--resume", nargs="?", default="no", const="auto", metavar="WHICH", help=text)
 
 
-def check_resume(resume: str) -> None:
-    """Refuse a value of --resume that is not no, auto, a step, or a path that ends in step-<8 digits>."""
+def add_evaluate_only(add: Callable[..., object]) -> None:
+    """Add ``--evaluate-only`` to a parser."""
+    text = "evaluate on the data of [evaluation] without training: the model, or with --resume PATH a checkpoint of any run"
+    add(EVALUATE_ONLY, action="store_true", help=text)
+
+
+def check_resume(resume: str, *, evaluates: bool = False) -> None:
+    """Refuse a value of --resume that is not no, auto, a step, or a path that ends in step-<8 digits>.
+
+    ``evaluates``: without training, in a run of its own, which has no checkpoints.
+    """
+    if evaluates and re.fullmatch("auto|[0-9]{1,8}", resume):
+        raise UserError(
+            f"{EVALUATE_ONLY}: --resume is {resume!r}; name the checkpoint by its path, like --resume "
+            "runs/RUN/checkpoints/step-00000100, or leave it out for the model itself"
+        )
     if not re.fullmatch("no|auto|[0-9]{1,8}", resume) and not re.fullmatch("step-[0-9]{8}", Path(resume).name):
         raise UserError(
             f"--resume: {resume!r} is not a checkpoint; write no, auto, a step, or a path that ends in step-<8 digits>"
@@ -130,6 +147,7 @@ def parse(argv: Sequence[str]) -> Command:
         "--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]"
     )
     add_resume(parser.add_argument)
+    add_evaluate_only(parser.add_argument)
     parser.add_argument(
         "--dry-run", action="store_true", help="shard the model on the meta device and report what it needs"
     )
@@ -139,8 +157,25 @@ def parse(argv: Sequence[str]) -> Command:
     config.refuse_unknown(rest, parser.options)
     if not 1 <= known.world <= MAX_WORLD:
         raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
-    check_resume(known.resume)
+    check_resume(known.resume, evaluates=known.evaluate_only)
     settings = config.read_preset(known.preset) | config.read_toml(known.config) | config.read_flags(flags)
     if known.dry_run:  # the shape needs no data
         settings = {"data.paths": (("none",), "--dry-run")} | settings
-    return Command(config.resolve(settings), known.preset, known.run_dir, known.resume, known.dry_run, known.world)
+    if known.evaluate_only:
+        settings = to_evaluate(settings)
+    return Command(
+        config.resolve(settings),
+        known.preset,
+        known.run_dir,
+        known.resume,
+        known.dry_run,
+        known.world,
+        known.evaluate_only,
+    )
+
+
+def to_evaluate(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return the settings of an evaluation without training: it is due, and reads data to train on only to hold out a part."""
+    paths, fraction = (settings.get(f"evaluation.{name}", ((), ""))[0] for name in ("paths", "fraction"))
+    unread = {"data.paths": (("none",), EVALUATE_ONLY)} if paths or not fraction else {}
+    return unread | dict(settings) | {"evaluation.every": (1, EVALUATE_ONLY)}

@@ -48,6 +48,8 @@ ADVICE = {
     "main_process_ip": MEETING, "main_process_port": MEETING, "rdzv_endpoint": MEETING, "rdzv_backend": MEETING,
     "rdzv_id": MEETING, "max_restarts": "--restart N guards the run, and resumes it from its newest checkpoint",
     "resume_from_checkpoint": "write --resume auto, for the newest checkpoint that verifies, or --resume STEP",
+    "do_eval": "write --evaluate-only, to evaluate without training", "eval_only": "write --evaluate-only",
+    "eval_on_start": "with --evaluation.every a new run is evaluated before its first step, too",
     "bf16": BF16, "run_name": "write --run NAME", "job_name": "write --run NAME", "name": "write --run NAME",
     "logging_steps": "every step is logged", "log_interval": "every step is logged",
     "warmup_ratio": "the warmup is a number of steps, --optimizer.warmup",

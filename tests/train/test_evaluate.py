@@ -147,6 +147,8 @@ def test_several_ranks_keep_the_best_beside_the_newest_and_know_it_after_a_resum
         assert done.returncode == 0, done.stderr
         metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
         kept = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
+        assert [each["step"] for each in metrics] == list(range(steps + 1))
+        assert ("evaluation before step 1" in done.stdout) == (steps == 12)  # not where it goes on
         return {each["step"]: each["evaluation_loss"] for each in metrics if each["step"]}, kept
 
     for steps in (12, 16):
@@ -219,29 +221,50 @@ def test_an_evaluation_before_the_first_step_changes_no_step(tiny):
             assert best == math.inf  # no checkpoint has these weights
 
 
-def test_the_weights_that_a_run_begins_with_are_evaluated_once_and_never_the_best_checkpoint(demo, corpus, tmp_path):
-    (tmp_path / "corpus").symlink_to(corpus)
+@pytest.fixture(scope="module")
+def trained(demo, corpus, tmp_path_factory):
+    """A directory with a run of two ranks whose learning rate only harms; its evaluation losses by step, and what it printed."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "corpus").symlink_to(corpus)
+    (place / "held.txt").write_text("".join(file.read_text() for file in sorted(corpus.rglob("*.py")))[:9000])
     settings = {
-        "evaluation.every": 1, "evaluation.fraction": 0.1, "evaluation.max_sequences": 8, "checkpoint.every": 100,
-        "checkpoint.keep_best": "true", "optimizer.lr": 3.0, "optimizer.decay": "constant", "training.max_steps": 3,
+        "evaluation.every": 1, "evaluation.paths": "held.txt", "checkpoint.every": 100, "checkpoint.keep_best": "true",
+        "optimizer.lr": 3.0, "optimizer.decay": "constant", "training.max_steps": 3,
     }  # fmt: skip
-    typed = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    done = _train(place, demo, *(word for key, value in settings.items() for word in (f"--{key}", str(value))), world=2)
+    assert done.returncode == 0, done.stderr
+    return place, _evaluated(place / "runs/r"), done.stdout
 
-    def run(*more):
-        done = _train(tmp_path, demo, *typed, *more)
-        assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
-        kept = [int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-????????")]
-        return done.stdout, {each["step"]: each["evaluation_loss"] for each in lines}, sorted(kept)
 
-    said, losses, kept = run()
+def _evaluated(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {each["step"]: each["evaluation_loss"] for each in lines}
+
+
+def test_the_weights_that_a_run_begins_with_are_never_the_best_checkpoint(trained):
+    place, losses, said = trained
     assert said.count("evaluation before step 1: loss ") == 1
-    assert min(losses, key=losses.get) == 0  # such a learning rate only harms
+    assert min(losses, key=losses.get) == 0
     best = min((1, 2, 3), key=losses.get)
-    assert kept == sorted({best, 2, 3})
-    said, again, _ = run("--resume", "auto", "--training.max_steps", "4")
-    assert "evaluation before step 1" not in said
-    assert again == losses | {4: again[4]}
+    assert sorted(path.name for path in (place / "runs/r/checkpoints").glob("step-*")) == [
+        f"step-{step:08}" for step in sorted({best, 2, 3})
+    ]
+
+
+def test_a_checkpoint_is_evaluated_without_training(demo, trained):
+    place, losses, _ = trained
+    run = place / "runs/r"
+    first = min(run.glob("checkpoints/step-*"))  # there are later ones
+    files = {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in run.rglob("*")}
+    step = int(first.name.partition("-")[2])
+    only = ["--evaluate-only", "--evaluation.paths", "held.txt", "--data.paths", "gone", "--checkpoint.every", "1"]
+    named = first.relative_to(place)
+    done = _train(place, demo, *only, "--run-dir", "runs/alone", "--optimizer.lr", "7", "--resume", named)
+    assert done.returncode == 0, done.stderr
+    assert _evaluated(place / "runs/alone") == {step: pytest.approx(losses[step], rel=1e-6)}
+    assert f"evaluation of {named}: loss {losses[step]:.4f}, perplexity " in done.stdout
+    assert not (place / "runs/alone/checkpoints").exists()
+    assert {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in run.rglob("*")} == files
 
 
 def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path):
@@ -253,6 +276,42 @@ def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path
         journal.resumed_at(0, 9, anew=anew)
         assert (journal.began_evaluated, journal.losses, journal.tokens) == (not anew, (), 0)
         assert len(read_metrics(run.metrics)) == left
+
+
+def _evaluated_from(me, directory, root):
+    """By engine: the loss after two steps, and that of the weights alone, loaded from a checkpoint of it; and moments made."""
+    from llama405b.checkpoint.snapshot import restore_weights
+    from llama405b.evaluate import evaluate
+    from llama405b.optim.updater import Sequential
+    from update_rig import build, dcp_save, take
+
+    engines = {
+        "full": lambda **more: build(me, directory, overlap=True, **more),
+        "states": lambda **more: build(me, directory, overlap=True, offload="states", **more),
+        "pure-bf16": lambda **more: build(me, directory, overlap=False, offload="none", numerics="pure-bf16", **more),
+        "fsdp1": lambda: _fsdp1(me, directory),
+    }
+    found = {}
+    for name, make in engines.items():
+        module, updater = make()
+        for step in range(2):
+            take(me, module, updater, step)
+        path = Path(root) / name / "step-00000002"
+        updater.drain()
+        trained = evaluate(module, _batches(), me, 2).loss
+        dcp_save(updater, me, path)
+        fresh, other = make()
+        alone = Sequential(fresh, other.kept, other.optimizer)
+        alone.optimizer.state.clear()
+        done = restore_weights(path, fresh, alone, me)
+        found[name] = (trained, evaluate(fresh, _batches(), me, 2).loss, done, len(alone.optimizer.state))
+    return found
+
+
+def test_the_weights_of_a_checkpoint_are_evaluated_without_moments(tiny, tmp_path):
+    for found in run_ranks(2, _evaluated_from, tiny, str(tmp_path)):
+        for name, (trained, loaded, done, moments) in found.items():
+            assert (loaded, done, moments) == (trained, 2, 0), name
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,18 @@ def test_what_is_refused_before_anything_starts(seen, words):
     assert words in str(refused.value)
 
 
+def test_an_evaluation_without_training_never_gets_into_the_directory_of_another_run():
+    only = ["--run", "r", "--preset", "demo", "--evaluate-only", "--resume", "runs/r/checkpoints/step-00000040"]
+    with pytest.raises(UserError, match=r"--run: 'r' exists on a; choose another name$"):
+        preflight.refuse_input(parse(only, 0.0), {"a": dataclasses.replace(facts([]), run_exists=True)}, 20_000)
+
+
+def test_an_evaluation_without_training_needs_no_room_for_what_training_takes():
+    request, plan, said = planned(("--evaluation.paths", "x", "--evaluate-only"), [{"llama": LARGE}] * 3)
+    preflight.check_training(request, plan, said)  # 24 ranks, where the global batch is 64
+    assert outlook("--evaluation.paths", "x", "--evaluate-only") is None
+
+
 @pytest.mark.parametrize(("resume", "asked"), [("no", "/c"), ("auto", ""), ("40", "")])
 def test_the_head_is_asked_for_checkpoints_only_if_none_is_resumed(monkeypatch, tmp_path, resume, asked):
     monkeypatch.chdir(tmp_path)

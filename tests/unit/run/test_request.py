@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from llama405b.contract import command
 from llama405b.contract.errors import UserError
 from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.run import request
@@ -138,3 +139,41 @@ def test_no_trial_evaluates_more_than_a_moment():
     request = parse("--evaluation.every", "5", "--evaluation.paths", "held.txt", "--rehearse")
     assert rehearse.trial_of(request).config.evaluation.max_sequences == 1
     assert not calibrate._trial_of(request, "2", {}).config.evaluation.every
+
+
+ONLY = "--evaluate-only"
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ([], f"{ONLY}: no data to evaluate on; set evaluation.paths or evaluation.fraction"),
+        (["--evaluation.fraction", "0.1"], "--data.paths: no data given"),
+        (
+            ["--evaluation.paths", "x", "--resume", "auto"],
+            f"{ONLY}: --resume is 'auto'; name the checkpoint by its path",
+        ),
+        (["--evaluation.paths", "x", "--resume"], f"{ONLY}: --resume is 'auto'; name the checkpoint by its path"),
+        (["--evaluation.paths", "x", "--resume", "40"], f"{ONLY}: --resume is '40'; name the checkpoint by its path"),
+        (["--evaluation.paths", "x", "--restart", "2"], f"{ONLY} takes no step; remove --restart and --rehearse"),
+        (["--evaluation.paths", "x", "--rehearse"], f"{ONLY} takes no step; remove --restart and --rehearse"),
+    ],
+)
+def test_what_an_evaluation_without_training_refuses(words, fault):
+    with pytest.raises(UserError, match=fault):
+        request.parse(["--model.path", "m", ONLY, *words], 0.0)
+    with pytest.raises(UserError, match=f"{ONLY}: settings are for the trainer"):
+        request.parse([ONLY, "--", "mine.py"], 0.0)
+
+
+def test_an_evaluation_without_training_is_a_run_of_its_own(tmp_path):
+    known = ["--model.path", "m", "--checkpoint.dir", "/shared/run1", "--checkpoint.keep_best", "true"]
+    found = request.parse([*known, ONLY, "--evaluation.paths", "x", "--resume", "/shared/run1/step-00000040"], 0.0)
+    assert found.run.startswith("run-evaluation-")
+    assert found.training_program().count(ONLY) == 1
+    assert command.parse(found.training_program()[2:]).config == found.config
+    assert (found.saves, found.new_checkpoints, found.terms().checkpoint_dir) == (False, "", "")
+    assert found.data_paths == ("x",)
+    of_training = request.parse([*known, ONLY, "--evaluation.fraction", "0.1", "--data.paths", "d"], 0.0)
+    assert of_training.data_paths == ("d",)
+    assert of_training.config.evaluation.every

@@ -6,15 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from fakes import FakeHost, over, running_fleet
+from fakes import over, running_fleet
 from run_rig import plan
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
-from llama405b.contract.records import EvaluationMetrics, NodeState, Phase
+from llama405b.contract.records import NodeState, Phase
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.logs import first_error
-from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.remote.messages.stream import News, NodeNews
 from llama405b_tools.run import judge
@@ -23,7 +22,6 @@ from llama405b_tools.run.follow import Limits, watch_run
 from llama405b_tools.run.judge import Failure, Standing
 from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, states_of
 from llama405b_tools.verbs import status
-from llama405b_tools.verbs.stop import print_saved
 
 
 @pytest.fixture
@@ -141,16 +139,3 @@ def test_a_run_whose_saves_fail_is_not_well(fleet, monkeypatch, capsys):
         assert (f"NOT SAVED: {unsaved}" in capsys.readouterr().out) == bool(code)
         assert status.main(["--json"]) == code
         assert json.loads(capsys.readouterr().out)["ok"] != bool(code)
-
-
-def test_an_evaluation_without_a_step_is_no_training(capsys):
-    host = FakeHost("a")
-    host.plan = plan("-m", "llama405b.train")
-    beat = Beat(0, "a", 5, 0.0, 0, Phase.DONE, 0.0)
-    found = dataclasses.replace(host.run(), metrics=EvaluationMetrics(0, 0.0, 7.65, 1), heartbeats=(beat,))
-    status.print_progress([found])
-    assert capsys.readouterr().out == "evaluation of step 0: loss 7.6500\n"
-    status.print_progress([dataclasses.replace(found, metrics=EvaluationMetrics(40, 0.0, None, 1))])
-    assert capsys.readouterr().out == "evaluation of step 40: loss —\n"
-    print_saved([Ended(True, True, node=found)], 30.0)
-    assert capsys.readouterr().out == ""

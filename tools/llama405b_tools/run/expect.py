@@ -19,12 +19,12 @@ def expected(
 ) -> Outlook | None:
     """Return what to expect of it, with what was ``measured`` on its hosts; None if that is not known.
 
-    It is not of CPUs, unless they were measured, of GPUs that differ or are in no table, of other FSDP units than are predicted, and of
-    other programs.
+    It is not of CPUs, unless they were measured, of GPUs that differ or are in no table, of other FSDP units than are predicted, of
+    an evaluation without training, and of other programs.
     """
     asked, llama = request.config, answers[plan.nodes[0].name].llama
     kinds = {(answer.gpu, answer.gpu_bytes) for answer in answers.values()}
-    if asked is None or llama is None:
+    if asked is None or llama is None or request.evaluates:
         return None
     if asked.parallel.fsdp == "fsdp1" or not asked.model.activation_checkpointing or units_fault(asked.parallel.wrap):
         return None

@@ -65,8 +65,9 @@ def submit(request: LaunchRequest, options: str) -> str:
     if (place := place_of(str(run.path))).fault:
         raise UserError(f"--slurm: {place.path} cannot be written: {place_words(place)}; launch from another directory")
     new = not run.path.exists()
-    if run.path.exists() and request.resume == "no":
-        raise UserError(f"--run: {request.run!r} exists here; choose another name, or continue it with --resume auto")
+    if run.path.exists() and (request.resume == "no" or request.evaluates):
+        other = "choose another name" + ", or continue it with --resume auto" * (not request.evaluates)
+        raise UserError(f"--run: {request.run!r} exists here; {other}")
     if directory := request.new_checkpoints:
         with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
             refuse_held(Path(directory), committed(Path(directory)))
@@ -79,7 +80,8 @@ def submit(request: LaunchRequest, options: str) -> str:
         )
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()
-    again = dataclasses.replace(request, resume="auto").training_program()
+    resume = request.resume if request.evaluates else "auto"
+    again = dataclasses.replace(request, resume=resume).training_program()
     write_json(run.job_request, JobRequest(request.terms(), again, SIGNAL_BEFORE_S - 60, request.places))
     if request.secrets:
         write_secrets(run.job_secrets, dict(request.secrets))

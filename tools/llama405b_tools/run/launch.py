@@ -94,7 +94,7 @@ def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterat
         yield f"note: {what}; {bug.cure}"
     if note := loading_note(request, plan, answers):
         yield note
-    if note := rounding_note(request.config.parallel, request.config.optimizer):
+    if not request.evaluates and (note := rounding_note(request.config.parallel, request.config.optimizer)):
         yield f"note: {note}"
 
 

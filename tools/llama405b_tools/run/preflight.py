@@ -109,7 +109,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         data.seq_len,
         model.layers,
         model.weights == "random",
-        (*data.paths, *request.config.evaluation.paths),
+        request.data_paths,
         request.new_checkpoints,
         whole=request.config.parallel.fsdp == "fsdp1",
         template=data.chat_template,
@@ -195,10 +195,9 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             )
         if found.run_exists and found.run_place.fault not in (None, PlaceFault.READ_ONLY):
             raise UserError(f"--run: {request.run!r} on {name}: {place_words(found.run_place)}; choose another name")
-        if found.run_exists and request.resume == "no":
-            raise UserError(
-                f"--run: {request.run!r} exists on {name}; choose another name, or continue it with --resume auto"
-            )
+        if found.run_exists and (request.resume == "no" or request.evaluates):
+            other = "choose another name" + ", or continue it with --resume auto" * (not request.evaluates)
+            raise UserError(f"--run: {request.run!r} exists on {name}; {other}")
         if found.port_fault:
             why = "in use" if found.port_in_use else f"not available ({found.port_fault})"
             raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
@@ -249,7 +248,7 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
         parsed = command.parse(plan.program[2:])
         if parsed.config != request.config:
             raise UserError("the planned command does not match the request; please report this as a bug")
-        settings = config.on_ranks(parsed.config, plan.world)
+        settings = parsed.config if request.evaluates else config.on_ranks(parsed.config, plan.world)
         request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
         for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":

@@ -65,6 +65,7 @@ class LaunchRequest:
     program: tuple[str, ...]
     typed: tuple[str, ...]  # the command line, without --run, --resume and the program
     typed_in: str  # the directory
+    evaluates: bool = False  # without training
     hides_gpus: bool = False  # from a program that is not our trainer
 
     @property
@@ -81,7 +82,7 @@ class LaunchRequest:
             env=dict(self.env),
             secrets=tuple(sorted(self.secrets)),
             setup=self.setup,
-            checkpoint_dir=self.settings.checkpoint.dir,
+            checkpoint_dir="" if self.evaluates else self.settings.checkpoint.dir,
             replicates=self.saves and self.settings.checkpoint.copies > 0,
             spread=self.saves and self.settings.checkpoint.place == "node",
             on_cpu=self.on_cpu,
@@ -96,7 +97,7 @@ class LaunchRequest:
     @property
     def saves(self) -> bool:
         """Whether it writes checkpoints."""
-        return self.config is not None and self.config.checkpoint.cadence.saves
+        return self.config is not None and self.config.checkpoint.cadence.saves and not self.evaluates
 
     @property
     def settings(self) -> Config:
@@ -104,9 +105,15 @@ class LaunchRequest:
         return self.config or Config()
 
     @property
+    def data_paths(self) -> tuple[str, ...]:
+        """The data that it reads."""
+        data, held_out = self.settings.data.paths, self.settings.evaluation.paths
+        return held_out if self.evaluates and held_out else (*data, *held_out)
+
+    @property
     def new_checkpoints(self) -> str:
         """The directory that must hold no checkpoint before the run starts; '' if one is resumed, or it is the run's own."""
-        if self.resume != "no":
+        if self.resume != "no" or self.evaluates:
             return ""
         return self.settings.checkpoint.dir
 
@@ -121,7 +128,7 @@ class LaunchRequest:
         Raises:
             UserError: Some differ that ``checkpoint.allow_changes`` does not name.
         """
-        if found:
+        if found and not self.evaluates:  # the model is all that matters then, which only ranks compare
             now = as_configured(found.identity, settings)
             accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
 
@@ -144,6 +151,7 @@ def _parser() -> OneLineParser:
     add("--config", type=Path, help="TOML file of settings")
     add("--preset", default="", help=f"settings to start from: {', '.join(config.preset_names())}")
     command.add_resume(add)
+    command.add_evaluate_only(add)
     add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
@@ -199,12 +207,13 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
     config.refuse_unknown(rest, parser.options)
     if "--" in argv and not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
-    if program and (settings or known.preset or known.config or known.rehearse):
-        what = [*settings, *source_flags(known), "--rehearse"][0]
+    if program and (settings or known.preset or known.config or known.rehearse or known.evaluate_only):
+        only = [command.EVALUATE_ONLY] * known.evaluate_only
+        what = [*settings, *source_flags(known), *only, "--rehearse"][0]
         raise UserError(f"{what}: settings are for the trainer, but there is a program after --; remove one of them")
     _check_flags(known)
     env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
-    command.check_resume(known.resume)
+    command.check_resume(known.resume, evaluates=known.evaluate_only)
     resolved: Config | None = None
     flags: tuple[str, ...] = ()
     if not program:
@@ -233,6 +242,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         config=resolved,
         flags=flags,
         program=program,
+        evaluates=known.evaluate_only,
         typed=_without(argv[:end], "--run", "--resume"),
         typed_in=str(Path.cwd()),
     )
@@ -253,8 +263,9 @@ def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
 def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """Return the trainer's settings, and equivalent flags for hosts that do not have the file."""
     own = config.read_toml(known.config) | config.read_flags(settings)
-    flags = (*_flag("--preset", known.preset), *config.to_flags(own))
-    return command.parse([*source_flags(known), *settings]).config, flags
+    only = [command.EVALUATE_ONLY] * known.evaluate_only
+    flags = (*only, *_flag("--preset", known.preset), *config.to_flags(own))
+    return command.parse([*source_flags(known), *only, *settings]).config, flags
 
 
 def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> None:
@@ -285,7 +296,7 @@ def _flag(name: str, value: str | Path | None) -> list[str]:
 
 def _new_name(known: argparse.Namespace, now: float) -> str:
     """Make a name for a run that was given none."""
-    of = known.preset or (known.config or Path("run")).stem
+    of = (known.preset or (known.config or Path("run")).stem) + "-evaluation" * known.evaluate_only
     return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 
@@ -311,6 +322,10 @@ def _check_flags(known: argparse.Namespace) -> None:
         (
             known.rehearse and (known.restart or known.resume != "no"),
             "--rehearse is a run of its own; remove --restart and --resume",
+        ),
+        (
+            known.evaluate_only and (known.restart or known.rehearse),
+            f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse, and type it again if it fails",
         ),
         (known.port and not 0 < known.port < 65536, f"--port: {known.port} is out of range; use 1 to 65535"),
     )

@@ -1,0 +1,25 @@
+"""What status and stop say of a run that has taken no step."""
+
+import dataclasses
+
+from fakes import FakeHost
+from run_rig import plan
+
+from llama405b.contract.records import EvaluationMetrics, Phase
+from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.verbs.status import print_progress
+from llama405b_tools.verbs.stop import print_saved
+
+
+def test_an_evaluation_without_a_step_is_no_training(capsys):
+    host = FakeHost("a")
+    host.plan = plan("-m", "llama405b.train")
+    beat = Beat(0, "a", 5, 0.0, 0, Phase.DONE, 0.0)
+    found = dataclasses.replace(host.run(), metrics=EvaluationMetrics(0, 0.0, 7.65, 1), heartbeats=(beat,))
+    print_progress([found])
+    assert capsys.readouterr().out == "evaluation of step 0: loss 7.6500\n"
+    print_progress([dataclasses.replace(found, metrics=EvaluationMetrics(40, 0.0, None, 1))])
+    assert capsys.readouterr().out == "evaluation of step 40: loss —\n"
+    print_saved([Ended(True, True, node=found)], 30.0)
+    assert capsys.readouterr().out == ""
