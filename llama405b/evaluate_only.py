@@ -1,22 +1,22 @@
 """The loss of a model, or of a checkpoint, on data that is held out, without training: no moments are made, and nothing is saved."""
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.store import Store
 from llama405b.contract.config import to_toml
+from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Phase
+from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.resuming import accept_changes
 from llama405b.contract.schema import Config
 from llama405b.cores import bind
 from llama405b.data.batches import Batches, open_batches
 from llama405b.heartbeat import Pulse
 from llama405b.identity import model_of
-from llama405b.journal import Journal
+from llama405b.journal import Journal, read_metrics
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.updater import Sequential
 from llama405b.prepare import (
@@ -41,6 +41,7 @@ def evaluate_only(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pu
     if config.parallel.numa == "auto" and (bound := bind(me)):
         journal.log(bound)
     files = bring_model_files(config, run, me, journal)
+    chosen = choose(config, run, resume, files, me, journal)
     pulse.phase(Phase.DATA)
     held_out = open_held_out(config, run, files, me, pulse, journal)
     if me.leads:
@@ -48,22 +49,41 @@ def evaluate_only(config: Config, run: RunDir, resume: str, me: Ranks, pulse: Pu
         write_atomic(run.config, to_toml(dataclasses.replace(config, training=training)))
     pulse.phase(Phase.LOAD)
     what, done = config.model.path, 0
-    module, kept = build_module(config, files, me, pulse, journal, from_checkpoint=resume != "no", trains=False)
-    updater = Sequential(
-        module, kept, build_optimizer(kept, config.optimizer)
-    )  # it has no state before its first update
+    module, kept = build_module(config, files, me, pulse, journal, from_checkpoint=chosen is not None, trains=False)
+    updater = Sequential(module, kept, build_optimizer(kept, config.optimizer))  # without an update it makes no moments
     updater.publish()
-    if resume != "no":
-        shared = config.checkpoint.place == "shared"
-        store = Store(Path(resume).parent, 0, me, config.timeouts.load, run=run, say=journal.log, shared=shared)
-        with contextlib.closing(store):
-            chosen = Resume(store, resume, weights_only=True)
-            refuse_another_model(chosen, config, files, journal)
-            done, path = load_chosen(chosen, lambda _: None, module, updater, me, pulse, journal)
-            what = str(path)
+    if chosen:
+        done, path = load_chosen(chosen, lambda _: None, module, updater, me, pulse, journal)
+        what = str(path)
     loss, words = evaluate_weights(config, module, held_out, me, pulse)
     journal.log(f"evaluation of {what}: {words}")
+    journal.resumed_at(done, done, anew=True)
     journal.evaluation(done, loss)
+
+
+def refuse_trained(run: RunDir) -> None:
+    """Refuse the directory of a run that trains, before any of its files is changed.
+
+    Raises:
+        UserError: It is one.
+    """
+    if any(isinstance(line, Metrics) for line in read_metrics(run.metrics)):
+        raise UserError(f"--run-dir: {run.path} is the directory of a run that trained; name another one")
+
+
+def choose(config: Config, run: RunDir, resume: str, files: Path, me: Ranks, journal: Journal) -> Resume | None:
+    """Return the checkpoint at the path ``resume``; None for the model itself. Its directory is not taken, as nothing is written there.
+
+    Raises:
+        UserError: It is missing or incomplete, or of another model, and that is not allowed.
+    """
+    if resume == "no":
+        return None
+    shared = config.checkpoint.place == "shared"
+    store = Store(Path(resume).parent, 0, me, config.timeouts.load, run=run, say=journal.log, shared=shared)
+    chosen = Resume(store, resume, weights_only=True)
+    refuse_another_model(chosen, config, files, journal)
+    return chosen
 
 
 def open_held_out(config: Config, run: RunDir, files: Path, me: Ranks, pulse: Pulse, journal: Journal) -> Batches:

@@ -18,7 +18,7 @@ from llama405b.contract.events import EventKind
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.records import Phase
 from llama405b.contract.words import said_by_rank
-from llama405b.evaluate_only import evaluate_only
+from llama405b.evaluate_only import evaluate_only, refuse_trained
 from llama405b.heartbeat import Pulse
 from llama405b.journal import Journal
 from llama405b.lost_peer import is_lost_peer
@@ -39,10 +39,12 @@ def main(argv: Sequence[str]) -> int:
             return 0
         os.umask(UMASK)
         run = RunDir(asked.run_dir)
+        if asked.evaluates:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a stop ends it at once: there is nothing to save
+            refuse_trained(run)
         pulse = Pulse(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
         if asked.evaluates:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a stop ends it at once: there is nothing to save
             evaluate_only(asked.config, run, asked.resume, me, pulse)
         else:
             trainer = prepare(asked.config, run, asked.resume, me, pulse, stop)

@@ -76,6 +76,11 @@ class Resume:
         self.settle()
         return done
 
+    @property
+    def _another(self) -> str:
+        """What to do instead of the named one."""
+        return "use another one" if self.weights_only else "use another one, or auto"
+
     def _leave_out(self, gathered: Gathered, failed: CheckpointException) -> bool:
         """Do without the files that turned out to be damaged, if other hosts have copies of them."""
         assert self.found
@@ -101,7 +106,7 @@ class Resume:
         path = named_path(root, self.wanted)
         found = self.store.look_at(path)
         if isinstance(found, PassedOver):
-            raise UserError(f"--resume: {found}; use another one, or auto")
+            raise UserError(f"--resume: {found}; {self._another}")
         later = [each for each in self.untried if step_of(each) > step_of(path)]
         if self.weights_only:
             later = []
@@ -143,7 +148,7 @@ class Resume:
     def _reject(self, fault: PassedOver) -> None:
         """Go on to an older checkpoint, if any will do."""
         if self.wanted != "auto":
-            raise UserError(f"--resume: {fault}; use another one, or auto")
+            raise UserError(f"--resume: {fault}; {self._another}")
         self._pass_over(fault)
         self._choose_newest()
 

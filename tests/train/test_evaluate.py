@@ -264,6 +264,9 @@ def test_a_checkpoint_is_evaluated_without_training(demo, trained):
     assert _evaluated(place / "runs/alone") == {step: pytest.approx(losses[step], rel=1e-6)}
     assert f"evaluation of {named}: loss {losses[step]:.4f}, perplexity " in done.stdout
     assert not (place / "runs/alone/checkpoints").exists()
+    mixed = _train(place, demo, *only, "--resume", named)
+    assert mixed.returncode == 2
+    assert "--run-dir: runs/r is the directory of a run that trained; name another one" in mixed.stderr
     assert {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in run.rglob("*")} == files
 
 
