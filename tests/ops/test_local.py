@@ -17,7 +17,7 @@ from conftest import HOSTS, ROOT
 from llama405b.contract.hashes import Hashes
 from llama405b.contract.paths import RunDir
 from llama405b_tools.remote.tmux import tmux_socket
-from ops_rig import STANDIN, heartbeat, metrics, settings, standin, wait_for
+from ops_rig import STANDIN, Terminal, heartbeat, metrics, settings, standin, wait_for
 
 
 def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, corpus):
@@ -219,6 +219,20 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
     again = cli(work, "stop", "--run", "r")  # idempotent
     assert again.returncode == 0
     assert again.stdout.count("not running") == 2
+
+
+def test_a_followed_run_has_one_live_line_on_a_terminal(work, demo, corpus):
+    argv = [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "t", "--follow", *standin(demo, corpus, 45)]
+    top = Terminal(argv, work, {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, size=(100, 40))
+    try:
+        shown = top.shows(r"^━.* \d+/45  ETA 0:0\d  loss \d\.\d+  2,560 tokens/s$", 30)
+        assert shown.count("ETA") == 1
+        shown = top.shows(r"^rc=0$", 30)
+    finally:
+        top.close()
+    assert re.findall(r"^step (\d+)/45", shown, re.MULTILINE) == ["1", "10", "20", "30", "40", "45"]
+    assert "ETA" not in shown
+    assert "t: steps 1-45, loss" in shown
 
 
 def test_ctrl_c_only_stops_following(work, cli, demo, corpus):

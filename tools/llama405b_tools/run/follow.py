@@ -24,6 +24,7 @@ from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.endings import failure_words, not_ended
 from llama405b_tools.run.judge import Failure, Heard
+from llama405b_tools.run.live import PlainPrinter, Printer, printer
 from llama405b_tools.run.screen import NobodyReadsError, show
 from llama405b_tools.run.start import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
@@ -253,7 +254,11 @@ class Silence:
 
 
 def watch_run(
-    fleet: Fleet, plan: Plan, limits: Limits | None = None, until: Callable[[Watch], bool] = lambda _: False
+    fleet: Fleet,
+    plan: Plan,
+    limits: Limits | None = None,
+    until: Callable[[Watch], bool] = lambda _: False,
+    screen: Printer | None = None,
 ) -> Watch:
     """Print what happens until every host is done, or ``until`` holds; when one fails, end the others.
 
@@ -262,7 +267,7 @@ def watch_run(
     Raises:
         NobodyReadsError: Nothing can be printed any more, and there is nothing to guard.
     """
-    watch = Watch(plan)
+    watch, screen = Watch(plan), screen or PlainPrinter()
     names = [node.name for node in plan.nodes]
     request = StreamRequest(plan.run, "", follow=True, beats=plan.trains)
     silence = Silence(watch, time.monotonic())
@@ -283,10 +288,11 @@ def watch_run(
                 silence.broken(time.monotonic())
             elif words := silence.words(time.monotonic()):
                 lines = [words]
-            if lines and not show("\n".join(map(clean, lines))) and limits is None:
+            if lines and not screen.show([clean(line) for line in lines]) and limits is None:
                 raise NobodyReadsError
     finally:
         streams.close()
+        screen.close()
     if watch.failures:
         watch.count_lost(time.monotonic())
     if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself
@@ -300,13 +306,17 @@ def follow(
     hosts: str = "",
     limits: Limits | None = None,
     until: Callable[[Watch], bool] = lambda _: False,
+    *,
+    plain: bool = True,
 ) -> Ending:
     """Follow a run to its end, and print how it ended; Ctrl-C only stops following.
 
-    ``hosts`` is the argument with which the printed commands find the hosts again; ``until`` is called all the while.
+    ``hosts`` is the argument with which the printed commands find the hosts again; ``until`` is called all the while;
+    unless ``plain``, a terminal has the newest step in its last line.
     """
     try:
-        return summarise(watch_run(fleet, plan, limits, until), plan, hosts, guarded=limits is not None)
+        watch = watch_run(fleet, plan, limits, until, printer(plain=plain))
+        return summarise(watch, plan, hosts, guarded=limits is not None)
     except (KeyboardInterrupt, NobodyReadsError):
         show(
             f"\nno longer following; the run continues. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "

@@ -1,5 +1,6 @@
 """Start a run's guard on this machine, where it needs no terminal, and follow it."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.typed import front_door
 from llama405b_tools.remote.launch_facts import place_of
 from llama405b_tools.run.guard import GuardOrder
+from llama405b_tools.run.live import printer
 from llama405b_tools.run.preflight import place_words
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
@@ -37,14 +39,19 @@ class Guarding:
         """The guard's process ID."""
         return self.child.pid
 
-    def follow(self, hosts: str) -> int:
+    def follow(self, hosts: str, *, plain: bool) -> int:
         """Print the guard's log until it ends; Ctrl-C only stops following."""
         try:
-            with self.log.open(encoding="utf-8", errors="replace") as log:
+            with (
+                self.log.open(encoding="utf-8", errors="replace") as log,
+                contextlib.closing(printer(plain=plain)) as screen,
+            ):
                 log.seek(self.begin)
+                rest = ""
                 while True:
                     code = self.child.poll()
-                    if not show(log.read(), end=""):
+                    *lines, rest = (rest + log.read()).split("\n")
+                    if not screen.show(lines):
                         return STOPPED_FOLLOWING
                     if code is not None:
                         return code if code >= 0 else FAILED

@@ -50,6 +50,7 @@ class LaunchRequest:
     port: int
     dry_run: bool
     follow: bool
+    plain: bool
     restart: int  # how often without progress; 0: never
     hang_after_s: float
     guard_on: str  # a host; "": this machine
@@ -154,6 +155,7 @@ def _parser() -> OneLineParser:
     command.add_evaluate_only(add)
     add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
+    add("--plain", action="store_true", help="follow with every step on a line, on a terminal too")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
     add("--allow-misfit", action="store_true", help="start what `llama405b plan` predicts not to fit")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
@@ -229,6 +231,7 @@ def parse(argv: Sequence[str], now: float) -> LaunchRequest:
         port=known.port,
         dry_run=known.dry_run,
         follow=known.follow,
+        plain=known.plain,
         restart=known.restart,
         hang_after_s=seconds(known.hang_after, "--hang-after"),
         guard_on=known.guard_on,

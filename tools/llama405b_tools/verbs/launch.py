@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
             for line in lines:
                 show(line)
         if request.follow and not request.restart:
-            return follow(fleet, plan, hosts_argument(request.hosts_file)).code
+            return follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain).code
     if request.follow and guarding:
-        return guarding.follow(hosts_argument(request.hosts_file))
+        return guarding.follow(hosts_argument(request.hosts_file), plain=request.plain)
     return GOOD
 
 
@@ -115,7 +115,7 @@ def in_slurm(request: LaunchRequest, options: str) -> int:
         print("\nno longer following; the job continues")
         return STOPPED_FOLLOWING
     with Fleet(jobs.job_hosts(request.run)) as fleet:
-        return follow(fleet, plan).code
+        return follow(fleet, plan, plain=request.plain).code
 
 
 def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:

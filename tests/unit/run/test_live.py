@@ -1,0 +1,59 @@
+"""A followed run on a terminal: every tenth step above the line that changes, and whatever is no step."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from llama405b_tools.run import live
+
+LINES = [
+    "data: 3 documents",
+    *(f"step {n}/200  loss {9 - n / 100:.4f}  grad 0.8  5,648 tokens/s  0.36 s" for n in range(1, 26)),
+]
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(live.time, "monotonic", lambda: float(next(clock)))
+    file = io.StringIO()
+    printer = live.LivePrinter(Console(file=file, force_terminal=True, width=100, color_system=None))
+    yield printer, lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    printer.close()
+
+
+def test_every_tenth_step_stays_and_all_other_lines(screen):
+    printer, shown = screen
+    for line in [*LINES, "saved runs/x/checkpoints/step-00000025"]:
+        assert printer.show([line])
+    kept = [line for line in map(str.strip, re.split(r"[\r\n]+", shown())) if line in LINES]
+    assert kept == [LINES[0], LINES[1], LINES[10], LINES[20]]
+    assert "saved runs/x/checkpoints/step-00000025" in shown()
+
+
+def test_the_last_line_has_the_newest_step_and_when_it_will_be_over(screen):
+    printer, shown = screen
+    for line in LINES:
+        printer.show([line])
+    assert re.search(r"━+.* 25/200  ETA 2:55  loss 8.7500  5,648 tokens/s\s*$", shown())  # a second a step
+
+
+def test_a_screen_that_is_gone_is_noticed(screen):
+    printer, _ = screen
+    printer.live.console.file.close()
+    assert not printer.show(["a line"])
+    printer.live.console.file = io.StringIO()
+
+
+@pytest.mark.parametrize(("plain", "terminal", "term", "kind"), [
+    (False, True, "xterm", live.LivePrinter), (True, True, "xterm", live.PlainPrinter),
+    (False, False, "xterm", live.PlainPrinter), (False, True, "dumb", live.PlainPrinter),
+])  # fmt: skip
+def test_only_a_terminal_has_such_a_line(monkeypatch, plain, terminal, term, kind):
+    monkeypatch.setattr(live.sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", term)
+    made = live.printer(plain=plain)
+    made.close()
+    assert type(made) is kind
