@@ -39,7 +39,27 @@ apt_install() {  # apt_install PACKAGE …  install them, after whatever else us
         waited_s=$((waited_s + 1))
         sleep 1
     done
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install -y -qq "$@"
+    in_one_line apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive in_one_line apt-get -o DPkg::Lock::Timeout=600 install -y -qq "$@"
+}
+
+in_one_line() {  # in_one_line COMMAND …  run it; a terminal shows its last line alone, and all of its output if it fails
+    local output child code=0 began=$SECONDS
+    [ -t 1 ] || { "$@"; return; }
+    output=$(mktemp) || return 2
+    "$@" >"$output" 2>&1 &
+    child=$!
+    trap 'kill $child; wait $child; rm -f "$output"; echo "interrupted; run the same command again to go on" >&2; exit 130' INT
+    while kill -0 $child 2>/dev/null; do
+        printf '\r\033[K%4d s  %s' $((SECONDS - began)) "$(tail -c 4000 "$output" | tr -d '\0\t\033' | tr '\r' '\n' | tail -n 1 | cut -c 1-70)"
+        sleep 0.2
+    done
+    wait $child || code=$?
+    trap - INT
+    printf '\r\033[K'
+    [ $code = 0 ] || cat "$output"
+    rm -f "$output"
+    return $code
 }
 
 need_venv() {  # need_venv EXTRAS  install the project and these extras into .venv, at the versions in constraints.txt
@@ -64,7 +84,7 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
     }
     echo "installing into .venv, once: $comes; unpacking takes minutes"
     trap 'echo "interrupted; run the same command again to go on" >&2; exit 130' INT
-    .venv/bin/python -m pip install --disable-pip-version-check "${index[@]}" -c constraints.txt -e ".[$1]" || {
+    in_one_line .venv/bin/python -m pip install --disable-pip-version-check "${index[@]}" -c constraints.txt -e ".[$1]" || {
         echo "pip could not install the packages; see its output above" >&2
         return 2
     }

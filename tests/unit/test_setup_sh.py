@@ -1,13 +1,31 @@
 """What launch.sh prints and runs before Python does, on machines made of stand-ins for their programs."""
 
+import contextlib
 import fcntl
+import os
+import re
 import subprocess
 
 import pytest
 
 from conftest import ROOT
 
-TOOLS = ("bash", "cat", "grep", "id", "sha256sum", "sleep", "stat", "mkdir", "chmod")
+TOOLS = (
+    "bash",
+    "cat",
+    "grep",
+    "id",
+    "sha256sum",
+    "sleep",
+    "stat",
+    "mkdir",
+    "chmod",
+    "mktemp",
+    "tail",
+    "tr",
+    "cut",
+    "rm",
+)
 
 
 @pytest.fixture
@@ -26,10 +44,10 @@ def machine(tmp_path):
             (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{self.ran}\n{line}\n')
             (programs / name).chmod(0o755)
 
-        def start(self, line):
+        def start(self, line, **streams):
             """Run a line after sourcing setup.sh."""
             script = f"source {ROOT}/tools/setup.sh; apt_lock={tmp_path}/lock gpu_device={tmp_path}/gpu; {line}"
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | streams
             return subprocess.Popen(["bash", "-uc", script], cwd=tmp_path, env={"PATH": str(programs)}, **pipes)
 
         def type(self, line):
@@ -124,6 +142,27 @@ def test_where_the_small_one_cannot_be_had_that_is_said_with_what_to_set(venv):
     assert "does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL" in said
     assert "0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA);" in said
     assert "--extra-index-url" not in venv.ran.read_text()
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "left"),
+    [("exit 0", 0, ""), ("exit 1", 2, "Collecting torch\r\nDownloading\r\npip could not install the packages;")],
+)
+def test_a_terminal_shows_one_line_while_pip_works_and_all_if_it_fails(venv, tmp_path, ends, code, left):
+    pip = "case $* in *install*) echo Collecting torch; echo Downloading; sleep 0.5; %s;; esac"
+    (tmp_path / ".venv/bin/python").write_text(f"#!/bin/sh\n{pip % ends}\n")
+    ours, theirs = os.openpty()
+    with venv.start("need_venv train", stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal is closed
+            while more := os.read(ours, 1000):
+                said += more
+    os.close(ours)
+    assert child.returncode == code
+    line, _, after = said.decode().partition("unpacking takes minutes")[2].rpartition("\r\x1b[K")
+    assert re.search(r"\r\x1b\[K +\d s  Downloading$", line)
+    assert after.startswith(left)
 
 
 def test_with_a_gpu_pytorch_for_cuda_is_taken(venv, tmp_path):
