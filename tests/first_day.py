@@ -1,4 +1,4 @@
-"""Type every command of docs/operations.md on four blank hosts, and print what they print.
+"""Type every command of docs/first-day.md, then of docs/checkpoints.md, on four blank hosts, and print what they print.
 
     .venv/bin/python tests/first_day.py
 
@@ -22,7 +22,7 @@ HOSTS = 4
 
 def main() -> int:
     """Print the day; returns 1 if a command failed."""
-    document = (ROOT / "docs/operations.md").read_text()
+    document = "\n".join((ROOT / "docs" / page).read_text() for page in ("first-day.md", "checkpoints.md"))
     commands = [line for block in re.findall(r"^```\n(.*?)^```", document, re.DOTALL | re.MULTILINE)
                 for line in re.findall(r"^\$ (.*)$", block, re.MULTILINE)]  # fmt: skip
     [inventory] = re.findall(r"^\$ cat hosts\n(.*?)^```", document, re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Write the plan's coefficients, from the rows of tests/data/published.csv that are marked train, and the table of docs/plan.md.
+"""Write the plan's coefficients, from the rows of tests/data/published.csv that are marked train, and the table of docs/plan-accuracy.md.
 
 Nothing else writes them. In a checkout, with the project installed:
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from llama405b.capacity.step_time import COEFFICIENTS, Rates
 from published import BYTES, read_rows
 
-DOCUMENT = Path(__file__).parent.parent / "docs/plan.md"
+DOCUMENT = Path(__file__).parent.parent / "docs/plan-accuracy.md"
 BEGIN, END = "<!-- the table: written by tests/fit_plan.py -->", "<!-- end of the table -->"
 PRIORS = {"h100-80": 0.40, "h100-96-500w": 0.40, "a100-80": 0.55, "a100-40": 0.55}  # attention, of a GPU's FLOPs
 FIRST = {"interference": 0.2, "network": 0.9, "hop": 5.0, "triton": 0.7}

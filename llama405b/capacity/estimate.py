@@ -269,7 +269,7 @@ def _saving(found: Saving) -> str:
 
 
 def table_row(name: str, load: Load) -> str:
-    """Return a run as a row of the README's table."""
+    """Return a run as a row of the table in README and docs/plan.md."""
     needs = estimate(load)
     ram, time = "-", "-"
     if needs.host_bytes:

@@ -1,8 +1,8 @@
 """What to expect of a run on a cluster: whether it fits, how fast it goes, and which settings would be better. Pure.
 
-The spreads are those of docs/plan.md: of step times of other programs, nine of ten are within ``TIME_SPREAD``; of those of one program,
-once fitted, within ``NEAR``, so settings closer than that are not told apart. That of memory covers what fragments, which nobody has
-measured of this trainer.
+The spreads are those of docs/plan-accuracy.md: of step times of other programs, nine of ten are within ``TIME_SPREAD``;
+of those of one program, once fitted, within ``NEAR``, so settings closer than that are not told apart. That of memory covers what
+fragments, which nobody has measured of this trainer.
 """
 
 import bisect

@@ -50,7 +50,7 @@ REMEDIES = {
     Rung.HIDING: "use --parallel.overlap false until this is understood, and report it",
     Rung.EXACT: "use --parallel.overlap false until this is understood, and report it",
 }
-PROVES = {  # features of the README's proof table
+PROVES = {  # features of docs/proof.md
     Rung.START: "the first step over NCCL",
     Rung.COLLECTIVES: "collectives over NCCL give what they should",
     Rung.COPIES: "copies between GPU and CPU memory, pinned and not",
@@ -103,7 +103,7 @@ def line_of(result: RungResult) -> str:
 
 
 def proof_rows(results: Iterable[RungResult], date: str) -> list[str]:
-    """Return rows for the README's proof table: one GPU, and several nodes."""
+    """Return rows for docs/proof.md: one GPU, and several nodes."""
     rows, gpus = [], [each for each in results if each.good and each.device != "cpu"]
     for rung, feature in PROVES.items():
         one = [f"{date} ({each.device})" for each in gpus if each.rung is rung and each.ranks == 1]
@@ -164,7 +164,7 @@ class Log:
         return sorted(found, key=lambda each: (each.hosts, each.ranks, order.index(each.rung)))
 
     def block(self, date: str) -> str:
-        """Return all results as text to paste, with rows for the proof table."""
+        """Return all results as text to paste, with rows for docs/proof.md."""
         results = self.results()
         lines = [f"--- paste from here: llama405b bench gpu, {date} ---"]
         place = ""
@@ -174,7 +174,7 @@ class Log:
                 lines.append(here)
             place = here
             lines.append(f"  {line_of(result)}")
-        rows = proof_rows(results, date) or ["(no GPU: nothing for the README's proof table)"]
+        rows = proof_rows(results, date) or ["(no GPU: nothing for docs/proof.md)"]
         return "\n".join([*lines, *rows, "--- to here ---"])
 
 

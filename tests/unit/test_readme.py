@@ -1,47 +1,99 @@
-"""What the README shows as input is accepted as it stands there."""
+"""What README and the pages of docs/ show as input is accepted as it stands there; README and pages are as short as they should be."""
 
 import json
 import re
-import textwrap
+
+import pytest
 
 from conftest import ROOT
 from llama405b.capacity.estimate import Load, table_row
 from llama405b.contract import command, config
+from llama405b.contract.records import Metrics
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.hosts.inventory import parse_hosts
 
 README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+GENERATED = re.compile(r"^<!-- .*written by .*?^<!-- end", re.DOTALL | re.MULTILINE)
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text()
+
+
+def settings(text, path):
+    [toml] = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    path.write_text(toml)
+    found = command.parse(["--config", str(path)]).config
+    config.check_world(found, 64)
+    return found
 
 
 def test_the_settings_are_accepted(tmp_path):
-    [text] = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
-    path = tmp_path / "my.toml"
-    path.write_text(textwrap.dedent(text.replace("\n   ", "\n")))
-    found = command.parse(["--config", str(path)]).config
+    found = settings(page("running.md"), tmp_path / "my.toml")
     assert (found.data.paths, found.checkpoint.dir, found.optimizer.warmup) == (("corpus",), "/shared/run1", 20)
-    config.check_world(found, 64)
+
+
+def test_the_short_settings_are_accepted(tmp_path):
+    found = settings(README, tmp_path / "my.toml")
+    assert (found.data.paths, found.checkpoint.place, found.checkpoint.every) == (("corpus/*.jsonl",), "node", "10m")
+    assert len((tmp_path / "my.toml").read_text().splitlines()) == 14
 
 
 def test_the_hosts_are_accepted():
-    [line] = re.findall(r"^ {7}(gpu-\[.*)$", README, re.MULTILINE)
-    [other] = re.findall(r"^ {7}# or: (.*)$", README, re.MULTILINE)
-    [places] = re.findall(r"^ {7}# with a fast local disk: (.*)$", README, re.MULTILINE)
-    hosts = parse_hosts(f"{line}\n", "README") + parse_hosts(
-        f"{other} {re.sub(r' *[(].*?[)]', '', places)}\n", "README"
+    text = page("running.md")
+    [line] = re.findall(r"^(gpu-\[.*)$", text, re.MULTILINE)
+    [other] = re.findall(r"^# or: (.*)$", text, re.MULTILINE)
+    [places] = re.findall(r"^# with a fast local disk: (.*)$", text, re.MULTILINE)
+    hosts = parse_hosts(f"{line}\n", "running.md") + parse_hosts(
+        f"{other} {re.sub(r' *[(].*?[)]', '', places)}\n", "running.md"
     )
     assert [host.name for host in hosts] == [*(f"gpu-{i:02}" for i in range(1, 9)), "gpu-01"]
     assert hosts[-1].places == {"cache": "/nvme/hf", "scratch": "/nvme/tmp"}
+    assert f"`{line}`" in README
 
 
-def test_the_estimates_are_those_that_are_computed():
+@pytest.mark.parametrize(("name", "count"), [("README.md", 4), ("docs/plan.md", 10)])
+def test_the_estimates_are_those_that_are_computed(name, count):
+    text = (ROOT / name).read_text()
     shapes = json.loads((config.PRESET_DIR / "architectures.json").read_text())
-    rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|states|full) \| (\d+) \|.*$", README, re.MULTILINE)
-    assert len(rows) > 5
-    for name, numerics, offload, gpus in rows:
-        load = Load(parse_llama(shapes[name], name), numerics, offload, int(gpus))
-        assert table_row(name, load) in README
+    rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|states|full) \| (\d+) \|.*$", text, re.MULTILINE)
+    assert len(rows) == count
+    for model, numerics, offload, gpus in rows:
+        load = Load(parse_llama(shapes[model], model), numerics, offload, int(gpus))
+        assert table_row(model, load) in text
 
 
 def test_nothing_to_paste_has_a_placeholder():
-    pasted = re.findall(r"^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    pasted = [
+        block
+        for text in (README, *(path.read_text() for path in PAGES))
+        for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    ]
     assert [line for block in pasted for line in block.splitlines() if re.search(r"\bURL\b|clone …", line)] == []
+
+
+def test_every_column_of_the_metrics_is_explained():
+    assert re.findall(r"`(\w+)`", page("training.md").partition("## Columns")[2]) == [
+        "null",
+        *Metrics.__dataclass_fields__,
+    ]
+
+
+def test_the_readme_is_read_to_its_end():
+    assert len(README.splitlines()) <= 130
+    assert len(README.split()) <= 1200
+    prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    paragraphs = re.split(r"\n\n|\n(?=[-|])", prose)
+    assert [text for text in paragraphs if len(text.split()) > 60] == []
+
+
+def test_links_of_the_readme_lead_somewhere():
+    targets = [target for target in re.findall(r"\]\((.*?)\)", README) if "://" not in target]
+    assert len(targets) > 10
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_no_page_by_hand_is_long(path):
+    assert len(GENERATED.sub("", path.read_text()).splitlines()) <= 200

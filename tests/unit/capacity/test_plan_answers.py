@@ -178,12 +178,22 @@ def test_a_price_without_tokens_is_that_of_a_day_and_a_step(capsys):
     assert record(capsys, *LARGE, "--price", "2.5")["cost_per_day"] == 3840
 
 
-def test_the_readme_shows_what_is_printed(capsys):
-    text = (ROOT / "README.md").read_text()
-    [words] = re.findall(r"^ +llama405b plan (.* --price .*?) +#", text, re.MULTILINE)
+def test_the_page_shows_what_is_printed(capsys):
+    text = (ROOT / "docs/plan.md").read_text()
+    [words] = re.findall(r"^llama405b plan (.* --price .*?) +#", text, re.MULTILINE)
     [block] = re.findall(r"^```\n(405\.9 B parameters.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert block == asked(capsys, *words.split())[1]
     assert "goodput" in block
+
+
+def test_the_readme_shows_lines_of_what_is_printed(capsys):
+    [block] = re.findall(
+        r"^```\n\$ llama405b plan (.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    words, *lines = block.splitlines()
+    printed = asked(capsys, *words.split())[1].splitlines()
+    assert len(lines) == 2
+    assert [each for each in lines if each not in printed] == []
 
 
 def test_json_says_what_it_is_of_and_in_which_units(capsys):

@@ -355,7 +355,7 @@ def test_two_names_of_one_machine_count_its_gpus_once():
 
 
 def test_the_schema_is_documented():
-    text = (ROOT / "docs/cluster-top.md").read_text()
+    text = (ROOT / "docs/cluster-top-json.md").read_text()
     for kind in (
         picture.Picture,
         picture.HostRow,

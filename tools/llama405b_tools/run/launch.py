@@ -25,9 +25,7 @@ from llama405b_tools.run.start import start_run
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.predictions import expectation
 
-UNPROVED = (
-    "note: CUDA and NCCL are marked 'never run' in the README's proof table; --rehearse tries them on these hosts first"
-)
+UNPROVED = "note: CUDA and NCCL are marked 'never run' in docs/proof.md; --rehearse tries them on these hosts first"
 
 
 def launch(

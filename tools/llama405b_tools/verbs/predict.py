@@ -1,6 +1,6 @@
 """Predict whether a run fits, how long its steps take and what they cost, from shapes and data sheets.
 
-With HOSTS, asks them what they are, as doctor does; without, needs no host: say what the machines are. docs/plan.md shows how far
+With HOSTS, asks them what they are, as doctor does; without, needs no host: say what the machines are. docs/plan-accuracy.md shows how far
 to trust it. Exit code: 0 if it fits, 3 if it does not.
 """
 

@@ -88,7 +88,7 @@ def _parser() -> OneLineParser:
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
     add("--odd", action="store_true", help="show only hosts that stand out")
     add("--once", action="store_true", help="print once and exit")
-    add("--json", action="store_true", help="print JSON once (docs/cluster-top.md has the schema)")
+    add("--json", action="store_true", help="print JSON once (docs/cluster-top-json.md has the schema)")
     add("--watch", type=float, metavar="S", help="print every S seconds")
     add("--plain", action="store_true", help="print plain text (once, unless --watch is given)")
     add("--record", type=Path, metavar="FILE", help="record everything that arrives to FILE (.gz compresses)")
