@@ -32,14 +32,15 @@ def settings_help() -> str:
 
 
 def _entry(key: str, type_: Any, default: Any, text: str) -> str:
-    shown = "" if default in ("", ()) else f" [{_shown(default)}]"
-    head = f"  --{key} {_values(type_)}"
+    shown = "" if default in ("", ()) else f" [{written_default(default)}]"
+    head = f"  --{key} {value_form(type_)}"
     if len(head) > HELP_WIDTH:
         head, text = f"  --{key} NAME", f"{', '.join(typing.get_args(type_))}; {text}"
     return f"{head}\n{_filled(text + shown, INDENT)}"
 
 
-def _values(type_: Any) -> str:
+def value_form(type_: Any) -> str:
+    """Return how a value is written: ``N``, ``none|all``, ``A,B,…``."""
     if typing.get_origin(type_) is Literal:
         return "|".join(typing.get_args(type_))
     if typing.get_origin(type_) is tuple:
@@ -48,7 +49,8 @@ def _values(type_: Any) -> str:
     return VALUES[type_]
 
 
-def _shown(default: Any) -> str:
+def written_default(default: Any) -> str:
+    """Return a default as it is written on a command line."""
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     return default if isinstance(default, str) else json.dumps(default)

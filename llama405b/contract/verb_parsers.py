@@ -50,7 +50,7 @@ def data_parser() -> OneLineParser:
     show.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
     tokenize = whats.add_parser("tokenize", help="turn texts into tokens", description=TOKENIZE + SETTINGS)
     tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="the directory for the tokens")
-    tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help=f"processes [{CORES}]")
+    tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help="processes [one per core]")
     return parser
 
 
