@@ -9,5 +9,6 @@ mypy --no-error-summary
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 PYTHONPATH=.:tools lint-imports --no-cache >"$scratch/imports" || { cat "$scratch/imports"; exit 1; }
-NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet --site-dir "$scratch/site"
+# Not --quiet: that would hide warnings from --strict, too.
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "$scratch/site" >"$scratch/site.log" 2>&1 || { cat "$scratch/site.log"; exit 1; }
 echo "format, lint, types, import rules and site: good"
