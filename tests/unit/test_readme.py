@@ -83,6 +83,10 @@ def test_every_column_of_the_metrics_is_explained():
 def test_the_readme_is_read_to_its_end():
     assert len(README.splitlines()) <= 130
     assert len(README.split()) <= 1200
+    code = [
+        line for block in re.findall(r"^```.*?^```", README, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+    ]
+    assert max(map(len, code)) <= 100  # what the page shows without scrolling
     prose = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
     paragraphs = re.split(r"\n\n|\n(?=[-|])", prose)
     assert [text for text in paragraphs if len(text.split()) > 60] == []
