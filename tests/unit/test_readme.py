@@ -101,3 +101,18 @@ def test_links_of_the_readme_lead_somewhere():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_no_page_by_hand_is_long(path):
     assert len(GENERATED.sub("", path.read_text()).splitlines()) <= 200
+
+
+def test_contributing_and_architecture_name_files_that_exist():
+    there = [
+        path for part in ("llama405b", "tools", "tests", "scripts", "docs", ".ci") for path in (ROOT / part).rglob("*")
+    ]
+    known = "".join(f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}\n" for path in (*there, *ROOT.glob("*")))
+    named = {
+        name
+        for text in ((ROOT / "CONTRIBUTING.md").read_text(), page("architecture.md"))
+        for name in re.findall(r"`([\w./-]+\.(?:py|toml|json|sh|md|yml|cff)|[\w/]+/)`", text)
+    }
+    assert len(named) > 50
+    written_by_runs = {"runs/"}
+    assert {name for name in named - written_by_runs if f"/{name}\n" not in known} == set()
