@@ -9,23 +9,24 @@ import pytest
 
 from conftest import ROOT
 
-EXAMPLES = sorted(path.name for path in (ROOT / "docs/examples").glob("*.toml"))
-TALKS = ["chat.toml", "demo-chat.toml"]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.toml"))
+TALKS = ["chat.toml", "demo-chat.toml", "two-boxes.toml"]
+LONG = {"alpaca.toml": 128}  # tokens of a prompt
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_runs(name, demo, tmp_path):
     small = {
-        "model.path": demo, "data.seq_len": 32, "training.global_batch_size": 2, "training.max_steps": 2, "parallel.device": "cpu",
-        "parallel.numerics": "fp32", "evaluation.every": 1, "evaluation.fraction": 0.1, "evaluation.max_sequences": 4,
-        "checkpoint.dir": tmp_path / "checkpoints", "checkpoint.every": 0,
+        "model.path": demo, "data.seq_len": LONG.get(name, 32), "training.global_batch_size": 2, "training.micro_batch_size": 1,
+        "training.max_steps": 2, "parallel.device": "cpu", "parallel.numerics": "fp32", "evaluation.every": 1,
+        "evaluation.fraction": 0.1, "evaluation.max_sequences": 4, "checkpoint.dir": tmp_path / "checkpoints", "checkpoint.every": 0,
     }  # fmt: skip
     if name in TALKS:  # the demo's tokenizer has no template
-        small["data.chat_template"] = "docs/examples/chat.jinja"
+        small["data.chat_template"] = "examples/chat.jinja"
     typed = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "llama405b_tools.cli", "train", "--run-dir", tmp_path / "runs/r"]
     done = subprocess.run(
-        [*command, "--config", f"docs/examples/{name}", *typed],
+        [*command, "--config", f"examples/{name}", *typed],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
