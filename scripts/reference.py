@@ -14,7 +14,7 @@ from typing import Any
 
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.schema import ALIASES, Config, fields
-from llama405b.contract.settings_help import value_form, written_default
+from llama405b.contract.settings_help import USUAL, value_form, written_default
 from llama405b_tools import cli
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -32,7 +32,7 @@ class ParserMet(BaseException):  # not an Exception: nothing on the way may hand
 
 def settings() -> str:
     """Return every setting, section by section."""
-    lines = list[str]()
+    lines = ["", f"The usual ones: {', '.join(f'`{key}`' for key in USUAL)}."]
     for section, cls in typing.get_type_hints(Config).items():
         lines += ["", f"## {section}", "", _plain((cls.__doc__ or "").partition("\n")[0]), ""]
         lines += ["| setting | value | default | meaning |", "|---|---|---|---|"]
