@@ -116,3 +116,10 @@ def test_contributing_and_architecture_name_files_that_exist():
     assert len(named) > 50
     written_by_runs = {"runs/"}
     assert {name for name in named - written_by_runs if f"/{name}\n" not in known} == set()
+
+
+def test_pages_that_the_program_names_exist():
+    code = [*(ROOT / "llama405b").rglob("*.py"), *(ROOT / "tools").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    named = {name for path in code for name in re.findall(r"\b(?:docs|examples)/[\w/-]+\.\w+", path.read_text())}
+    assert {"docs/faq.md", "docs/data.md"} <= named
+    assert {name for name in named if not (ROOT / name).exists()} == set()
