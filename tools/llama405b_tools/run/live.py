@@ -1,6 +1,6 @@
 """What a followed run prints on a terminal: its last line changes with every step, and the others pass above it.
 
-Elsewhere every line is printed as it is. Knows the form of a step's line (``journal.Journal.metrics``).
+Elsewhere every line is printed as it is, which needs no rich. Knows the form of a step's line (``journal.Journal.metrics``).
 """
 
 import os
@@ -8,15 +8,13 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Protocol
-
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Protocol
 
 from llama405b_tools.run.screen import show
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 STEP = re.compile(r"step (\d+)/(\d+)  (loss \S+)  .*?([\d,]+ tokens/s)")
 EVERY = 10  # the log has every step, the terminal above its last line every tenth
@@ -47,7 +45,10 @@ class PlainPrinter:
 class LivePrinter:
     """Keeps the newest step in the last line of the terminal."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: "Console | None" = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
         self.live = Live(
             console=console or Console(highlight=False), auto_refresh=False, transient=True, redirect_stderr=False
         )
@@ -56,6 +57,8 @@ class LivePrinter:
 
     def show(self, lines: Sequence[str]) -> bool:
         """Print lines above the last one, or change it; of the steps, every tenth stays above."""
+        from rich.text import Text
+
         try:
             for line in lines:
                 step = STEP.match(line)
@@ -72,7 +75,11 @@ class LivePrinter:
         """Take the last line away."""
         self.live.stop()
 
-    def _line(self, step: int, steps: int, rest: str) -> Table:
+    def _line(self, step: int, steps: int, rest: str) -> "Table":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
         now = time.monotonic()
         first, since = self.first = self.first or (step, now)
         line = Table.grid(padding=(0, 1))
