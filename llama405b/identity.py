@@ -67,7 +67,10 @@ def _parts(batches: Batches) -> str:
     sources, counts = batches.mixture.sources, batches.mixture.counts
     if len(sources) == 1 and sources[0].excerpt is None and sources[0].spans_N2 is None:
         return ""
-    return f", {'+'.join(map(str, counts))} sequences an epoch"
+    excerpts = [source.excerpt for source in sources if source.excerpt]
+    held_out = hashlib.sha256(b"".join(part.tobytes() for each in excerpts for part in (each.begins_N, each.ends_N)))
+    which = f", documents {held_out.hexdigest()[:12]}" if excerpts else ""
+    return f", {'+'.join(map(str, counts))} sequences an epoch{which}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -37,3 +37,15 @@ def test_a_position_counts_under_the_rules_by_which_texts_became_tokens(tmp_path
     assert not same_data(before, identity_of(parses, tmp_path, batches))
     monkeypatch.setattr("llama405b.identity.RULES", 1000)
     assert not same_data(before, identity_of(ours, tmp_path, batches))
+
+
+def test_which_documents_are_held_out_is_part_of_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    tokens_N = np.arange(6000, dtype=np.uint32)
+    tokens_N[::6] |= FIRST
+    whole = Batches(Mixture.of([Source(tokens_N, 600)], 0))
+    first, second = (
+        identity_of(Config(), tmp_path, whole.hold_out(fraction)[0]).data for fraction in (0.1, 0.101)
+    )  # as many sequences
+    assert first != second
+    assert first == identity_of(Config(), tmp_path, whole.hold_out(0.1)[0]).data
