@@ -195,5 +195,5 @@ def _sound(record: Json | NotUtf8) -> Any:
         case list():
             return [_sound(each) for each in record]
         case dict():
-            return {key: _sound(value) for key, value in record.items()}
+            return {_sound(key): _sound(value) for key, value in record.items()}
     return record

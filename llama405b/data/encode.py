@@ -19,7 +19,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, given
 from llama405b.data.chat import MOST_S, EndlessError, Segment, Template, UnusableError
 from llama405b.data.documents import Documents, Found
-from llama405b.data.spelling import Spelling, has_guards, without_guards
+from llama405b.data.spelling import ESCAPED, Spelling, has_guards, without_guards
 
 NOT_LEARNT = np.uint32(1 << 31)
 FIRST = np.uint32(1 << 30)  # of a document
@@ -204,12 +204,17 @@ class Encoder:
         if not self.tokenizer.chat_template:
             raise UserError(f"{found.place}: {NO_TEMPLATE}")
         try:
-            segments = self.template.segments(self._guarded(document))
+            chat = self._guarded(document)
+            segments = self.template.segments(chat)
         except EndlessError:
             raise UserError(
                 f"{found.place}: the chat template has not ended after {MOST_S:.0f} s for this conversation; correct it, or name "
                 "another one in --data.chat_template"
             ) from None
+        if chat != document and any(ESCAPED in text for text, _ in segments) and ESCAPED not in str(document):
+            raise UnusableError(
+                "the chat template escapes what it writes, so that special tokens in it would be others"
+            )
         self.counts.conversations += 1
         return segments
 

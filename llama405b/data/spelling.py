@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+ESCAPED = r"\ud800"  # what becomes of a guard where a template writes a value as source text
 GUARD = "\ud800"  # before each letter of a special token that a text spells; texts have none, since UTF-8 has none
 
 
@@ -33,7 +34,7 @@ class Spelling:
         self.numbers = {self.backend.token_to_id(self.names[token.content]): n for n, token in special.items()}
         any_of_them = "|".join(map(re.escape, sorted(self.names, key=len, reverse=True)))
         self.special = re.compile(any_of_them) if special else None
-        self.guarded_or_special = re.compile(f"{GUARD}(.?)|{any_of_them}", re.DOTALL)
+        self.guarded_or_special = re.compile(f"{GUARD}(.?)|(?:{any_of_them})", re.DOTALL)
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text."""
@@ -48,7 +49,7 @@ class Spelling:
             case list() | tuple():
                 return [self.guarded(each) for each in value]
             case Mapping():
-                return {key: self.guarded(each) for key, each in value.items()}
+                return {self.guarded(key): self.guarded(each) for key, each in value.items()}
         return value
 
     def named(self, text: str) -> str:

@@ -52,6 +52,24 @@ def spelling(messages, letters):
     return [message | {"content": message["content"].replace(*letters)} for message in messages]
 
 
+def test_what_the_names_of_a_tool_s_arguments_spell_is_text(model):
+    tools = [{"name": "f", "properties": {f"k{TURN}": 1}}]
+    found, _ = tokenised({"messages": TALK, "tools": tools}, model)
+    turn = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(TURN)
+    assert np.count_nonzero((found & ~MARKS) == turn) == len(TALK) + 1  # the template's own
+    tokenised(
+        {"messages": TALK, "tools": [{"name": "f", "half\ud83d": 1}]}, model
+    )  # JSON can spell half of a character
+
+
+def test_a_template_that_escapes_what_it_writes_cannot_be_used_for_those_that_spell_tokens(model):
+    template = "{% for m in messages %}{{ [m['content']] | string }}" + TURN + "{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    tokenised({"messages": TALK[:2]}, model)
+    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template escapes what it writes, so that special tokens"):
+        tokenised({"messages": spelling(TALK[:2], ("turn", TURN))}, model)
+
+
 @pytest.mark.parametrize("tools", [None, [{"name": "f"}]])
 def test_a_conversation_that_spells_none_has_the_tokens_of_its_template(model, tools):
     found, said = tokenised({"messages": TALK, "tools": tools}, model, special_tokens="text")
