@@ -62,7 +62,10 @@ def divided(
         some_N = some_N[sizes_N[some_N].argsort(kind="stable")]
         share = min(1.0, n_held / max(1, sizes_N[some_N].sum()))
         turns_N = np.floor(np.arange(len(some_N) + 1) * share + draw.random())
-        held_N = np.sort(some_N[np.diff(turns_N) > 0])
+        held_N = some_N[np.diff(turns_N) > 0]
+        while len(held_N) > 1 and 2 * sizes_N[held_N].sum() > 3 * n_held:
+            held_N = held_N[:-1]
+        held_N = np.sort(held_N)
         if 2 * abs(sizes_N[held_N].sum() - n_held) <= n_held:
             return np.delete(documents_N2, held_N, axis=0), documents_N2[held_N]
     longest = int(sizes_N.argmax())

@@ -41,6 +41,13 @@ def batches_of(*files, documents="split", truncate=False, seed=0):
     return Batches(Mixture.of(sources, seed))
 
 
+def test_a_little_less_or_more_than_a_document_is_still_a_whole_document(tmp_path):
+    file_of(tmp_path / "a.bin", [20] * 100)
+    for seed in range(40):
+        _, held = batches_of(tmp_path / "a.bin", seed=seed).hold_out(0.012)  # 24 tokens
+        assert held.mixture.sources[0].n_tokens == 20
+
+
 @pytest.mark.parametrize("packing", ["split", "whole"])
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
 def test_no_document_is_both_trained_on_and_held_out(tmp_path, packing, fraction):
