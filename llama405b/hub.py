@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from llama405b.contract.errors import RunError, UserError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PLAIN = ("*.jsonl", "*.ndjson", "*.txt", "*.csv", "*.tsv")
 TEXTS = (*PLAIN, *(f"{kind}.gz" for kind in PLAIN), "*.md", "*.parquet")
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<only>.+))?")
+CLIENT = re.compile(r"httpx|httpcore|requests|urllib3")
 RANGE_BYTES = 8 << 20  # asked for at a time, at least
 
 
@@ -75,7 +76,7 @@ class HubFile:
 class _Ranges(io.RawIOBase):
     """A file of the Hub whose errors are those of any file."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Any) -> None:
         super().__init__()
         self.file = file
 
@@ -86,15 +87,17 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self.file.seek(offset, whence)
+        return int(self.file.seek(offset, whence))
 
     def tell(self) -> int:
-        return self.file.tell()
+        return int(self.file.tell())
 
     def readinto(self, into: "WriteableBuffer") -> int:
         view = memoryview(into)
         with _as_os_errors():
             content = self.file.read(len(view))
+        if self.file.cache.end > self.file.size:
+            raise OSError("the Hub sends whole files where parts of them are asked for")
         view[: len(content)] = content
         return len(content)
 
@@ -104,8 +107,8 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in _causes(error)):
-            raise OSError(" ".join(str(error).split())[:200]) from None
+        if isinstance(error, OSError) or _is_of_the_network(error):
+            raise OSError(" ".join(str(error).split())[:200] or type(error).__name__) from None
         raise
 
 
@@ -199,9 +202,14 @@ def _failure(error: Exception, model: str, target: Path) -> RunError | None:
         return RunError(f"{model}: the Hub refused ({said}); run the same command to resume")
     if isinstance(error, OSError) and error.filename:
         return RunError(f"{error.filename}: {error.strerror}; fix that, then run the same command to resume")
-    if isinstance(error, OSError) or any("onnect" in type(cause).__name__ for cause in causes):
+    if isinstance(error, OSError) or _is_of_the_network(error):
         return RunError(f"the Hub cannot be reached ({said}); check the network, then run the same command to resume")
     return None
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    """Whether it comes from the client below huggingface_hub: a connection, a time-out, an answer that breaks off."""
+    return any(CLIENT.match(type(cause).__module__) for cause in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
