@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from llama405b import ranks
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.store import Store
 from llama405b.contract.config import to_toml
@@ -79,6 +80,8 @@ def choose(config: Config, run: RunDir, resume: str, files: Path, me: Ranks, jou
     """
     if resume == "no":
         return None
+    if not any(ranks.agreed(Path(resume).is_dir())):
+        raise UserError(f"--resume: {resume} is a directory on no host; name a checkpoint as the hosts see it")
     shared = config.checkpoint.place == "shared"
     store = Store(Path(resume).parent, 0, me, config.timeouts.load, run=run, say=journal.log, shared=shared)
     chosen = Resume(store, resume, weights_only=True)

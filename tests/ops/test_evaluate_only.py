@@ -29,6 +29,10 @@ def test_a_model_is_evaluated_without_training(work, cli, demo, corpus):
     assert status.endswith(f"evaluation of step 0: loss {loss}\n")
     shown = json.loads(cli(work, "top", "--once", "--json").stdout)["training"]
     assert (shown["phase"], shown["evaluated_step"], shown["lost_steps"]) == ("DONE", 0, None)
+    typo = cli(work, "launch", *only, "--run", "typo", "--follow", "--resume", "nowhere/step-00000004")
+    assert typo.returncode == 1
+    assert "--resume: nowhere/step-00000004 is a directory on no host; name a checkpoint" in typo.stderr
+    assert not (work / "nowhere").exists()
     again = cli(work, "launch", *only, "--run", "base")
     assert (again.returncode, len(again.stderr.splitlines())) == (2, 1)
     assert again.stderr.endswith("choose another name\n")

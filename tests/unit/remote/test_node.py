@@ -1,6 +1,7 @@
 """The node runner's own log, where each attempt's line comes before what its torchrun writes; and secrets in the others."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
-from llama405b.contract.records import NodeState, NodeStatus
+from llama405b.contract.records import Heartbeat, NodeState, NodeStatus, Phase, StopMark
 from llama405b_tools.remote import node as node_runner
 from llama405b_tools.remote.node import NodeRunner
 from llama405b_tools.remote.secrets import write_secrets
@@ -89,6 +90,17 @@ def test_where_somebody_ended_torchrun_it_began_not_where_its_peers_lost_contact
     assert own == Cause(CauseKind.TORCHRUN_KILLED, "a", signal=15, exit_code=1)
     peers = [Failure(name, Cause(CauseKind.LOST_PEER, name)) for name in ("b", "c")]
     assert judge.first_failure([*peers, Failure("a", own)]).host == "a"
+
+
+@pytest.mark.parametrize(("by", "state"), [("me", NodeState.STOPPED), ("", NodeState.EXITED)])
+def test_where_a_stop_reached_another_host_first_the_run_was_stopped(run, by, state):
+    recorded = (ROOT / "tests/data/foreign/torchrun/rank-exited.log").read_text()
+    run.agent_log("a").write_text(re.sub(r"attempt \d", "attempt 3", recorded))
+    write_json(run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.EVAL, 0.0, cause=Cause(CauseKind.LOST_PEER, "a")))
+    if by:
+        write_json(run.stop("a"), StopMark(by))
+    NodeRunner(run, "a").report_end(1)
+    assert read_record(NodeStatus, run.status("a")).state is state
 
 
 @pytest.mark.parametrize("victim", ["nobody", "node runner"])

@@ -150,6 +150,8 @@ class NodeRunner:
             self.report(NodeState.KILLED, cause, number=int(self.stop_signal))
         elif exit_code is None:
             self.report(NodeState.KILLED, Cause(CauseKind.TORCHRUN_KILLED, host, signal=-code), number=-code)
+        elif code and by and (lost := self.first_failure(code)).kind is CauseKind.LOST_PEER:
+            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, host, by=by, detail=lost.detail), exit_code=code)
         else:
             self.report(NodeState.EXITED, self.first_failure(code) if code else None, exit_code=code)
 
