@@ -44,14 +44,15 @@ apt_install() {  # apt_install PACKAGE …  install them, after whatever else us
 }
 
 in_one_line() {  # in_one_line COMMAND …  run it; a terminal shows its last line alone, and all of its output if it fails
-    local output child code=0 began=$SECONDS
+    local output child code=0 began=$SECONDS columns
     [ -t 1 ] || { "$@"; return; }
     output=$(mktemp) || return 2
-    "$@" >"$output" 2>&1 &
+    columns=$(tput cols 2>/dev/null) || columns=80
+    (trap - INT && exec "$@") <&0 >"$output" 2>&1 & # without a trap of its own it would never hear of Ctrl-C
     child=$!
-    trap 'kill $child; wait $child; rm -f "$output"; echo "interrupted; run the same command again to go on" >&2; exit 130' INT
+    trap 'kill -INT $child; wait $child; rm -f "$output"; echo "interrupted; run the same command again to go on" >&2; exit 130' INT
     while kill -0 $child 2>/dev/null; do
-        printf '\r\033[K%4d s  %s' $((SECONDS - began)) "$(tail -c 4000 "$output" | tr -d '\0\t\033' | tr '\r' '\n' | tail -n 1 | cut -c 1-70)"
+        printf '\r\033[K%4d s  %s' $((SECONDS - began)) "$(tail -c 4000 "$output" | tr -d '\0\t\033' | tr '\r' '\n' | tail -n 1 | cut -c "1-$((columns - 10))")"
         sleep 0.2
     done
     wait $child || code=$?

@@ -40,6 +40,13 @@ def test_the_last_line_has_the_newest_step_and_when_it_will_be_over(screen):
     assert re.search(r"━+.* 25/200  ETA 2:55  loss 8.7500  5,648 tokens/s\s*$", shown())  # a second a step
 
 
+def test_the_time_left_is_counted_anew_where_a_run_was_resumed(screen):
+    printer, shown = screen
+    for line in [*LINES[20:26], *LINES[15:18]]:  # steps 20 to 25, then 15 to 17
+        printer.show([line])
+    assert re.search(r" 17/200  ETA 3:03 [^\n]*\s*$", shown())
+
+
 def test_a_screen_that_is_gone_is_noticed(screen):
     printer, _ = screen
     printer.live.console.file.close()
@@ -50,6 +57,7 @@ def test_a_screen_that_is_gone_is_noticed(screen):
 @pytest.mark.parametrize(("plain", "terminal", "term", "kind"), [
     (False, True, "xterm", live.LivePrinter), (True, True, "xterm", live.PlainPrinter),
     (False, False, "xterm", live.PlainPrinter), (False, True, "dumb", live.PlainPrinter),
+    (False, True, "unknown", live.PlainPrinter),
 ])  # fmt: skip
 def test_only_a_terminal_has_such_a_line(monkeypatch, plain, terminal, term, kind):
     monkeypatch.setattr(live.sys.stdout, "isatty", lambda: terminal)

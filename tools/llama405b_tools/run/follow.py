@@ -291,8 +291,8 @@ def watch_run(
             if lines and not screen.show([clean(line) for line in lines]) and limits is None:
                 raise NobodyReadsError
     finally:
-        streams.close()
         screen.close()
+        streams.close()
     if watch.failures:
         watch.count_lost(time.monotonic())
     if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself

@@ -54,6 +54,7 @@ class Guarding:
                     if not screen.show(lines):
                         return STOPPED_FOLLOWING
                     if code is not None:
+                        screen.show([rest] if rest else [])
                         return code if code >= 0 else FAILED
                     time.sleep(POLL_S)
         except KeyboardInterrupt:

@@ -45,15 +45,13 @@ class PlainPrinter:
 class LivePrinter:
     """Keeps the newest step in the last line of the terminal."""
 
-    def __init__(self, console: "Console | None" = None) -> None:
-        from rich.console import Console
+    def __init__(self, console: "Console") -> None:
         from rich.live import Live
 
-        self.live = Live(
-            console=console or Console(highlight=False), auto_refresh=False, transient=True, redirect_stderr=False
-        )
+        self.live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False)
         self.live.start()
         self.first: tuple[int, float] | None = None  # step, and when it was seen
+        self.last = 0
 
     def show(self, lines: Sequence[str]) -> bool:
         """Print lines above the last one, or change it; of the steps, every tenth stays above."""
@@ -81,6 +79,9 @@ class LivePrinter:
         from rich.text import Text
 
         now = time.monotonic()
+        if step <= self.last:  # the run was resumed
+            self.first = None
+        self.last = step
         first, since = self.first = self.first or (step, now)
         line = Table.grid(padding=(0, 1))
         eta = f"  ETA {_clock((now - since) / (step - first) * (steps - step))}" if step > first else ""
@@ -92,7 +93,10 @@ def printer(*, plain: bool) -> Printer:
     """Return what prints a followed run: on a terminal, and unless ``plain``, with a line that changes."""
     if plain or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return PlainPrinter()
-    return LivePrinter()
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return PlainPrinter() if not console.is_terminal or console.is_dumb_terminal else LivePrinter(console)
 
 
 def _clock(seconds: float) -> str:
