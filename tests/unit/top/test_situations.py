@@ -144,6 +144,14 @@ def test_an_evaluation_without_a_step_is_shown_as_no_step(step):
     assert pic.verdict is Verdict.HEALTHY
 
 
+def test_a_line_of_another_trainer_about_something_else_hides_no_step():
+    def more(_, frame):
+        if lines := frame["run"].get("metrics"):
+            lines.append({"step": lines[-1]["step"], "val_acc": 0.5})
+
+    assert play(50, more)[0].picture().training == play(50)[0].picture().training
+
+
 def test_the_last_evaluation_is_shown():
     def evaluated(_, frame):
         for each in frame["run"].get("metrics", ()):

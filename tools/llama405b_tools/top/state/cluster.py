@@ -99,6 +99,8 @@ class Cluster:
         if frame.run:
             metrics = self.metrics_of[frame.run.name]
             for each in frame.run.metrics:
+                if each.step_s is None and each.evaluation_loss is None:  # another trainer's line, of something else
+                    continue
                 while metrics and metrics[-1].step >= each.step:  # a resumed run steps back
                     metrics.pop()
                 metrics.append(each)
