@@ -272,6 +272,7 @@ def test_a_save_under_way_is_finished_before_a_run_ends_at_a_loss_that_is_not_fi
     trainer = types.SimpleNamespace(
         pulse=_Told(),
         steps=range(5, 9),
+        evaluates_first=False,
         one_step=diverges,
         saver=types.SimpleNamespace(finish=lambda: finished.append(1)),
     )
