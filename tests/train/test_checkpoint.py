@@ -167,7 +167,7 @@ def _swap(one, other):
         ),
         (_of_the_step_before, r"__1_\d.distcp: (\d+ bytes, but the manifest|its content does not match)"),
         (lambda d: (d / ".metadata").unlink(), ".metadata: missing"),
-        (lambda d: (d / "manifest.json").write_text("{"), r"its manifest does not verify \(manifest.json is not JSON"),
+        (lambda d: (d / "manifest.json").write_text("{"), r"its manifest does not verify \(manifest.json: its content"),
     ],
     ids=["bit", "truncated", "deleted", "swapped", "another step's", "missing", "manifest"],
 )

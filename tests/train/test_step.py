@@ -227,7 +227,8 @@ def train(demo, place, prompt, steps):
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
     events = [json.loads(line) for line in (place / "x/events/rank-0.jsonl").read_text().splitlines()]
     metrics = place / "x/metrics.jsonl"
-    taken = [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    taken = [line["step"] for line in lines if "loss" in line]
     return done, [event for event in events if event["kind"] == "skipped"], taken
 
 
