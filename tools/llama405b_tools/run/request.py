@@ -328,7 +328,7 @@ def _check_flags(known: argparse.Namespace) -> None:
         ),
         (
             known.evaluate_only and (known.restart or known.rehearse),
-            f"{command.EVALUATE_ONLY} takes no step, so there is nothing to restart or to rehearse; remove --restart and --rehearse",
+            f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse",
         ),
         (known.port and not 0 < known.port < 65536, f"--port: {known.port} is out of range; use 1 to 65535"),
     )
