@@ -338,17 +338,21 @@ def build_module(
         load.refuse_not_finite(kept, weights_in)
     if config.model.activation_checkpointing:
         fsdp2.checkpoint_activations(module)
-    what = f"{llama.parameters:,} parameters, {parallel.numerics}"
-    if trains:
-        what += f" at {sum(parallel.state_bytes)} bytes per parameter"
+    size, updates, note = _of_training(config) if trains else ("", "", "")
+    what = f"{llama.parameters:,} parameters, {parallel.numerics}{size}"
     journal.log(f"{parallel.fsdp} on {me.world} x {me.device.type}: {what}; {how}, {time.monotonic() - began:.1f} s")
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
-    updates = _update_words(parallel) if trains else ""
     journal.log(f"attention: {attention} ({why}); {recompute}; cpu offload: {parallel.offload}{updates}")
-    for line in (*checked, rounding_note(parallel, config.optimizer) if trains else ""):
+    for line in (*checked, note):
         if line:
             journal.log(line)
     return module, kept
+
+
+def _of_training(config: Config) -> tuple[str, str, str]:
+    """Say of weights that are trained how many bytes they take, when they are updated, and what rounding costs them."""
+    size = f" at {sum(config.parallel.state_bytes)} bytes per parameter"
+    return size, _update_words(config.parallel), rounding_note(config.parallel, config.optimizer)
 
 
 def _update_words(parallel: Parallel) -> str:

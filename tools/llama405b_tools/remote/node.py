@@ -150,10 +150,14 @@ class NodeRunner:
             self.report(NodeState.KILLED, cause, number=int(self.stop_signal))
         elif exit_code is None:
             self.report(NodeState.KILLED, Cause(CauseKind.TORCHRUN_KILLED, host, signal=-code), number=-code)
-        elif code and by and (lost := self.first_failure(code)).kind is CauseKind.LOST_PEER:
-            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, host, by=by, detail=lost.detail), exit_code=code)
+        elif not code:
+            self.report(NodeState.EXITED, exit_code=code)
+        elif (
+            failure := self.first_failure(code)
+        ).kind is CauseKind.LOST_PEER and by:  # the stop reached the peer first
+            self.report(NodeState.STOPPED, Cause(CauseKind.STOPPED, host, by=by, detail=failure.detail), exit_code=code)
         else:
-            self.report(NodeState.EXITED, self.first_failure(code) if code else None, exit_code=code)
+            self.report(NodeState.EXITED, failure, exit_code=code)
 
     def first_failure(self, code: int) -> Cause:
         """The first failure of this attempt on this host, from torchrun's summary and the rank's heartbeat."""

@@ -96,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
         lines += ranking(ranked) if ranked else []
         lines += comparison({"as planned": outlook} | compared, wanted) if compared else []
         print("\n".join(lines))
-    code = UNFIT if (ranked[0] if ranked else outlook).fit is Fit.NO else GOOD
+    chosen = ranked[0] if ranked else outlook
+    code = UNFIT if chosen.fit is Fit.NO else GOOD
     if args.write and code == GOOD:
         _write(args, settings, asked.config, ranked[0])
     return code
