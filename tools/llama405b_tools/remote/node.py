@@ -273,12 +273,12 @@ class NodeRunner:
         """Wait for torchrun; once told to stop, end it in ever harder ways, each with a time limit."""
         look_at = time.monotonic() if self.plan.slurm_job else math.inf  # there no signal reaches this process alone
         while not self.stop_signal:
-            if time.monotonic() >= look_at:
+            code = child.poll()  # Popen.wait with a timeout would wake up twenty times a second
+            if self.plan.slurm_job and (code is not None or time.monotonic() >= look_at):
                 look_at = time.monotonic() + STOP_EVERY_S
-                if self.run.stop(self.host).exists():
+                if self.run.stop(self.host).exists():  # another host may have read its own first, and all have saved
                     self.stop_signal = signal.SIGTERM
-                    break
-            if (code := child.poll()) is not None:  # Popen.wait with a timeout would wake up twenty times a second
+            if code is not None:
                 return code
             self.keep_copying()
             time.sleep(POLL_S)
