@@ -9,28 +9,26 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from llama405b import ranks
+from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
 from llama405b.commands.shape import describe_shape
 from llama405b.contract import command
-from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.causes import Cause, CauseKind, said_by_rank
 from llama405b.contract.errors import FAILED, GOOD, REFUSED, UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.records import Phase
-from llama405b.contract.words import said_by_rank
-from llama405b.evaluate_only import evaluate_only, refuse_trained
-from llama405b.heartbeat import Pulse
-from llama405b.journal import Journal
-from llama405b.lost_peer import is_lost_peer
-from llama405b.prepare import prepare
-from llama405b.ranks import FollowedError
-from llama405b.step import NonFiniteError, SpikeError
-from llama405b.trainer import StopSignal
+from llama405b.distributed import ranks
+from llama405b.distributed.peer_errors import FollowedError, is_lost_peer
+from llama405b.optim.step import NonFiniteError, SpikeError
+from llama405b.training.build import prepare
+from llama405b.training.heartbeat import HeartbeatWriter
+from llama405b.training.journal import Journal
+from llama405b.training.loop import StopSignal
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a training command; returns the exit code."""
-    pulse: Pulse | None = None
+    pulse: HeartbeatWriter | None = None
     try:
         asked = command.parse(argv)
         stop = StopSignal()
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         if asked.evaluates:
             signal.signal(signal.SIGUSR1, lambda *_: sys.exit(GOOD))  # a stop ends it at once: there is nothing to save
             refuse_trained(run)
-        pulse = Pulse(run, ranks.place())
+        pulse = HeartbeatWriter(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
         if asked.evaluates:
             evaluate_only(asked.config, run, asked.resume, me, pulse)
@@ -63,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def ending_of(error: Exception, pulse: Pulse | None) -> Cause:
+def ending_of(error: Exception, pulse: HeartbeatWriter | None) -> Cause:
     """Return why this rank ends, as a value."""
     kind, peer, detail = CauseKind.RANK_EXIT, None, str(error)
     if is_lost_peer(error):
@@ -84,7 +82,7 @@ def ending_of(error: Exception, pulse: Pulse | None) -> Cause:
     return dataclasses.replace(cause, host=pulse.me.host, rank=pulse.me.rank, phase=pulse.record.phase)
 
 
-def tell_end(cause: Cause, pulse: Pulse | None) -> None:
+def tell_end(cause: Cause, pulse: HeartbeatWriter | None) -> None:
     """Report why this rank ends: on standard error, in its heartbeat, and as an event if all ranks refuse."""
     print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
     if pulse is None:

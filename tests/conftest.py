@@ -34,7 +34,7 @@ def tiny_tied(tmp_path_factory):
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
     """The demo's checkpoint, smaller: real tokenizer, real shards."""
-    from llama405b.commands.demo import make_demo
+    from llama405b.data.demo_model import make_demo
 
     directory = tmp_path_factory.mktemp("models") / "demo"
     make_demo(directory, layers=2, hidden=192)

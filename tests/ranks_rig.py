@@ -66,7 +66,7 @@ def _rank(rank, world, port, scratch, environment, target, args):
     import torch
 
     torch.set_num_threads(1)
-    from llama405b import ranks
+    from llama405b.distributed import ranks
 
     try:
         me = ranks.join("cpu", 60)

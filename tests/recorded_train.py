@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.nn import functional
 
 from llama405b import train
-from llama405b.trainer import Trainer
+from llama405b.training.loop import Trainer
 
 step_of_loss = 0
 

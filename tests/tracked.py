@@ -15,15 +15,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama405b.model.kernels  # noqa: F401  # registers varlen
-from llama405b.axes import Axes
-from llama405b.batch import Batch
 from llama405b.contract.schema import Parallel
+from llama405b.distributed.mesh import Axes
+from llama405b.model.batch import Batch
 from llama405b.model.llama import build_on_meta
 from llama405b.optim.adamw import start_moments
+from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.norm import local
+from llama405b.optim.step import nll_of
 from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
-from llama405b.parallel.masters import kept_weights
-from llama405b.step import nll_of
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = full
 NEITHER = ("Inputs", "Buffer")
@@ -109,7 +109,7 @@ def optimizer_bytes(config: dict, parallel: Parallel, world: int) -> tuple[int, 
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
         shard(model, parallel, torch.device("cpu"), device_mesh(Axes(dp_shard=world), "cpu"))
-        kept, own = kept_weights(model, parallel), {id(p) for p in model.parameters()}
+        kept, own = master_model(model, parallel), {id(p) for p in model.parameters()}
         optimizer = torch.optim.AdamW(kept.parameters())
         for parameter in kept.parameters():
             start_moments(optimizer, parameter, parameter.dtype)

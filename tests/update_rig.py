@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from llama405b.batch import Batch
+from llama405b.model.batch import Batch
 
 BATCH, SEQ, VOCABULARY = 12, 16, 131
 IDENTITY = ("a model", "some data", 16, 12, "fp32", 0, 0)
@@ -31,28 +31,27 @@ def build(
     masters=True,
     **more,
 ):
-    from llama405b import load
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
-    from llama405b.optim.updater import build_updater
-    from llama405b.parallel import fsdp2
-    from llama405b.parallel.masters import kept_weights
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.fp32_masters import master_model
+    from llama405b.parallel import fsdp2, load_weights
 
     numerics = numerics or ("fp32" if offload == "full" else "fp32-master")
     parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
-    kept = kept_weights(module, parallel) if masters else module
-    load.load(kept, directory, "rank0", me, lambda *_: None, offload=True)
+    kept = master_model(module, parallel) if masters else module
+    load_weights.load(kept, directory, "rank0", me, lambda *_: None, offload=True)
     if kept is not module:
-        load.materialise(module, me, offload=parallel.offload == "full")
+        load_weights.materialise(module, me, offload=parallel.offload == "full")
     fsdp2.checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, kept=kept)
 
 
 def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
     from llama405b.optim.adamw import set_lr
-    from llama405b.step import train_step
+    from llama405b.optim.step import train_step
 
     set_lr(updater.optimizer, 3e-3 / (1 + step / 50))  # each step another, as a schedule has it
     micro = batch(step, me, accumulation)

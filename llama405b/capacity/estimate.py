@@ -14,7 +14,7 @@ from llama405b.capacity.memory import NORMS, Job, Peak, norm_elements, peak
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import Rates, StepTime, step_time
 from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
-from llama405b.contract.sizes import SPARE
+from llama405b.contract.units import SPARE
 from llama405b.contract.weights import Llama
 
 RANKS_PER_HOST = 8

@@ -1,7 +1,7 @@
 """Whether a disk holds the checkpoints that a run keeps, and whether it is nearly full. Pure."""
 
 from llama405b.contract.checkpoints import LEAST_KEPT
-from llama405b.contract.sizes import size_words
+from llama405b.contract.units import size_words
 
 LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # of all
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llama405b import ranks
-from llama405b.checkpoint.commit import parts_of
-from llama405b.checkpoint.store import Found, Store
+from llama405b.checkpoint.directory import parts_of
+from llama405b.checkpoint.store import CheckpointView, Store
 from llama405b.contract.checkpoints import DATA_FILE
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of, remedy_of
-from llama405b.copies import Progress
+from llama405b.distributed import collectives
+from llama405b.distributed.host_memory import Progress
 
 PIECE_BYTES = 64 << 20
 FAILED = -1  # instead of a length: the sender cannot read
@@ -28,7 +28,7 @@ FAILED = -1  # instead of a length: the sender cannot read
 class Gathered:
     """A checkpoint as this rank reads it: where it is, or links to that beside copies of what was lacking."""
 
-    def __init__(self, store: Store, found: Found, progress: Progress) -> None:
+    def __init__(self, store: Store, found: CheckpointView, progress: Progress) -> None:
         self.store, self.found, self.progress = store, found, progress
         self.path = found.path
         self.rank, self.keeper = store.me.rank, store.keeper_of[store.me.rank]
@@ -48,11 +48,11 @@ class Gathered:
         """
         if self.store.shared:
             return
-        needs = ranks.agreed(tuple(sorted({*names})), tuple[str, ...], self.store.group)
+        needs = collectives.all_gather_objects(tuple(sorted({*names})), tuple[str, ...], self.store.group)
         moves = self._moves(needs)
         if not moves:
             return
-        with ranks.refusing_together(self.store.group):
+        with collectives.raise_on_all_ranks(self.store.group):
             try:
                 self._make_room(moves)
             except OSError as error:
@@ -71,7 +71,7 @@ class Gathered:
                     self.progress(done, total)
             except OSError as error:
                 failed = failed or f"{self.found.path}/{name}: {reason_of(error)} on {self.store.me.host}"
-        with ranks.refusing_together(self.store.group):
+        with collectives.raise_on_all_ranks(self.store.group):
             if failed:
                 raise UserError(f"{failed}; correct that, then resume")
 

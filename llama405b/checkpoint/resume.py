@@ -10,19 +10,19 @@ import torch
 from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.api import CheckpointException
 
-from llama405b import ranks
+from llama405b.checkpoint.digests import Fault, PassedOver
 from llama405b.checkpoint.gather import Gathered
-from llama405b.checkpoint.seal import Fault, PassedOver
 from llama405b.checkpoint.snapshot import restore, restore_weights
-from llama405b.checkpoint.store import Found, Store
+from llama405b.checkpoint.store import CheckpointView, Store
 from llama405b.checkpoint.unpickling import UnsafeError
 from llama405b.checkpoint.verified import DamagedError, VerifiedReader
 from llama405b.contract.checkpoints import named_path, refuse_held, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, reason_of
-from llama405b.copies import Progress
-from llama405b.ranks import Ranks
-from llama405b.step import Updater
+from llama405b.distributed import collectives
+from llama405b.distributed.host_memory import Progress
+from llama405b.distributed.ranks import Rank
+from llama405b.optim.updater import Updater
 
 
 class Resume:
@@ -36,7 +36,7 @@ class Resume:
             a newer one cannot be read, or none where this run has saved some; or the directory holds checkpoints of another run.
         """
         self.store, self.wanted, self.weights_only = store, wanted, weights_only
-        self.found: Found | None = None
+        self.found: CheckpointView | None = None
         self.passed_over: list[PassedOver] = []
         self.untried = store.present()  # the newest last
         self.n_present = len(self.untried)
@@ -47,7 +47,7 @@ class Resume:
         else:
             self._choose_named()
 
-    def load(self, model: torch.nn.Module, updater: Updater, me: Ranks, progress: Progress) -> int:
+    def load(self, model: torch.nn.Module, updater: Updater, me: Rank, progress: Progress) -> int:
         """Load what was found into the shards; returns its step. All that is not used is set aside.
 
         Raises:
@@ -60,7 +60,7 @@ class Resume:
         try:
             gathered.describe()
             reader = GatheringReader(gathered, progress)
-            with ranks.refusing_together():
+            with collectives.raise_on_all_ranks():
                 reader.read_metadata()
             load = restore_weights if self.weights_only else restore
             done = load(self.found.path, model, updater, me, reader)
@@ -122,7 +122,7 @@ class Resume:
         self.found = None
         while self.untried and not self.found:
             looked = self.store.look_at(self.untried.pop())
-            if isinstance(looked, Found):
+            if isinstance(looked, CheckpointView):
                 self.found = looked
             else:
                 self._pass_over(looked)
@@ -174,7 +174,7 @@ def _refuse_unsafe(failed: CheckpointException) -> None:
             raise UserError(str(cause)) from None
 
 
-def _fault(found: Found, failed: CheckpointException, hosts: tuple[str, ...]) -> PassedOver:
+def _fault(found: CheckpointView, failed: CheckpointException, hosts: tuple[str, ...]) -> PassedOver:
     """Return why a checkpoint could not be loaded; a disk that could not be read comes first."""
     causes = {rank: cause[0] for rank, cause in sorted(failed.failures.items())}
     for rank, cause in causes.items():

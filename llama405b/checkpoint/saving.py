@@ -17,18 +17,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from llama405b import ranks
-from llama405b.checkpoint.frozen import Frozen, Staging, Ways
-from llama405b.checkpoint.ring import Copies
+from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging
+from llama405b.checkpoint.replication import Replication
 from llama405b.checkpoint.snapshot import state_to_save
 from llama405b.checkpoint.store import Store
-from llama405b.checkpoint.write import SealingWriter
-from llama405b.contract.checkpoints import Manifest, Reached, RunIdentity, Seal
+from llama405b.checkpoint.writer import SealingWriter
+from llama405b.contract.checkpoints import FileDigest, Manifest, Reached, RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of, remedy_of
-from llama405b.contract.sizes import SPARE
-from llama405b.memory import free_bytes
-from llama405b.step import Updater
+from llama405b.contract.units import SPARE
+from llama405b.distributed import collectives
+from llama405b.distributed.host_memory import free_bytes
+from llama405b.optim.updater import Updater
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Saved:
     path: Path
     digest: str  # of the manifest
     took_s: float
-    ways: Ways
+    ways: SnapshotStats
     blocked_s: float = 0.0  # how long training waited for it
 
 
 class Saving:
     """Writes one checkpoint at a time into a store."""
 
-    def __init__(self, store: Store, staging_bytes: int | None = None, copies: Copies | None = None) -> None:
+    def __init__(self, store: Store, staging_bytes: int | None = None, copies: Replication | None = None) -> None:
         """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some."""
         self.store, self.me, self.staging_bytes, self.copies = store, store.me, staging_bytes, copies
         self.staging: Staging | None = None
@@ -74,7 +74,7 @@ class Saving:
             of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
             self.staging = Staging(of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         state = state_to_save(updater, self.me)
-        frozen = Frozen(updater.units(), self.staging, next_update_s)
+        frozen = CopyOnUpdate(updater.units(), self.staging, next_update_s)
         updater.before_update = frozen.before_update
         self.under_way = self.thread.submit(self._save, step, state, frozen, identity, reached)
         if isinstance(updater.kept, FullyShardedDataParallel):  # what its state dict refers to is its own affair
@@ -107,7 +107,9 @@ class Saving:
         pruning, self.pruning = self.pruning, None
         return pruning.result() if pruning else ""
 
-    def _save(self, step: int, state: dict[str, Any], frozen: Frozen, identity: RunIdentity, reached: Reached) -> Saved:
+    def _save(
+        self, step: int, state: dict[str, Any], frozen: CopyOnUpdate, identity: RunIdentity, reached: Reached
+    ) -> Saved:
         began, store = time.monotonic(), self.store
         if self.me.on_gpu:
             torch.cuda.set_device(self.me.device)
@@ -145,7 +147,7 @@ class Saving:
             return str(error)
         return ""
 
-    def _write(self, partial: Path, state: dict[str, Any], frozen: Frozen) -> dict[str, Seal]:
+    def _write(self, partial: Path, state: dict[str, Any], frozen: CopyOnUpdate) -> dict[str, FileDigest]:
         writer = SealingWriter(partial, self.me.rank, frozen)
         try:
             with without_crc():
@@ -165,13 +167,13 @@ class Saving:
         store.on_keepers(
             lambda: others.update(store.directory.others(final) if self.me.leads else {}), final, store.group
         )
-        names = ranks.from_rank0(tuple(others), tuple[str, ...], store.group)
-        brought = {name: ranks.bytes_from(0, others.get(name, b""), store.group) for name in names}
+        names = collectives.broadcast_object(tuple(others), tuple[str, ...], store.group)
+        brought = {name: collectives.broadcast_bytes(0, others.get(name, b""), store.group) for name in names}
         return {} if self.me.leads else brought
 
-    def _manifest(self, step: int, mine: dict[str, Seal], identity: RunIdentity, reached: Reached) -> Manifest:
+    def _manifest(self, step: int, mine: dict[str, FileDigest], identity: RunIdentity, reached: Reached) -> Manifest:
         """Gather what all ranks wrote."""
-        parts = ranks.agreed(mine, dict[str, Seal], self.store.group)
+        parts = collectives.all_gather_objects(mine, dict[str, FileDigest], self.store.group)
         return Manifest(
             format=2,
             step=step,

@@ -19,17 +19,17 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from llama405b.checkpoint.unpickling import TensorPlanner, TensorReader
 from llama405b.contract.checkpoints import step_of
-from llama405b.ranks import Ranks
-from llama405b.step import Updater
+from llama405b.distributed.ranks import Rank
+from llama405b.optim.updater import Updater
 
 
-def state_to_save(updater: Updater, me: Ranks) -> dict[str, Any]:
+def state_to_save(updater: Updater, me: Rank) -> dict[str, Any]:
     """Return this rank's part of what DCP saves: the very tensors, of which updates may be pending."""
     model_state, optimizer_state = _state_of(updater)
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 
 
-def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks, files: TensorReader | None = None) -> int:
+def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: TensorReader | None = None) -> int:
     """Load a checkpoint into the shards; returns its step. ``files``: what reads it; None: what verifies nothing.
 
     Only tensors are read: the optimizer's settings are those of now.
@@ -60,7 +60,7 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Ranks, files: Te
 
 
 def restore_weights(
-    path: Path, model: nn.Module, updater: Updater, _me: Ranks, files: TensorReader | None = None
+    path: Path, model: nn.Module, updater: Updater, _me: Rank, files: TensorReader | None = None
 ) -> int:
     """Load the weights alone, without making moments; all else: see ``restore``."""
     kept = updater.kept
@@ -86,7 +86,7 @@ def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
     return get_state_dict(kept, optimizer)
 
 
-def _rng_state(me: Ranks) -> dict[str, torch.Tensor]:
+def _rng_state(me: Rank) -> dict[str, torch.Tensor]:
     """The state of this rank's random generators."""
     state = {"cpu": torch.get_rng_state()}
     if me.on_gpu:

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llama405b import ranks
 from llama405b.capacity.room import room_fault
-from llama405b.checkpoint.commit import Directory, best_of, parts_of
-from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest, warning_of
+from llama405b.checkpoint.digests import Fault, PassedOver, check_files, open_manifest, warning_of
+from llama405b.checkpoint.directory import Directory, best_of, parts_of
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
@@ -30,14 +29,15 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import reason_of, remedy_of
 from llama405b.contract.replicas import replicated_steps
 from llama405b.contract.trust import user_of
-from llama405b.ranks import Ranks
+from llama405b.distributed import collectives
+from llama405b.distributed.ranks import Rank
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
 MAX_EVENTS = 10_000  # read, of this run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class CheckpointView:
     """A checkpoint that is complete, as far as that is seen without reading its tensors."""
 
     path: Path  # the same on all hosts
@@ -47,7 +47,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seen:
+class LocalView:
     """A checkpoint as it is in one directory."""
 
     digest: str = ""  # of its manifest; "": it has none
@@ -64,7 +64,7 @@ class Store:
         self,
         root: Path,
         keep: int,
-        me: Ranks,
+        me: Rank,
         timeout_s: int = 1800,
         *,
         run: RunDir,
@@ -82,14 +82,16 @@ class Store:
         events = read_records(RunEvent, run.events("rank-0"), last=MAX_EVENTS)
         own = {event.path: (event.time, event.digest) for event in events if event.digest}
         newest: dict[str, tuple[float, str]] = {}
-        for known in ranks.agreed(own, dict[str, tuple[float, str]]):  # rank 0 may have been on another host before
+        for known in collectives.all_gather_objects(
+            own, dict[str, tuple[float, str]]
+        ):  # rank 0 may have been on another host before
             newest |= {name: entry for name, entry in known.items() if entry > newest.get(name, (0.0, ""))}
         self.saved = {name: digest for name, (_, digest) in newest.items()}  # of manifests, by path
         self.directory = Directory(root, run, me.host, me.attempt)
         self.holder = self.directory.holder
         # Saving goes on beside training, whose collectives must not mix with its own.
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-        self.hosts = tuple(ranks.agreed(me.host))  # by rank
+        self.hosts = tuple(collectives.all_gather_objects(me.host))  # by rank
         self.keeper_of = (0,) * me.world  # by rank: who keeps the directory that it sees
         if not shared:
             self._survey()
@@ -144,7 +146,7 @@ class Store:
     def best_loss(self) -> float:
         """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""
         best = best_of(self.directory.own().values()) if self.keeps else None
-        losses = ranks.agreed(best.evaluation_loss if best else None, float | None)
+        losses = collectives.all_gather_objects(best.evaluation_loss if best else None, float | None)
         return min((loss for loss in losses if loss is not None), default=math.inf)
 
     def close(self) -> None:
@@ -160,9 +162,9 @@ class Store:
         Raises:
             UserError: A rank cannot; or it is to be shared, and one does not see it. Names the host.
         """
-        run = ranks.from_rank0(uuid.uuid4().hex)
+        run = collectives.broadcast_object(uuid.uuid4().hex)
         tokens = [f".token-{run}-{rank}" for rank in range(self.me.world)]
-        with ranks.refusing_together():
+        with collectives.raise_on_all_ranks():
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
                 if os.statvfs(self.root).f_flag & os.ST_RDONLY:  # nobody's, whoever owns it
@@ -178,13 +180,13 @@ class Store:
         while not (self.root / tokens[0]).exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         sees = [rank for rank, token in enumerate(tokens) if (self.root / token).exists()]
-        with ranks.refusing_together():
+        with collectives.raise_on_all_ranks():
             if self.shared and 0 not in sees:
                 raise UserError(
                     f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see a file in {self.root} "
                     "that rank 0 wrote; name a directory that all hosts share, or use --checkpoint.place node"
                 )
-        self.keeper_of = tuple(ranks.agreed(0 if self.shared else min(sees)))
+        self.keeper_of = tuple(collectives.all_gather_objects(0 if self.shared else min(sees)))
         dist.barrier(self.group)
         (self.root / tokens[self.me.rank]).unlink(missing_ok=True)
 
@@ -199,7 +201,7 @@ class Store:
 
         ``group``: the store's own, for what happens beside training. ``fault``: what is said of ``where`` then.
         """
-        with ranks.refusing_together(group):
+        with collectives.raise_on_all_ranks(group):
             try:
                 if self.keeps:
                     self.holder.check()
@@ -213,7 +215,7 @@ class Store:
         Raises:
             UserError: One has.
         """
-        with ranks.refusing_together(), contextlib.suppress(OSError):
+        with collectives.raise_on_all_ranks(), contextlib.suppress(OSError):
             if self.keeps:
                 self.holder.check()
 
@@ -225,7 +227,7 @@ class Store:
             seen.extend({*(path.name for path in committed(self.root)), *replicated_steps(self.root)})
 
         self.on_keepers(look, self.root, fault="cannot be listed")
-        names = set[str]().union(*ranks.agreed(tuple(seen), tuple[str, ...]))
+        names = set[str]().union(*collectives.all_gather_objects(tuple(seen), tuple[str, ...]))
         return [self.root / name for name in sorted(names)]
 
     def set_aside(self, paths: list[Path]) -> None:
@@ -238,12 +240,12 @@ class Store:
 
         self.on_keepers(rename, self.root)
 
-    def look_at(self, path: Path) -> Found | PassedOver:
+    def look_at(self, path: Path) -> CheckpointView | PassedOver:
         """Open a checkpoint; returns the first fault that is seen without reading its tensors, but an unreadable file first.
 
         Warns of one that others can write.
         """
-        seen = ranks.agreed(self._see(path) if self.keeps else Seen(), Seen)
+        seen = collectives.all_gather_objects(self._see(path) if self.keeps else LocalView(), LocalView)
         of_keepers = [seen[keeper] for keeper in self.keepers]
         faults = sorted(
             [each.fault for each in of_keepers if each.fault], key=lambda fault: fault.fault is not Fault.UNREADABLE
@@ -265,18 +267,18 @@ class Store:
             self.say(warnings[0])
         own = tuple(frozenset(seen[keeper].files) for keeper in self.keeper_of)
         held = tuple(frozenset((*seen[keeper].files, *seen[keeper].copies)) for keeper in self.keeper_of)
-        return Found(path, manifest, held, own)
+        return CheckpointView(path, manifest, held, own)
 
     def _manifest_of(self, path: Path, keeper: int) -> Manifest:
         mine: Manifest | None = None
         if self.me.rank == keeper:
             opened = [open_manifest(part, self.saved) for part in parts_of(path)]
             mine = next(each for each in opened if isinstance(each, Manifest))
-        manifest = ranks.from_rank(keeper, mine, Manifest | None)
+        manifest = collectives.broadcast_object_from(keeper, mine, Manifest | None)
         assert manifest
         return manifest
 
-    def _see(self, path: Path) -> Seen:
+    def _see(self, path: Path) -> LocalView:
         """What of a checkpoint is in this rank's directory: its own part, and copies of others'."""
         parts = [path] if self.shared else [part for part in parts_of(path) if part.exists()]
         own, copies, digest, warning = list[str](), set[str](), "", ""
@@ -291,13 +293,13 @@ class Store:
                 continue  # a copy of what an earlier attempt saved after the same step
             digest = digest or its_digest
             try:
-                good, why = look_over(part, opened)
+                good, why = check_files(part, opened)
                 warning = warning or warning_of(part, opened)
             except OSError as error:
                 said = f"{part}: cannot be read ({reason_of(error)}) on {self.me.host}"
-                return Seen(digest, fault=PassedOver(part, Fault.UNREADABLE, said))
+                return LocalView(digest, fault=PassedOver(part, Fault.UNREADABLE, said))
             if part == path:
                 own, fault = good, why
             elif its_digest == digest:
                 copies |= {*good}
-        return Seen(digest, tuple(own), tuple(sorted(copies.difference(own))), fault, warning)
+        return LocalView(digest, tuple(own), tuple(sorted(copies.difference(own))), fault, warning)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
-from llama405b.checkpoint.seal import THREADS, block_hashes
+from llama405b.checkpoint.digests import THREADS, block_hashes
 from llama405b.checkpoint.unpickling import TensorReader
 from llama405b.contract.checkpoints import METADATA, Manifest
 from llama405b.contract.errors import UserError

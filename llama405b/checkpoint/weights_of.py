@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from llama405b.checkpoint.seal import PassedOver, open_manifest, warning_of
+from llama405b.checkpoint.digests import PassedOver, open_manifest, warning_of
 from llama405b.checkpoint.unpickling import TensorPlanner
 from llama405b.checkpoint.verified import DamagedError, VerifiedReader
 from llama405b.contract.checkpoints import WEIGHTS, write_manifest

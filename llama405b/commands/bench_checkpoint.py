@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llama405b import ranks
 from llama405b.checkpoint.saving import Saved, Saving
 from llama405b.checkpoint.store import Store
-from llama405b.checkpoint.write import THREADS
+from llama405b.checkpoint.writer import THREADS
 from llama405b.commands.bench_update import UNITS, WIDTH, Case, Trace, stand_in_model
 from llama405b.contract.checkpoints import Reached, RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.schema import Optimizer
+from llama405b.distributed import ranks
+from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import build_optimizer, state_tensors
-from llama405b.optim.offloaded import Due, Offloaded, Part
-from llama405b.ranks import Ranks
+from llama405b.optim.offload_all import Due, OffloadedAll, Part
 
 SHARES = (0.5, 4.0)  # of a step: what a save takes
 IDENTITY = RunIdentity("stand-in", "stand-in", 1, 1, "fp32", 0, 0)
@@ -51,7 +51,7 @@ class _Training:
             owner = nn.Module()
             kept.add_module(name.partition(".")[0], owner)
             owner.weight = nn.Parameter(torch.randn(n_bytes // BYTES_PER_PARAMETER // UNITS))
-        self.updater = Offloaded(
+        self.updater = OffloadedAll(
             self.model, kept, build_optimizer(kept, Optimizer()), torch.device("cpu"), lambda _: None
         )
         self.updater._update = self._stand_in
@@ -78,7 +78,7 @@ class _Training:
 class _Saves:
     """Saves of the stand-in's state, in a directory of their own."""
 
-    def __init__(self, training: _Training, directory: Path, me: Ranks) -> None:
+    def __init__(self, training: _Training, directory: Path, me: Rank) -> None:
         self.training, self.number = training, 0
         self.store = Store(directory / "checkpoints", KEEP, me, run=RunDir(directory))
         self.store.take()

@@ -29,14 +29,14 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import LlamaForCausalLM
 
-from llama405b import load, ranks
 from llama405b.contract import weights
 from llama405b.contract.errors import RunError
 from llama405b.contract.parts import rows_of
 from llama405b.contract.schema import Numerics, Parallel
 from llama405b.contract.tensors import INDEX, read_tensors
+from llama405b.distributed import ranks
 from llama405b.model import llama as model
-from llama405b.parallel import fsdp2
+from llama405b.parallel import fsdp2, load_weights
 
 Figures = dict[str, float]  # of one way of loading, by name
 GIB = 1 << 30
@@ -186,7 +186,7 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=n_ranks)
-    me = ranks.Ranks(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
+    me = ranks.Rank(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
     config = model.read_hf_config(directory)
     parallel = Parallel(numerics=numerics)
     kept = fsdp2.shard_dtype(parallel)
@@ -196,7 +196,7 @@ def _rank(
     with _Peak() as peak:
         began = time.perf_counter()
         if form in ("streamed", "local"):
-            load.load(module, directory, {"streamed": "rank0"}.get(form, form), me, lambda *_: None)
+            load_weights.load(module, directory, {"streamed": "rank0"}.get(form, form), me, lambda *_: None)
         elif form == "plain":
             read = _read_plainly(directory, me)
         else:
@@ -210,13 +210,13 @@ def _rank(
     ranks.leave()
 
 
-def _baseline(module: Any, directory: Path, me: ranks.Ranks, dtype: torch.dtype) -> None:
+def _baseline(module: Any, directory: Path, me: ranks.Rank, dtype: torch.dtype) -> None:
     whole = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).state_dict() if me.leads else {}
-    load.materialise(module, me)
+    load_weights.materialise(module, me)
     set_model_state_dict(module, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
-def _read_plainly(directory: Path, me: ranks.Ranks) -> int:
+def _read_plainly(directory: Path, me: ranks.Rank) -> int:
     """Read this rank's rows of every tensor into fresh memory; returns how many bytes that were."""
     pieces = []
     for info in read_tensors(directory).values():

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from llama405b import load, ranks
-from llama405b.batch import Batch
 from llama405b.commands.pairs import in_turns, ratio_of
 from llama405b.contract import weights
 from llama405b.contract.schema import Optimizer, Parallel
+from llama405b.distributed import ranks
+from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
+from llama405b.model.batch import Batch
 from llama405b.optim.adamw import build_optimizer
-from llama405b.optim.updater import build_updater
-from llama405b.parallel import fsdp2
-from llama405b.ranks import Ranks
-from llama405b.step import train_step
+from llama405b.optim.build_updater import build_updater
+from llama405b.optim.step import train_step
+from llama405b.parallel import fsdp2, load_weights
 
 SHAPE = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -43,24 +43,24 @@ def bench_step(pairs: int) -> tuple[dict[str, Any], str]:
     return report, f"CPU seconds of a step: ours / by hand {ratio}"
 
 
-def _model(me: Ranks) -> nn.Module:
+def _model(me: Rank) -> nn.Module:
     config = LlamaConfig(**SHAPE)
     module = llama.build_on_meta(config, "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     shape = weights.parse_llama(config.to_dict() | {"architectures": None}, "the benchmark's model")
-    load.load(module, Path(), "local", me, lambda *_: None, random=shape)
+    load_weights.load(module, Path(), "local", me, lambda *_: None, random=shape)
     fsdp2.checkpoint_activations(module)
     return module
 
 
-def _ours(me: Ranks) -> Callable[[], object]:
+def _ours(me: Rank) -> Callable[[], object]:
     module = _model(me)
     updater = build_updater(module, Optimizer(), Parallel(numerics="fp32"), me.device)
     x = torch.randint(0, SHAPE["vocab_size"], (1, SEQ))
     return lambda: train_step(module, updater, [Batch(x, x.roll(-1))], max_norm=1.0, dp_size=1)
 
 
-def _by_hand(me: Ranks) -> Callable[[], object]:
+def _by_hand(me: Rank) -> Callable[[], object]:
     """The loop that anyone would write."""
     module = _model(me)
     optimizer = build_optimizer(module, Optimizer())

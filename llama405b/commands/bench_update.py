@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from llama405b import ranks
 from llama405b.commands.pairs import in_turns, ratio_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Optimizer
+from llama405b.distributed import ranks
 from llama405b.optim.adamw import Settings, State, build_optimizer, update_adamw
-from llama405b.optim.offloaded import Due, Offloaded, Part
+from llama405b.optim.offload_all import Due, OffloadedAll, Part
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
 WIDTH = 16  # of the stand-in's layers
@@ -149,7 +149,7 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
     """Take steps of ``UNITS`` units; returns how long they took, and what ran when."""
     trace = Trace()
     model = stand_in_model(case, trace)
-    updater = Offloaded(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
+    updater = OffloadedAll(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
     update, numbers = updater._update, {part.name: i for i, part in enumerate(updater.parts)}
 
     def stand_in(part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from llama405b import ranks
 from llama405b.contract import reader
 from llama405b.contract.checkup import SIGN, Checkup, HostLink, RankSpeed
-from llama405b.ranks import Ranks
+from llama405b.distributed import collectives, ranks
+from llama405b.distributed.ranks import Rank
 
 TIMEOUT_S = 300
 LINKS_A_LINE = 500
@@ -26,11 +26,15 @@ def main() -> int:
     """Measure, and print on rank 0."""
     me = ranks.join("auto", TIMEOUT_S)
     flops = burn(me)
-    everyone = ranks.agreed(RankSpeed(me.rank, me.host, me.local_rank, flops))
+    everyone = collectives.all_gather_objects(RankSpeed(me.rank, me.host, me.local_rank, flops))
     hosts = list(dict.fromkeys(device.host for device in everyone))
     first = {device.host: device.rank for device in reversed(everyone)}
-    links = [link for part in ranks.agreed(Checkup(links=tuple(pairs(me, hosts, first)))) for link in part.links]
-    gather, reduce = collectives(me)
+    links = [
+        link
+        for part in collectives.all_gather_objects(Checkup(links=tuple(pairs(me, hosts, first))))
+        for link in part.links
+    ]
+    gather, reduce = measure_collectives(me)
     if me.leads:
         for begin in range(0, len(links), LINKS_A_LINE):
             _say(Checkup(links=tuple(links[begin : begin + LINKS_A_LINE])))
@@ -43,7 +47,7 @@ def _say(part: Checkup) -> None:
     print(SIGN + reader.dumps(part), flush=True)
 
 
-def burn(me: Ranks) -> float:
+def burn(me: Rank) -> float:
     """Measure the TFLOP/s of sustained square matrix products (CUDA: BF16, 20 s)."""
     n, seconds, dtype = (8192, 20.0, torch.bfloat16) if me.on_gpu else (512, 1.0, torch.float32)
     a, b = (torch.randn(n, n, device=me.device, dtype=dtype) for _ in range(2))
@@ -55,7 +59,7 @@ def burn(me: Ranks) -> float:
     return 2 * n**3 * products / took / 1e12
 
 
-def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[HostLink]:
+def pairs(me: Rank, hosts: list[str], first: dict[str, int]) -> list[HostLink]:
     """Measure GB/s between the first ranks of every two hosts, both directions at once, while all links are busy."""
     count = len(hosts) + len(hosts) % 2
     places = list(range(count))
@@ -74,7 +78,7 @@ def pairs(me: Ranks, hosts: list[str], first: dict[str, int]) -> list[HostLink]:
     return found
 
 
-def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
+def _exchange(me: Rank, buffer: torch.Tensor, other: int) -> float:
     """Seconds to send the buffer to a rank while receiving as much; the second of two attempts."""
     into, took = torch.empty_like(buffer), 0.0
     for _ in range(2):
@@ -86,7 +90,7 @@ def _exchange(me: Ranks, buffer: torch.Tensor, other: int) -> float:
     return took
 
 
-def collectives(me: Ranks) -> tuple[float, float]:
+def measure_collectives(me: Rank) -> tuple[float, float]:
     """Measure the bus bandwidth of an all-gather and an all-reduce over all ranks, in GB/s."""
     total = (1 << 30) if me.on_gpu else (16 << 20)
     each = total // 4 // me.world
@@ -98,7 +102,7 @@ def collectives(me: Ranks) -> tuple[float, float]:
     return share / gather_s, 2 * share / best_of(me, functools.partial(dist.all_reduce, whole))
 
 
-def best_of(me: Ranks, do: Callable[[], object]) -> float:
+def best_of(me: Rank, do: Callable[[], object]) -> float:
     """Return the seconds of the fastest of three passes, after one, which all ranks begin together."""
     times = []
     for _ in range(4):
@@ -109,7 +113,7 @@ def best_of(me: Ranks, do: Callable[[], object]) -> float:
     return max(1e-9, min(times[1:]))
 
 
-def now(me: Ranks) -> float:
+def now(me: Rank) -> float:
     """Return the time once the device is done, in seconds."""
     if me.on_gpu:
         torch.cuda.synchronize()

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llama405b.commands.demo import make_demo
 from llama405b.contract import command, weights
 from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
@@ -20,6 +19,7 @@ from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Config, Data
 from llama405b.contract.verb_parsers import data_parser
 from llama405b.data.batches import Batches, batches_of, described, described_as_held_out
+from llama405b.data.demo_model import make_demo
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.tokenize import tokenize
 from llama405b.data.tokens import Report, read_tokenizer, tokenised

@@ -1,22 +1,9 @@
 """``llama405b demo DIR``: write a small Llama checkpoint in Hugging Face format, for experiments."""
 
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from llama405b.contract.corpus import STDLIB, Form, expand
-from llama405b.contract.document import Text
-from llama405b.contract.errors import UserError
 from llama405b.contract.verb_parsers import demo_parser
-from llama405b.data.documents import Documents, Part
-
-VOCAB = 2048
-TOKENIZER_TEXT_BYTES = 2_000_000
-BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+from llama405b.data.demo_model import make_demo
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,55 +13,3 @@ def main(argv: Sequence[str]) -> int:
     print(f"{args.directory}: a Llama with 3 million parameters and its tokenizer; train it with")
     print(f"  llama405b launch --preset demo --model.path {args.directory}")
     return 0
-
-
-def make_demo(directory: Path, *, tied: bool = False, layers: int = 3, hidden: int = 256) -> None:
-    """Write config.json, safetensors shards with their index, tokenizer.json and generation_config.json.
-
-    The directory appears complete or not at all.
-
-    Raises:
-        UserError: ``directory`` already exists, or cannot be created.
-    """
-    if directory.exists():
-        raise UserError(f"{directory}: already exists; name another directory, or delete it")
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be created ({error.strerror}); name another directory") from None
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer = _train_tokenizer()
-    tokenizer.save_pretrained(partial)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(partial, max_shard_size="4MB")
-    partial.rename(directory)
-
-
-def _train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``VOCAB`` tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[BEGIN, END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    source = Documents([(Part(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES, skip=True)
-    texts = (found.document.text for found in source if isinstance(found.document, Text))
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

@@ -14,10 +14,10 @@ from llama405b.contract import weights
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.hashes import BlockHasher, Hashes
 from llama405b.contract.phrases import counted
-from llama405b.contract.sizes import size_words
 from llama405b.contract.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
+from llama405b.contract.units import size_words
 from llama405b.contract.verb_parsers import download_parser
-from llama405b.hub import dataset_files, said_clearly
+from llama405b.data.hub import dataset_files, said_clearly
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling

@@ -28,8 +28,8 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.sizes import size_words
 from llama405b.contract.tensors import INDEX, SINGLE, is_pickled, read_hf_json
+from llama405b.contract.units import size_words
 from llama405b.contract.verb_parsers import export_parser
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}

@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from llama405b.contract.errors import UserError
-from llama405b.hub import said_clearly
+from llama405b.data.hub import said_clearly
 
 
 def create(repo: str) -> None:

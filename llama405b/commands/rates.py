@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig
 
-from llama405b import cores, ranks
-from llama405b.batch import Batch
 from llama405b.capacity.calibration import SIGN, Alone
 from llama405b.capacity.estimate import Load
 from llama405b.capacity.memory import Pieces
 from llama405b.commands.checkup import best_of
 from llama405b.contract import reader
 from llama405b.contract.schema import COMPUTE_BYTES, Optimizer
-from llama405b.copies import allocate
+from llama405b.distributed import collectives, numa, ranks
+from llama405b.distributed.host_memory import allocate
+from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
+from llama405b.model.batch import Batch
+from llama405b.model.inputs import model_inputs
 from llama405b.model.kernels import candidates, lack
-from llama405b.model.packed import model_inputs
 from llama405b.optim.adamw import Settings, build_optimizer, update_adamw
 from llama405b.parallel.fsdp2 import checkpoint_activations
-from llama405b.ranks import Ranks
 
 TIMEOUT_S = 120
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -46,26 +46,28 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     me = ranks.join(args.device, TIMEOUT_S)
     if args.bind == "auto":
-        cores.bind(me)
+        numa.bind(me)
     layer = slowest(me, layer_pass(args.load, me))
     n = (64 << 20) if me.on_gpu else (4 << 20)  # elements
     on_device = UPDATE_BYTES * n / slowest(me, device_update(n, me))
     in_host = UPDATE_BYTES * n * args.load.ranks_per_host / slowest(me, host_update(n))
-    gather, scatter, hop_s = collectives(args.load, me)
-    found = Alone(layer, on_device, in_host, copies(me), gather, scatter, hop_s, disk(args.checkpoints, args.load, me))
+    gather, scatter, hop_s = measure_collectives(args.load, me)
+    found = Alone(
+        layer, on_device, in_host, measure_copies(me), gather, scatter, hop_s, disk(args.checkpoints, args.load, me)
+    )
     if me.leads:
         print(SIGN + reader.dumps(found), flush=True)
     ranks.leave()
     return 0
 
 
-def slowest(me: Ranks, act: Callable[[], object]) -> float:
+def slowest(me: Rank, act: Callable[[], object]) -> float:
     """Return the seconds of the fastest of three passes, on the slowest rank."""
-    [micros] = ranks.greatest_of([int(1e6 * best_of(me, act)) + 1])
+    [micros] = collectives.all_reduce_max([int(1e6 * best_of(me, act)) + 1])
     return micros / 1e6
 
 
-def layer_pass(load: Load, me: Ranks) -> Callable[[], None]:
+def layer_pass(load: Load, me: Rank) -> Callable[[], None]:
     """Return what takes a layer forward and back, with the first attention that runs here.
 
     Raises:
@@ -83,7 +85,7 @@ def layer_pass(load: Load, me: Ranks) -> Callable[[], None]:
     return layer_with(last, load, me)
 
 
-def layer_with(kernel: str, load: Load, me: Ranks) -> Callable[[], None]:
+def layer_with(kernel: str, load: Load, me: Rank) -> Callable[[], None]:
     """Build one decoder layer of the run, unsharded; returns what takes it forward and back, recomputed, over a micro-batch."""
     shape, dtype = load.llama, DTYPES[COMPUTE_BYTES[load.numerics]]
     config = LlamaConfig(
@@ -108,7 +110,7 @@ def layer_with(kernel: str, load: Load, me: Ranks) -> Callable[[], None]:
     return act
 
 
-def device_update(n: int, me: Ranks) -> Callable[[], None]:
+def device_update(n: int, me: Rank) -> Callable[[], None]:
     """Return what clips and updates so many elements as a run does whose states stay where it trains."""
     module = nn.Linear(1, n, bias=False, device=me.device)
     module.weight.grad = torch.randn_like(module.weight)
@@ -129,7 +131,7 @@ def host_update(n: int) -> Callable[[], None]:
     return torch.no_grad()(lambda: update_adamw([weight], [state], [gradient], settings))
 
 
-def copies(me: Ranks) -> float:
+def measure_copies(me: Rank) -> float:
     """Measure copies between device and pinned host memory, both ways in turn; returns bytes/s of the slower way."""
     n_bytes = (1 << 30) if me.on_gpu else (32 << 20)
     on_device, [on_host] = (
@@ -142,7 +144,7 @@ def copies(me: Ranks) -> float:
     )
 
 
-def collectives(load: Load, me: Ranks) -> tuple[float, float, float]:
+def measure_collectives(load: Load, me: Rank) -> tuple[float, float, float]:
     """Measure an all-gather and a reduce-scatter of a unit, and a small all-gather; see ``Alone``, 0 with one rank."""
     if me.world == 1:
         return 0.0, 0.0, 0.0
@@ -164,7 +166,7 @@ def collectives(load: Load, me: Ranks) -> tuple[float, float, float]:
     return gather, rate(functools.partial(dist.reduce_scatter_tensor, part, whole)), hop_s
 
 
-def disk(directory: Path, load: Load, me: Ranks) -> float:
+def disk(directory: Path, load: Load, me: Rank) -> float:
     """Measure how fast a host writes to a directory, through to its disk; returns bytes/s of all its ranks."""
     block, blocks = os.urandom(1 << 20), 256 if me.on_gpu else 32
     directory.mkdir(parents=True, exist_ok=True)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from llama405b.axes import Axes
 from llama405b.capacity import estimate
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import COMPUTE_BYTES, Config
 from llama405b.contract.tensors import read_hf_json
+from llama405b.distributed.mesh import Axes
 from llama405b.model import llama
 from llama405b.parallel import fsdp2
 

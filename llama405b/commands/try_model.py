@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from llama405b.contract.errors import FAILED, GOOD, UNFIT
-from llama405b.memory import free_bytes
+from llama405b.distributed.host_memory import free_bytes
 
 NEW_TOKENS = 40
 SPARE = 1.2  # of the weights' bytes, for all else

@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import math
 
-from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
+from llama405b.contract.units import seconds
 
 FIRST_S = 600.0  # with auto: until the first save, whose cost is not known yet
 LEAST_S = 60.0

@@ -28,7 +28,7 @@ LEAST_KEPT = 2  # so that one always verifies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seal:
+class FileDigest:
     """What a manifest records about a file."""
 
     bytes: int
@@ -84,7 +84,7 @@ class Manifest:
 
     format: Literal[2]
     step: int
-    files: Mapping[str, Seal]
+    files: Mapping[str, FileDigest]
     world_size: int
     block_bytes: int = BLOCK_BYTES  # of each block but a file's last
     run: str = ""  # "": unknown

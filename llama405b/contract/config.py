@@ -24,9 +24,9 @@ from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
 from llama405b.contract.resuming import ALL, CHANGES
 from llama405b.contract.schema import ALIASES, TYPES, Config, Parallel, Training, fields
-from llama405b.contract.sizes import staging_bytes
 from llama405b.contract.suggestions import instead_of, suggestion
 from llama405b.contract.trust import refuse_others_writing
+from llama405b.contract.units import staging_bytes
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing

@@ -192,3 +192,27 @@ class GuardState:
     command: str = ""  # what follows ``llama405b launch`` to guard the run again, whether it is running or not
     directory: str = ""  # where to type it
     died: bool = False  # its process is gone, as its own machine finds; the guard itself never writes that
+
+
+class RequestKind(enum.StrEnum):
+    """What is requested."""
+
+    SAVE = "save"  # a checkpoint after this step
+    PROFILE = "profile"  # the next ``steps`` steps, a trace for each rank
+    MEMORY = "memory"  # what each rank's memory holds
+    STACKS = "stacks"  # the stack of every thread of each rank
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunRequest:
+    """An operator's request to a run: a file in ``requests/``, written by the head's agent.
+
+    Rank 0 looks for new ones between steps, all ranks carry them out together, and an ``answered`` event reports the result.
+    Requests to stop go to each host's node runner instead (``StopMark``), which can also end a run that hangs.
+    """
+
+    id: str  # also the file's name
+    kind: RequestKind
+    by: str  # user@machine
+    time: float  # head's clock, seconds since the epoch
+    steps: int = 1  # to profile

@@ -13,7 +13,7 @@ OF = "of-"  # what precedes the host's name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spot:
+class Endpoint:
     """Where a host takes copies: ``status/.HOST.spot``, which only its user can read."""
 
     attempt: int
@@ -28,7 +28,7 @@ class Ring:
 
     attempt: int
     before: str  # the host whose copies come here
-    after: Spot  # where its own go
+    after: Endpoint  # where its own go
     root: str  # directory of checkpoints
     run: str  # whose checkpoints are copied
     keep: int  # of each host's newest

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llama405b.contract import reader
-from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.phrases import counted, did_you_mean, reason_of
 from llama405b.contract.reader import MalformedError
+from llama405b.contract.units import seconds
 
 SIGN = "rung "
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from llama405b.contract.cadence import Cadence
-from llama405b.contract.sizes import staging_bytes
+from llama405b.contract.units import staging_bytes
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
 Offload = Literal["none", "states", "full"]

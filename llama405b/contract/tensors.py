@@ -6,6 +6,7 @@ description in the safetensors repository), the index file, and parts of checkpo
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # of older models
+SAMPLE_BYTES = 4096  # of each end of each tensor: training changes every tensor, or some rows, as those of added tokens
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -234,3 +236,29 @@ def read_hf_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object; download it again")
     return value
+
+
+def fingerprint_of(tensors: Layout) -> str:
+    """Return what tells a checkpoint from others, however its tensors are spread over files; a part says that of its whole.
+
+    It is the SHA-256 of each tensor's name, dtype, shape, and first and last ``SAMPLE_BYTES``.
+
+    Raises:
+        UserError: The files of a part are from more than one checkpoint.
+        OSError: A file cannot be read.
+    """
+    said = {info.whole for info in tensors.values()}
+    if len(said) > 1:
+        directory = next(iter(tensors.values())).file.parent
+        raise UserError(f"{directory}: has files of more than one model; push them again with --shards")
+    if said and (whole := said.pop()):
+        return whole
+    digest = hashlib.sha256()
+    for name, info in sorted(tensors.items()):
+        digest.update(repr((name, info.dtype, info.shape)).encode())
+        with info.file.open("rb") as file:
+            size = min(SAMPLE_BYTES, info.n_bytes)
+            for begin in (info.offset, info.offset + info.n_bytes - size):
+                file.seek(begin)
+                digest.update(file.read(size))
+    return digest.hexdigest()

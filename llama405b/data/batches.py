@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llama405b.batch import IGNORE_INDEX, Batch
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Data
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.sources import Mixture, open_source
 from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens
-from llama405b.ranks import Ranks
+from llama405b.distributed.ranks import Rank
+from llama405b.model.batch import IGNORE_INDEX, Batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def open_batches(
     config: Data,
     tokenizer_dir: Path,
     cache: Path,
-    me: Ranks,
+    me: Rank,
     progress: Progress,
     say: Say,
     named: str = "--data.paths",

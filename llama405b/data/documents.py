@@ -20,8 +20,8 @@ from llama405b.contract.corpus import (
 )
 from llama405b.contract.document import Document, NotUtf8, Text, document_of, unusable
 from llama405b.contract.reader import Json
+from llama405b.data.hub import hub_files
 from llama405b.data.tables import rows_of
-from llama405b.hub import hub_files
 
 COUNT_BYTES = 16 << 20
 

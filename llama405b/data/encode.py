@@ -83,7 +83,7 @@ class Counts:
             )
 
 
-class Begins(NamedTuple):
+class FileOffset(NamedTuple):
     """Where in the tokens a file begins, or goes on with another document."""
 
     token: int
@@ -123,7 +123,7 @@ class Encoder:
         self.template, self.counts = Template(tokenizer, learn), Counts()
         self.spelling = Spelling(tokenizer, parses=parses)
         self.lead = _lead(self.spelling)
-        self.files = list[Begins]()  # every file that has tokens, and every ``APART`` of them
+        self.files = list[FileOffset]()  # every file that has tokens, and every ``APART`` of them
 
     def __iter__(self) -> Iterator[NDArray[np.uint32]]:
         """Yield the tokens of some text at a time.
@@ -163,11 +163,11 @@ class Encoder:
 
     def _began(self, file: str, before: int) -> int:
         """Note that a document of a file begins with the next token; returns how many of it have begun."""
-        last = self.files[-1] if self.files else Begins(0, "", 0)
+        last = self.files[-1] if self.files else FileOffset(0, "", 0)
         if last.file != file:
             before = 0
         if last.file != file or self.counts.tokens - last.token >= APART:
-            self.files.append(Begins(self.counts.tokens, file, before))
+            self.files.append(FileOffset(self.counts.tokens, file, before))
         return before + 1
 
     def _pieces(self) -> Iterator[_Piece]:

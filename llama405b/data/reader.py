@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from llama405b.batch import Batch
 from llama405b.contract.errors import RunError
 from llama405b.data.batches import Batches
-from llama405b.data.orphans import end_with
-from llama405b.ranks import Ranks
+from llama405b.data.parent_watch import end_with
+from llama405b.distributed.ranks import Rank
+from llama405b.model.batch import Batch
 
 Windows = NDArray[np.uint32]  # (B, S + 1)
 
@@ -29,7 +29,7 @@ class Reader:
     """An endless iterator of steps: the micro-batches of this rank, on its device."""
 
     def __init__(
-        self, batches: Batches, me: Ranks, global_batch: int, micro: int, position: int = 0, workers: int = 0
+        self, batches: Batches, me: Rank, global_batch: int, micro: int, position: int = 0, workers: int = 0
     ) -> None:
         """``position``: sequences that were read before, over all ranks; ``workers``: processes that read ahead; 0: a thread."""
         self.batches, self.me, self.global_batch, self.micro = batches, me, global_batch, micro

@@ -21,10 +21,10 @@ from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.schema import Data
 from llama405b.data.documents import Part, parts_of
-from llama405b.data.encode import Begins, Counts
-from llama405b.data.orphans import end_with
+from llama405b.data.encode import Counts, FileOffset
+from llama405b.data.parent_watch import end_with
+from llama405b.data.provenance import read_files, write_files
 from llama405b.data.tokens import Report, TokenFile, Tokenized, encoded, read_tokenizer, rules_of, stem_of
-from llama405b.data.whence import read_files, write_files
 
 PART_BYTES = 64 << 20  # of text
 PARTS = "parts"
@@ -116,7 +116,7 @@ def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 def _put_together(
     jobs: Sequence[Sequence[Part]], made: Sequence[TokenFile], out: Path, rules: str, texts: str
 ) -> Tokenized:
-    counts, files, first, before = Counts(), list[Begins](), 0, 0
+    counts, files, first, before = Counts(), list[FileOffset](), 0, 0
     (out / TOKENIZED).unlink(missing_ok=True)
     with (out / f".{TOKENS}").open("wb") as whole:
         for job, each in zip(jobs, made, strict=True):

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from llama405b import ranks
 from llama405b.contract.corpus import TOKENIZED, TOKENS, is_tokenized
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
@@ -28,8 +27,9 @@ from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Data
 from llama405b.data.documents import Documents, Part, parts_of, with_forms
 from llama405b.data.encode import Counts, Encoder
-from llama405b.data.whence import write_files
-from llama405b.ranks import Ranks
+from llama405b.data.provenance import write_files
+from llama405b.distributed import collectives
+from llama405b.distributed.ranks import Rank
 
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
@@ -69,7 +69,7 @@ class TokenFile:
         return path.is_file() and path.stat().st_size == self.n_tokens * TOKEN_BYTES
 
 
-def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks, progress: Progress, say: Say) -> TokenFile:
+def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Rank, progress: Progress, say: Say) -> TokenFile:
     """Tokenize on rank 0 (or reuse its token file), and bring the tokens to every host's ``cache``.
 
     Raises:
@@ -77,12 +77,12 @@ def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Ranks, prog
         RunError: The token file cannot be written.
     """
     tokens = TokenFile("", 0)
-    with ranks.refusing_together(), ranks.waiting_for_rank0(lambda: progress(0, 0)) as still_working:
+    with collectives.raise_on_all_ranks(), collectives.waiting_for_rank0(lambda: progress(0, 0)) as still_working:
         if me.leads:
             tokens = tokenised(config, tokenizer_dir, cache, Report(progress, still_working, say))
-    tokens = ranks.from_rank0(tokens)
+    tokens = collectives.broadcast_object(tokens)
     lacks = not tokens.is_whole(cache)
-    if any(ranks.agreed(lacks)):
+    if any(collectives.all_gather_objects(lacks)):
         _send(tokens, cache, me, progress, writes=lacks and me.local_rank == 0)
     return tokens
 
@@ -229,7 +229,7 @@ def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> T
     return tokens
 
 
-def _send(tokens: TokenFile, cache: Path, me: Ranks, progress: Progress, *, writes: bool) -> None:
+def _send(tokens: TokenFile, cache: Path, me: Rank, progress: Progress, *, writes: bool) -> None:
     """Broadcast rank 0's token file; one rank of each host that lacks it writes it."""
     path, source = cache / tokens.name, tokens.path(cache)
     cache.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def _send(tokens: TokenFile, cache: Path, me: Ranks, progress: Progress, *, writ
             with partial.open("ab") as out:
                 out.write(chunk.numpy().tobytes())
         progress(TOKEN_BYTES * (begin + size), TOKEN_BYTES * tokens.n_tokens)
-    with ranks.refusing_together():
+    with collectives.raise_on_all_ranks():
         if writes and partial.stat().st_size != TOKEN_BYTES * tokens.n_tokens:
             raise RunError(f"{partial}: is not as large as the tokens written to it; check the disk of {me.host}")
         if writes:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from llama405b.contract.schema import Optimizer
+from llama405b.optim.fp32_masters import is_norm
 from llama405b.optim.norm import local
-from llama405b.parallel.masters import is_norm
 
 CHUNK = (
     1 << 20

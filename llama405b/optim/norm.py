@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llama405b.ranks import sum_over_ranks
+from llama405b.distributed.collectives import all_reduce_sum
 
 ROWS, ROW = (
     1024,
@@ -36,7 +36,7 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> float:
 def norm_over_ranks(gradients: Sequence[Tensor]) -> float:
     """Return the L2 norm of all ranks' gradients, of which each has its own part."""
     own = torch.tensor(sum_of_squares(gradients), dtype=torch.float64, device=gradients[0].device)
-    return math.sqrt(float(sum_over_ranks(own)))
+    return math.sqrt(float(all_reduce_sum(own)))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

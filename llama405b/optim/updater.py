@@ -1,103 +1,77 @@
-"""Who updates the weights once the gradients are there: AdamW at once, or unit by unit on the CPU."""
+"""What a step asks of whoever updates the weights, and what a checkpoint asks of the state that is updated."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-
-from llama405b.contract.schema import Optimizer, Parallel
-from llama405b.copies import Progress
-from llama405b.optim.adamw import build_optimizer, nothing_to_keep, state_tensors
-from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
-from llama405b.optim.offloaded import Offloaded, Waits
-from llama405b.optim.states import States
-from llama405b.parallel.masters import masters_of
-from llama405b.step import Keeps, Unit, Updater, UpdateWork
+from torch import Tensor, nn
 
 
-def build_updater(
-    model: nn.Module,
-    config: Optimizer,
-    parallel: Parallel,
-    device: torch.device,
-    waits: Waits = lambda _: None,
-    kept: nn.Module | None = None,
-    pinning: Progress = lambda *_: None,
-) -> Updater:
-    """Build fused AdamW, hidden under the forward where ``parallel`` says so, and give the model its weights.
+@dataclasses.dataclass(slots=True)
+class UpdateWork:
+    """What updates on the CPU took, since the last time this was asked."""
 
-    ``kept``: see ``kept_weights``; None: the model. ``waits`` hears of long waits for an update, ``pinning`` how much
-    memory has been pinned.
+    update_s: float = 0.0  # the updates themselves
+    exposed_s: float = 0.0  # of which training waited for, with the norm
+    update_bytes: int = 0  # read from and written to CPU memory by the updates
+    down_bytes: int = 0  # gradients that came to CPU memory
+    up_bytes: int = 0  # weights that left it; on a GPU both cross PCIe
 
-    Raises:
-        UserError: CUDA cannot pin as much memory as this needs.
-    """
-    kept = kept or model
-    optimizer = build_optimizer(kept, config)
-    hides, moments = parallel.overlap, parallel.moments
-    updater: Updater
-    if parallel.offload == "states":
-        updater = States(model, kept, optimizer, device, waits, pinning=pinning, hides=hides, moments=moments)
-    elif parallel.updates_by_unit:
-        updater = Offloaded(model, kept, optimizer, device, waits, hides=hides, moments=moments)
-    else:
-        updater = Sequential(model, kept, optimizer, reuses_gradients=parallel.reuses_gradients)
-    updater.publish()
-    return updater
+    def __sub__(self, other: "UpdateWork") -> "UpdateWork":
+        return UpdateWork(
+            self.update_s - other.update_s,
+            self.exposed_s - other.exposed_s,
+            self.update_bytes - other.update_bytes,
+            self.down_bytes - other.down_bytes,
+            self.up_bytes - other.up_bytes,
+        )
 
 
-class Sequential:
-    """``torch.optim.AdamW`` between the backward and the next forward."""
+BeforeUpdate = Callable[[Sequence[Tensor]], None]
 
-    def __init__(
-        self, model: nn.Module, kept: nn.Module, optimizer: torch.optim.AdamW, *, reuses_gradients: bool = False
-    ) -> None:
-        """``kept``: see ``kept_weights``."""
-        self.model, self.kept, self.optimizer, self.reuses_gradients = model, kept, optimizer, reuses_gradients
-        self.before_update: Keeps = nothing_to_keep
-        self.masters = list(masters_of(model, kept))
 
-    def collect(self) -> None:
-        """Gradients add up where they are."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """State that is updated in one piece."""
 
-    def clip(self, max_norm: float) -> float:
-        """See ``Updater``."""
-        if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
-            return float(self.model.clip_grad_norm_(max_norm or torch.inf))
-        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        norm = norm_over_ranks(gradients)
-        scale(gradients, clip_factor(norm, max_norm))
-        return norm
+    tensors: Sequence[Tensor]  # this rank's: weights as they are kept, moments, and how often they were updated
+    updated: "Future[None] | None" = None  # the update that is pending, or was the last
 
-    def update(self) -> None:
-        """See ``Updater``."""
-        for unit in self.units():
-            self.before_update(unit.tensors)
-        for weight, master in self.masters:
-            assert weight.grad is not None
-            master.grad = weight.grad.to(master.dtype)
-        self.optimizer.step()
-        self.publish()
-        self.zero()
 
-    def zero(self) -> None:
-        """See ``Updater``."""
-        self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)
-        for weight, _ in self.masters:
-            weight.grad = None
+class Updater(Protocol):
+    """Clips the gradients and updates the weights; at once, or while the next forward runs."""
+
+    kept: nn.Module  # its parameters are the weights as they are kept: the model, or FP32 masters of its weights
+    optimizer: torch.optim.Optimizer  # of those
+    before_update: (
+        BeforeUpdate  # told what the next steps are about to change; may wait. Pending updates call the one before
+    )
 
     def units(self) -> list[Unit]:
-        """See ``Updater``."""
-        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in self.kept.parameters()]
+        """Return the state, in the order in which it is updated."""
+
+    def collect(self) -> None:
+        """Take the gradients of a micro-batch, to be added to those of the micro-batches before."""
+
+    def clip(self, max_norm: float) -> float:
+        """Clip their global L2 norm to ``max_norm`` (0: no clipping); returns the norm before, over all ranks."""
+
+    def update(self) -> None:
+        """Update every weight once, in whatever order and thread; a forward never sees a weight of the step before."""
+
+    def zero(self) -> None:
+        """Drop the gradients."""
 
     def drain(self) -> None:
-        """Nothing is ever pending."""
+        """Wait until every update has been made; an update that failed is raised here, or earlier.
 
-    @torch.no_grad()
+        Weights and moments may be read, or replaced, only then.
+        """
+
     def publish(self) -> None:
-        """See ``Updater``: the model computes with the weights as they are kept, but for those that have masters."""
-        for weight, master in self.masters:
-            local(weight).copy_(local(master))
+        """Give the model the weights as they are kept, after these were replaced."""
 
     def work(self) -> UpdateWork | None:
-        """It is part of the step's optimizer seconds."""
-        return None
+        """Return what updates took since the last call; None if they are not made unit by unit on the CPU."""

@@ -20,13 +20,13 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.contract.schema import Parallel
+from llama405b.distributed.ranks import Rank
 from llama405b.model.llama import build_on_meta, restore_buffers, tie_head
 from llama405b.parallel.fsdp2 import check_wrap, shard_dtype
-from llama405b.ranks import Ranks
 
 
 def load_wrapped(
-    directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Ranks
+    directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Rank
 ) -> nn.Module:
     """Load on rank 0 (None: random weights), wrap, synchronize; returns the FSDP module with its weights.
 
@@ -64,7 +64,7 @@ def load_wrapped(
 
 
 def _unwrapped(
-    directory: Path | None, config: LlamaConfig, attention: str, dtype: torch.dtype, me: Ranks
+    directory: Path | None, config: LlamaConfig, attention: str, dtype: torch.dtype, me: Rank
 ) -> LlamaForCausalLM:
     """Build the model, on rank 0 with its weights; the rotary frequencies are FP32 on all ranks, or they could not be sent."""
     if not me.leads:

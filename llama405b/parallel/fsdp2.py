@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from llama405b.axes import Axes
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Parallel
+from llama405b.distributed.mesh import Axes
 
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
 

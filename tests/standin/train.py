@@ -17,7 +17,7 @@ import types
 from pathlib import Path
 
 from llama405b.contract import checkpoints, command
-from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.causes import Cause, CauseKind, said_by_rank
 from llama405b.contract.config import to_toml
 from llama405b.contract.errors import FAILED, UserError
 from llama405b.contract.events import EventKind
@@ -25,9 +25,8 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Metrics, Phase
-from llama405b.contract.words import said_by_rank
-from llama405b.heartbeat import Pulse
-from llama405b.journal import Journal
+from llama405b.training.heartbeat import HeartbeatWriter
+from llama405b.training.journal import Journal
 
 STEP_S = 0.1
 MEET_S = 60  # until all ranks are there, and until one that is there is taken for lost
@@ -97,7 +96,7 @@ def save(directory, step, me, run, config, peers):
         (partial / checkpoints.METADATA).write_text("none")
         shutil.copy(run.config, partial / checkpoints.CONFIG_FILE)
         files = {
-            path.name: checkpoints.Seal(
+            path.name: checkpoints.FileDigest(
                 path.stat().st_size, writer(path), (hashlib.sha256(path.read_bytes()).hexdigest(),)
             )
             for path in sorted(partial.iterdir())
@@ -188,7 +187,7 @@ def main():
     asked = command.parse(sys.argv[1:])
     run = RunDir(asked.run_dir)
     me = place(run)
-    pulse = Pulse(run, me)
+    pulse = HeartbeatWriter(run, me)
     try:
         train(asked, run, me, pulse, told)
     except (OSError, UserError) as error:

@@ -46,7 +46,7 @@ def _train(me, model, file, cache):
     from llama405b.data.batches import open_batches
     from llama405b.data.reader import Reader
     from llama405b.optim.adamw import set_lr
-    from llama405b.step import train_step
+    from llama405b.optim.step import train_step
     from update_rig import build
 
     batches = open_batches(_data(file), model, cache, me, lambda *_: None, lambda _: None)

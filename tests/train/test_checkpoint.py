@@ -21,25 +21,24 @@ from update_rig import data_file, flip, save
 
 
 def _trainer(me, directory, load_weights=True):
-    from llama405b import load
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
-    from llama405b.optim.updater import build_updater
-    from llama405b.parallel import fsdp2
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.parallel import fsdp2, load_weights
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     if load_weights:
-        load.load(module, directory, "auto", me, lambda *_: None)
+        load_weights.load(module, directory, "auto", me, lambda *_: None)
     else:
-        load.materialise(module, me)
+        load_weights.materialise(module, me)
     fsdp2.checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=1e-2), Parallel(), me.device)
 
 
 def _step(me, module, updater, number):
-    from llama405b.batch import Batch
-    from llama405b.step import train_step
+    from llama405b.model.batch import Batch
+    from llama405b.optim.step import train_step
 
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(0, 131, (6, 17), generator=generator)
@@ -59,7 +58,7 @@ def _store(me, root, keep=3, run="run"):
 
 
 def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
-    from llama405b.checkpoint import write as of_write
+    from llama405b.checkpoint import writer as of_write
 
     module, updater = _trainer(me, directory)
     store = _store(me, root, keep, run)
@@ -212,16 +211,16 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
 
 
 def _resume_with_a_bad_disk(me, directory, root, bad):
-    from llama405b.checkpoint import seal, verified
+    from llama405b.checkpoint import digests, verified
 
-    true_hashes = seal.block_hashes
+    true_hashes = digests.block_hashes
 
     def broken(path, blocks, block_bytes):
         if path.name.startswith(bad) and "step-00000008" in str(path):
             raise OSError(5, "Input/output error")
         return true_hashes(path, blocks, block_bytes)
 
-    seal.block_hashes = verified.block_hashes = broken
+    digests.block_hashes = verified.block_hashes = broken
     return _resume(me, directory, root)
 
 
@@ -389,7 +388,7 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path):
 
 
 def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path, tiny):
-    from llama405b.checkpoint.seal import open_manifest
+    from llama405b.checkpoint.digests import open_manifest
     from llama405b.contract.checkpoints import read_manifest, write_manifest
 
     root = tmp_path / "checkpoints"
@@ -404,14 +403,14 @@ def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path
 
 
 def test_the_block_that_was_changed_is_named(tmp_path, monkeypatch):
-    from llama405b.checkpoint import seal
+    from llama405b.checkpoint import digests
     from llama405b.checkpoint.verified import DamagedError, VerifiedReader
     from llama405b.contract.checkpoints import Manifest
 
-    monkeypatch.setattr(seal, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(digests, "BLOCK_BYTES", 100)
     (tmp_path / "__0_0.distcp").write_bytes(bytes(950))
     (tmp_path / ".metadata").write_bytes(b"")
-    files = {name: seal.seal(tmp_path / name, 0) for name in ("__0_0.distcp", ".metadata")}
+    files = {name: digests.hash_file(tmp_path / name, 0) for name in ("__0_0.distcp", ".metadata")}
     manifest = Manifest(2, 4, files, 1, 100)
     VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 0, 950)
     with (tmp_path / "__0_0.distcp").open("r+b") as file:
@@ -455,9 +454,9 @@ def test_torch_computes_no_crc_of_what_has_a_sha256(tiny, tmp_path):
 
 
 def _sealed_while_writing(me, directory, root, fails):
+    from llama405b.checkpoint import digests as of_seal
     from llama405b.checkpoint import saving as of_saving
-    from llama405b.checkpoint import seal as of_seal
-    from llama405b.checkpoint import write as of_write
+    from llama405b.checkpoint import writer as of_write
     from llama405b.contract.errors import UserError
 
     of_write.BLOCK_BYTES = 10_000

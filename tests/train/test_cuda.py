@@ -10,15 +10,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda _: None):
     """Losses of ten steps; ``seen`` hears of each step's number before it."""
-    from llama405b import load, ranks
-    from llama405b.batch import Batch
     from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.distributed import ranks
     from llama405b.model import llama
-    from llama405b.optim.offloaded import fill_for_fsdp
-    from llama405b.optim.updater import build_updater
-    from llama405b.parallel import fsdp1, fsdp2
-    from llama405b.parallel.masters import kept_weights
-    from llama405b.step import train_step
+    from llama405b.model.batch import Batch
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.fp32_masters import master_model
+    from llama405b.optim.offload_all import fill_for_fsdp
+    from llama405b.optim.step import train_step
+    from llama405b.parallel import fsdp1, fsdp2, load_weights
 
     me = ranks.join("cuda", 60)
     try:
@@ -29,10 +29,10 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
         else:
             module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
             fsdp2.shard(module, parallel, me.device)
-            kept = kept_weights(module, parallel)
-            load.load(kept, directory, "rank0", me, lambda *_: None, offload=offload != "none")
+            kept = master_model(module, parallel)
+            load_weights.load(kept, directory, "rank0", me, lambda *_: None, offload=offload != "none")
             if kept is not module:
-                load.materialise(module, me, offload=parallel.offload == "full")
+                load_weights.materialise(module, me, offload=parallel.offload == "full")
         fsdp2.checkpoint_activations(module)
         if offload == "full":
             fill_for_fsdp(module, 1, lambda *_: None)
@@ -93,7 +93,7 @@ def _allocations():
 def test_attention_keeps_packed_documents_apart(attention):
     from transformers import LlamaConfig
 
-    from llama405b.model.checked import check_attention
+    from llama405b.model.attention import check_attention
 
     cuda = torch.device("cuda")
     if why := lack(attention, cuda, torch.bfloat16):

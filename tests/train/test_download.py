@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.hub import hub_files
+from llama405b.data.hub import hub_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

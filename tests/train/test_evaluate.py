@@ -21,8 +21,8 @@ from llama405b.contract.records import Metrics, Phase
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
-from llama405b.journal import Journal, read_metrics
-from llama405b.ranks import Ranks
+from llama405b.distributed.ranks import Rank
+from llama405b.training.journal import Journal, read_metrics
 from ranks_rig import run_ranks
 
 SEQ = 16
@@ -38,7 +38,7 @@ def _batches():
 
 
 def _evaluate(me, directory):
-    from llama405b.evaluate import evaluate
+    from llama405b.training.evaluate import evaluate
     from update_rig import build, take
 
     module, updater = build(me, directory, overlap=True)
@@ -79,7 +79,7 @@ def test_it_does_not_depend_on_ranks_or_batches(tiny):
 def _gathered_in_a_step(me, directory, evaluates):
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as of_torch
 
-    from llama405b.evaluate import evaluate
+    from llama405b.training.evaluate import evaluate
     from update_rig import build, take
 
     module, updater = build(me, directory, overlap=True)
@@ -161,7 +161,7 @@ def test_several_ranks_keep_the_best_beside_the_newest_and_know_it_after_a_resum
 def _takes_steps(me, directory, kind, evaluates):
     """Losses and norms of a trainer's first steps, and what it logs and how it is seen meanwhile."""
     from llama405b.contract.schema import Config, Evaluation
-    from llama405b.trainer import Trainer
+    from llama405b.training.loop import Trainer
     from update_rig import batch, build
 
     settings = {"full": {"overlap": True}, "states": {"overlap": True, "offload": "states"}}
@@ -190,7 +190,7 @@ def _fsdp1(me, directory):
 
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
-    from llama405b.optim.updater import build_updater
+    from llama405b.optim.build_updater import build_updater
     from llama405b.parallel import fsdp1, fsdp2
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
@@ -271,7 +271,7 @@ def test_a_checkpoint_is_evaluated_without_training(demo, trained):
 
 
 def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path):
-    run, me = RunDir(tmp_path), Ranks(0, 1, 0, "a", torch.device("cpu"))
+    run, me = RunDir(tmp_path), Rank(0, 1, 0, "a", torch.device("cpu"))
     Journal(run, me).evaluation(0, 7.5)
     Journal(run, me).metrics(Metrics(1, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1))
     for anew, left in ((False, 1), (True, 0)):
@@ -284,8 +284,8 @@ def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path
 def _evaluated_from(me, directory, root):
     """By engine: the loss after two steps, and that of the weights alone, loaded from a checkpoint of it; and moments made."""
     from llama405b.checkpoint.snapshot import restore_weights
-    from llama405b.evaluate import evaluate
-    from llama405b.optim.updater import Sequential
+    from llama405b.optim.sequential import Sequential
+    from llama405b.training.evaluate import evaluate
     from update_rig import build, dcp_save, take
 
     engines = {

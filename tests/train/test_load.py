@@ -13,8 +13,7 @@ from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
 from conftest import ROOT
-from llama405b.contract.fingerprint import fingerprint_of
-from llama405b.contract.tensors import read_tensors
+from llama405b.contract.tensors import fingerprint_of, read_tensors
 from ranks_rig import run_ranks
 from tiny_models import write_llama
 
@@ -28,10 +27,9 @@ def _read(directory):
 
 
 def _load_and_compare(me, directory, numerics, checkpointing):
-    from llama405b import load
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2
+    from llama405b.parallel import fsdp2, load_weights
 
     whole, faults = _read(directory), []
     for how in ("rank0", "local"):
@@ -42,12 +40,14 @@ def _load_and_compare(me, directory, numerics, checkpointing):
         if checkpointing:
             fsdp2.checkpoint_activations(module)
         calls = []
-        load.load(module, Path(directory), how, me, lambda done, total, calls=calls: calls.append((done, total)))
+        load_weights.load(
+            module, Path(directory), how, me, lambda done, total, calls=calls: calls.append((done, total))
+        )
         assert calls[-1][0] == calls[-1][1] == sum(t.numel() * t.element_size() for t in whole.values())
         seen = set()
         for _, parameters in fsdp2.units(module):
             for name, parameter in parameters.items():
-                start, stop = load.rows_of(whole[name].shape[0], me.rank, me.world)
+                start, stop = load_weights.rows_of(whole[name].shape[0], me.rank, me.world)
                 local = parameter.to_local()
                 expected = whole[name][start:stop].to(local.dtype)
                 if not torch.equal(local, expected):
@@ -76,17 +76,16 @@ def test_bf16_files_into_either_dtype(tmp_path):
 
 
 def _load_where_only_rank0_reads(me, directory, how):
-    from llama405b import load
     from llama405b.contract.errors import UserError
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2
+    from llama405b.parallel import fsdp2, load_weights
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     mine = Path(directory) if me.leads else Path("/nonexistent")
     try:
-        return load.load(module, mine, how, me, lambda *_: None)
+        return load_weights.load(module, mine, how, me, lambda *_: None)
     except UserError as error:
         return str(error)
 
@@ -99,17 +98,16 @@ def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
 
 
 def _load_random_layers(me, directory, way):
-    from llama405b import load
     from llama405b.contract import weights
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2
+    from llama405b.parallel import fsdp2, load_weights
 
-    load.BLOCK = 1000  # so that blocks and rows do not agree
+    load_weights.BLOCK = 1000  # so that blocks and rows do not agree
     module = llama.build_on_meta(llama.read_hf_config(directory, 1), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     calls = []
-    how = load.load(
+    how = load_weights.load(
         module, Path("/nonexistent"), way, me, lambda *c: calls.append(c), random=weights.read_llama(directory, 1)
     )
     assert calls[-1][0] == calls[-1][1]
@@ -146,19 +144,18 @@ def _part(model, to, first, last, world):
 
 
 def _load_parts(me, model, cases):
-    from llama405b import load
     from llama405b.contract.errors import UserError
     from llama405b.contract.parts import rows_of
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2
+    from llama405b.parallel import fsdp2, load_weights
 
     whole, found = _read(model), []
     for directories, how in cases:
         module = llama.build_on_meta(llama.read_hf_config(model), "sdpa", torch.float32)
         fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
         try:
-            found.append(load.load(module, directories[me.rank], how, me, lambda *_: None))
+            found.append(load_weights.load(module, directories[me.rank], how, me, lambda *_: None))
         except UserError as error:
             found.append(str(error))
             continue
@@ -232,22 +229,21 @@ def test_rows_of_two_models_are_never_mixed(tiny, tmp_path):
 
 
 def _refusal(me, directory):
-    from llama405b import load
     from llama405b.contract.errors import UserError
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2
+    from llama405b.parallel import fsdp2, load_weights
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(), me.device)
-    load.load(module, directory, "auto", me, lambda *_: None)
-    load.refuse_not_finite(module, directory)
+    load_weights.load(module, directory, "auto", me, lambda *_: None)
+    load_weights.refuse_not_finite(module, directory)
     if me.rank == 1:
         shards = dict(module.named_parameters())
         shards["model.layers.2.mlp.up_proj.weight"].data.to_local()[3, 3] = torch.nan
         shards["lm_head.weight"].data.to_local()[0, 0] = torch.inf
     with pytest.raises(UserError) as refused:
-        load.refuse_not_finite(module, directory)
+        load_weights.refuse_not_finite(module, directory)
     return str(refused.value)
 
 

@@ -18,7 +18,7 @@ FORMS = {
 
 def _steps(me, module, updater, steps):
     from llama405b.optim.adamw import set_lr
-    from llama405b.step import train_step
+    from llama405b.optim.step import train_step
 
     set_lr(updater.optimizer, LR)
     micro = [batch(step, me, 2) for step in steps]

@@ -189,7 +189,7 @@ def test_an_error_of_the_worker_is_raised_in_the_training_thread_with_its_traceb
 
 
 def _not_finite(me, directory, form):
-    from llama405b.step import NonFiniteError
+    from llama405b.optim.step import NonFiniteError
 
     outcomes = []
     for each in FORMS[form]:

@@ -8,7 +8,7 @@ from ranks_rig import run_ranks
 def _say(me):
     import torch.distributed as dist
 
-    from llama405b import ranks
+    from llama405b.distributed import collectives
 
     gathered = []
     gather = dist.all_gather
@@ -19,8 +19,8 @@ def _say(me):
 
     dist.all_gather = note
     known = {"tokenizer.json": "x" * 1000} if me.leads else {}
-    said = ranks.from_rank0(known, dict[str, str])
-    return said, sum(gathered), ranks.agreed(me.rank), sum(gathered)
+    said = collectives.broadcast_object(known, dict[str, str])
+    return said, sum(gathered), collectives.all_gather_objects(me.rank), sum(gathered)
 
 
 def test_what_one_rank_says_is_not_gathered_from_all():
@@ -49,14 +49,14 @@ def _found(me, root):
 
 
 def test_a_manifest_is_not_gathered_from_all(tmp_path):
-    from llama405b.contract.checkpoints import METADATA, Manifest, Seal, write_manifest
+    from llama405b.contract.checkpoints import METADATA, FileDigest, Manifest, write_manifest
 
     step = tmp_path / "step-00000001"
     step.mkdir()
     names = (METADATA, "__0_0.distcp", *(f"__1_{i}.distcp" for i in range(60)))
     for name in names:
         (step / name).touch()
-    seals = {name: Seal(0, int(name.startswith("__1")), (hashlib.sha256(b"").hexdigest(),)) for name in names}
+    seals = {name: FileDigest(0, int(name.startswith("__1")), (hashlib.sha256(b"").hexdigest(),)) for name in names}
     (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 1, seals, 2))[0])
     for found, longest, size in run_ranks(2, _found, tmp_path):
         assert found.startswith("Found("), found

@@ -49,14 +49,14 @@ def _replicators(place):
 
 
 def _save(me, directory, place, steps):
-    from llama405b.checkpoint import ring, saving
+    from llama405b.checkpoint import replication, saving
     from llama405b.checkpoint.store import Store
 
     os.chdir(Path(place) / f"host-{me.rank}")
     module, updater = build(me, directory, offload="states", overlap=True)
     store = Store(ROOT, 2, me, run=RunDir(RUN), shared=False)
     store.take()
-    copies, everywhere = ring.Copies(store), []
+    copies, everywhere = replication.Replication(store), []
     copies.begin(0)
     made = saving.Saving.__init__
     saving.Saving.__init__ = lambda self, store: made(self, store, copies=copies)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama405b.step import NonFiniteError
-from llama405b.trainer import Trainer
+from llama405b.optim.step import NonFiniteError
+from llama405b.training.loop import Trainer
 from ranks_rig import run_ranks
 from update_rig import IDENTITY, batch, bits, build, same, slow, take
 
@@ -43,7 +43,7 @@ def _identity():
 
 def _slow_disk(seconds_a_tensor):
     """Have this rank's threads write at a steady rate, one at a time."""
-    from llama405b.checkpoint import write as of_write
+    from llama405b.checkpoint import writer as of_write
 
     add, disk = of_write._Hashing.add, threading.Lock()
 
@@ -140,18 +140,18 @@ class _Told:
 
 def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_at=0, before_step=None):
     """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved."""
-    from llama405b import ranks
-    from llama405b.checkpoint import write as of_write
+    from llama405b.checkpoint import writer as of_write
     from llama405b.contract.checkpoints import Reached
     from llama405b.contract.errors import UserError
-    from llama405b.contract.requests import RequestKind, RunRequest
+    from llama405b.contract.records import RequestKind, RunRequest
     from llama405b.contract.schema import Checkpoint
-    from llama405b.saver import Saver, SavingClock
+    from llama405b.distributed import collectives
+    from llama405b.training.checkpointer import Checkpointer, SaveSchedule
 
     module, updater = build(me, directory, offload="states", overlap=True)
     store, saving = _saving(me, root)
     told = _Told()
-    saver = Saver(saving, updater, _identity(), SavingClock(Checkpoint(every=every), me.world, 1.0), told, told)
+    saver = Checkpointer(saving, updater, _identity(), SaveSchedule(Checkpoint(every=every), me.world, 1.0), told, told)
     write = of_write._Hashing.write
 
     def failing(hashing, content):
@@ -169,7 +169,9 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
         while saver.busy and not slow_s:  # steps are longer than saves
             time.sleep(0.01)
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
-        due, busy = ranks.greatest_of([int(bool(asked) or (me.leads and saver.clock.due(step))), int(saver.busy)])
+        due, busy = collectives.all_reduce_max(
+            [int(bool(asked) or (me.leads and saver.clock.due(step))), int(saver.busy)]
+        )
         try:
             saver.after_step(
                 step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked, reached=Reached(0)
@@ -190,16 +192,16 @@ def test_training_goes_on_after_a_save_that_failed(tiny, tmp_path):
 
 def _in_use_until_step_9(me, root, step):
     """What is deleted loses a file, and stays: as on NFS, while an export reads it."""
-    from llama405b.checkpoint import commit
+    from llama405b.checkpoint import directory
 
     def in_use(path, ignore_errors=False):
         next(path.glob("*.distcp")).unlink(missing_ok=True)
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     if step == 1:
-        commit.shutil = types.SimpleNamespace(rmtree=in_use, copyfile=shutil.copyfile)
+        directory.shutil = types.SimpleNamespace(rmtree=in_use, copyfile=shutil.copyfile)
     if step == 9:
-        commit.shutil = shutil
+        directory.shutil = shutil
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tiny, tmp_path):
@@ -283,10 +285,10 @@ def test_a_save_under_way_is_finished_before_a_run_ends_at_a_loss_that_is_not_fi
 
 def _after_a_masked_step(me, directory, root):
     """Train from the start, save after a first step without a target and train on; and resume from what was saved."""
-    from llama405b.batch import IGNORE_INDEX, Batch
     from llama405b.checkpoint.snapshot import restore
     from llama405b.contract.checkpoints import Reached
-    from llama405b.step import train_step
+    from llama405b.model.batch import IGNORE_INDEX, Batch
+    from llama405b.optim.step import train_step
 
     def losses(disturb):
         module, updater = build(me, directory, **FORMS["none"])

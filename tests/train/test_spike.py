@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from llama405b.journal import read_metrics
+from llama405b.training.journal import read_metrics
 
 ODD = set(range(0, 300, 25))
 WORDS = ("one", "two", "three", "four")

@@ -165,7 +165,7 @@ def test_gradients_that_fsdp_lays_out_otherwise_are_refused(tiny):
 
 def _prefetch(me, directory):
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim.updater import build_updater
+    from llama405b.optim.build_updater import build_updater
 
     module, _ = build(me, directory, overlap=False, offload="full")
     layers = [layer._checkpoint_wrapped_module for layer in module.model.layers]

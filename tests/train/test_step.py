@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
 from conftest import ROOT
-from llama405b.batch import Batch
+from llama405b.model.batch import Batch
 from ranks_rig import run_ranks
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
@@ -30,15 +30,15 @@ def _batches():
 
 
 def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32"):
-    from llama405b import load
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
     from llama405b.parallel import fsdp2 as shard
+    from llama405b.parallel import load_weights
 
     parallel = Parallel(numerics=numerics, offload="full" if offload else "none")
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", shard.shard_dtype(parallel))
     shard.shard(module, parallel, me.device)
-    load.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
+    load_weights.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
     if checkpointing:
         shard.checkpoint_activations(module)
     return module
@@ -46,8 +46,8 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
 
 def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32", overlap=False):
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim.updater import build_updater
-    from llama405b.step import train_step
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.step import train_step
 
     if kind == "fsdp1":
         import torch.distributed.fsdp._init_utils as init_utils
@@ -144,8 +144,8 @@ def _count(me, directory):
     from torch.distributed.tensor.debug import CommDebugMode
 
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim.updater import build_updater
-    from llama405b.step import train_step
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.step import train_step
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
@@ -173,8 +173,8 @@ def test_each_unit_costs_what_it_must(tiny, tiny_tied):
 
 def _poison(me, directory):
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim.updater import build_updater
-    from llama405b.step import NonFiniteError, train_step
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.step import NonFiniteError, train_step
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
@@ -196,8 +196,8 @@ def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
 
 def _masked(me, directory):
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim.updater import build_updater
-    from llama405b.step import train_step
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.step import train_step
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)

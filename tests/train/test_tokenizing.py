@@ -31,10 +31,10 @@ def test_a_token_file_of_the_wrong_size_on_any_host_is_made_anew(corpus, demo, t
 
 def _tokenise_for_long(me, corpus, demo, caches):
     """Rank 0 reads text for longer than a collective may block; returns how often each rank told that it is alive."""
-    from llama405b import ranks
     from llama405b.contract.document import Text
     from llama405b.data import encode, tokens
     from llama405b.data.documents import Found, Place
+    from llama405b.distributed import ranks
 
     ranks.set_timeout(TIMEOUT_S)
     told = []

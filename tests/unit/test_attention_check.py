@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama405b.contract.errors import UserError
 from llama405b.model import kernels
-from llama405b.model.checked import BrokenError, check_attention
+from llama405b.model.attention import BrokenError, check_attention
 
 CPU = torch.device("cpu")
 SHAPES = [

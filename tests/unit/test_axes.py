@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
-from llama405b.axes import DP, NAMES, SHARD, Axes, Place
-from llama405b.ranks import Ranks
+from llama405b.distributed.mesh import DP, NAMES, SHARD, Axes, Place
+from llama405b.distributed.ranks import Rank
 
 
 def test_each_place_is_taken_once_and_the_innermost_axis_has_neighbours():
@@ -23,6 +23,6 @@ def test_the_batch_goes_over_copies_and_shards():
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 1), (5, 8)])
 def test_today_all_ranks_are_shards(rank, world):
-    me = Ranks(rank, world, 0, "h", torch.device("cpu"))
+    me = Rank(rank, world, 0, "h", torch.device("cpu"))
     assert me.axes.world == world
     assert me.dp == me.shard == Place(rank, world)

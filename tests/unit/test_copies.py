@@ -3,19 +3,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama405b import copies
 from llama405b.contract.errors import UserError
+from llama405b.distributed import host_memory, transfer
 
 
 def test_blocks_have_their_sizes_and_do_not_overlap(monkeypatch):
-    monkeypatch.setattr(copies, "PIECE_BYTES", 1100)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1100)
     told = []
-    blocks = copies.allocate([300, 300, 300, 5000, 4, 0], torch.device("cpu"), lambda *seen: told.append(seen))
+    blocks = host_memory.allocate([300, 300, 300, 5000, 4, 0], torch.device("cpu"), lambda *seen: told.append(seen))
     assert [block.nbytes for block in blocks] == [300, 300, 300, 5000, 4, 0]
     for number, block in enumerate(blocks):
         block.fill_(number)
     assert all(bool((block == number).all()) for number, block in enumerate(blocks))
-    assert all(block.data_ptr() % copies.ALIGNED == 0 for block in blocks)
+    assert all(block.data_ptr() % transfer.ALIGNED == 0 for block in blocks)
     assert told[-1] == (5904, 5904)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert len(told) == 4  # two pieces of two, one of its own, one of the rest
@@ -24,10 +24,10 @@ def test_blocks_have_their_sizes_and_do_not_overlap(monkeypatch):
 def test_few_pieces_and_little_waste():
     unit = 3_188_000_000 // 64 * 4  # of a 405B layer on 64 ranks
     sizes = [unit] * 126 + [unit // 2] * 3
-    grouped = copies.pieces(sizes)
+    grouped = host_memory.grouped(sizes)
     assert [size for piece in grouped for size in piece] == sizes
     assert len(grouped) < 10
-    taken = sum(-(-size // copies.ALIGNED) * copies.ALIGNED for size in sizes)
+    taken = sum(-(-size // transfer.ALIGNED) * transfer.ALIGNED for size in sizes)
     assert taken < 1.03 * sum(sizes)
 
 
@@ -40,17 +40,17 @@ def test_cuda_that_refuses_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     piece = torch.empty(2 << 30, dtype=torch.uint8)
     with pytest.raises(UserError, match=r"CUDA pinned 1\.0 of 8\.0 GiB .* raise the limit"):
-        copies.register(piece, 1 << 30, 8 << 30)
+        host_memory.register(piece, 1 << 30, 8 << 30)
 
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_bytes_come_to_where_they_begin_whatever_the_buffers_cut(staged, monkeypatch):
-    monkeypatch.setattr(copies, "READ_BYTES", 7)
+    monkeypatch.setattr(transfer, "READ_BYTES", 7)
     generator = torch.Generator().manual_seed(0)
     sizes = [13, 0, 160, 1, 64]
     sources = [torch.randint(0, 99, (size,), generator=generator).to(torch.bfloat16) for size in sizes]
     begins = [4, 40, 40, 400, 406]
-    target, stage = torch.zeros(540, dtype=torch.uint8), copies.Stage(torch.device("cpu"))
+    target, stage = torch.zeros(540, dtype=torch.uint8), transfer.Stage(torch.device("cpu"))
     pairs = list(zip(begins, sources, strict=True))
     if staged:
         stage._through([torch.zeros(50, dtype=torch.uint8) for _ in range(2)], target, pairs, None)
@@ -61,7 +61,7 @@ def test_bytes_come_to_where_they_begin_whatever_the_buffers_cut(staged, monkeyp
 
 
 def test_what_is_pinned_may_be_in_huge_pages():
-    piece = copies._pages(8 << 20)
+    piece = transfer._pages(8 << 20)
     [line] = [
         line
         for line in Path("/proc/self/maps").read_text().splitlines()
@@ -71,7 +71,7 @@ def test_what_is_pinned_may_be_in_huge_pages():
 
 
 def test_torch_that_cannot_pin_is_said_in_a_sentence(monkeypatch):
-    from llama405b.optim.offloaded import fill_for_fsdp
+    from llama405b.optim.offload_all import fill_for_fsdp
 
     def refuse(*_, **__):
         raise RuntimeError("CUDA error: out of memory\nmore words")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama405b import cores
+from llama405b.distributed import numa
 
 
 @pytest.fixture
@@ -22,46 +22,44 @@ def sys(tmp_path):
 
 
 def test_the_node_is_that_of_the_gpu(sys):
-    assert cores.numa_node("0000:1b:00.0", sys) == 1
-    assert cores.numa_node("0002:01:00.0", sys) == -1
-    assert cores.numa_node("0009:01:00.0", sys) == -1
+    assert numa.numa_node("0000:1b:00.0", sys) == 1
+    assert numa.numa_node("0002:01:00.0", sys) == -1
+    assert numa.numa_node("0009:01:00.0", sys) == -1
 
 
 def test_ranks_of_one_node_share_its_physical_cores(sys):
     everything = set(range(16))
-    assert cores.binding_of([1, 1, 0], 0, everything, sys) == cores.Binding(
-        1, frozenset({4, 5, 6, 7, 12, 13, 14, 15}), 2
-    )
-    assert cores.binding_of([1, 1, 0], 2, everything, sys) == cores.Binding(0, frozenset({0, 1, 2, 3, 8, 9, 10, 11}), 4)
+    assert numa.binding_of([1, 1, 0], 0, everything, sys) == numa.Binding(1, frozenset({4, 5, 6, 7, 12, 13, 14, 15}), 2)
+    assert numa.binding_of([1, 1, 0], 2, everything, sys) == numa.Binding(0, frozenset({0, 1, 2, 3, 8, 9, 10, 11}), 4)
 
 
 def test_a_cgroup_s_cpus_count_and_never_none(sys):
-    assert cores.binding_of([1], 0, {0, 1, 6, 14}, sys) == cores.Binding(1, frozenset({6, 14}), 1)
-    assert cores.binding_of([1], 0, {0, 1}, sys) is None
-    assert cores.binding_of([-1], 0, set(range(16)), sys) is None
+    assert numa.binding_of([1], 0, {0, 1, 6, 14}, sys) == numa.Binding(1, frozenset({6, 14}), 1)
+    assert numa.binding_of([1], 0, {0, 1}, sys) is None
+    assert numa.binding_of([-1], 0, set(range(16)), sys) is None
 
 
 def test_a_rank_without_a_gpu_is_not_bound(monkeypatch):
-    from llama405b.ranks import Ranks
+    from llama405b.distributed.ranks import Rank
 
-    monkeypatch.setattr(cores.os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    assert cores.bind(Ranks(0, 1, 0, "a", cores.torch.device("cpu"))) == ""
+    monkeypatch.setattr(numa.os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
+    assert numa.bind(Rank(0, 1, 0, "a", numa.torch.device("cpu"))) == ""
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_the_users_number_of_threads_is_kept(monkeypatch, own):
     from llama405b.contract.plan import OWN_THREADS
-    from llama405b.ranks import Ranks
+    from llama405b.distributed.ranks import Rank
 
     monkeypatch.delenv(OWN_THREADS, raising=False)
     if own:
         monkeypatch.setenv(OWN_THREADS, "1")
     threads = []
-    monkeypatch.setattr(cores.torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(cores.torch, "get_num_threads", lambda: (threads or [3])[-1])
-    monkeypatch.setattr(cores.os, "sched_setaffinity", lambda *_: None)
-    monkeypatch.setattr(cores, "bus_id", lambda _: "0")
-    monkeypatch.setattr(cores, "binding_of", lambda *_: cores.Binding(0, frozenset({0, 1}), 8))
-    said = cores.bind(Ranks(0, 1, 0, "a", cores.torch.device("cuda", 0)))
+    monkeypatch.setattr(numa.torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(numa.torch, "get_num_threads", lambda: (threads or [3])[-1])
+    monkeypatch.setattr(numa.os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(numa, "bus_id", lambda _: "0")
+    monkeypatch.setattr(numa, "binding_of", lambda *_: numa.Binding(0, frozenset({0, 1}), 8))
+    said = numa.bind(Rank(0, 1, 0, "a", numa.torch.device("cuda", 0)))
     assert threads == ([] if own else [8])
     assert said.endswith("3 threads (OMP_NUM_THREADS)" if own else "8 threads")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llama405b.contract.paths import RunDir
-from llama405b.diagnose import Profile, write_memory, write_stacks
-from llama405b.ranks import Ranks
+from llama405b.distributed.ranks import Rank
+from llama405b.training.diagnostics import Profile, write_memory, write_stacks
 
 
 def profile(run, me, step):
@@ -19,7 +19,7 @@ def profile(run, me, step):
 @pytest.mark.parametrize("room", [0, 100])  # bytes
 def test_a_file_that_has_no_room(tmp_path, room):
     for write in (write_stacks, write_memory, profile):
-        run, me = RunDir(tmp_path / write.__name__), Ranks(0, 1, 0, "a", torch.device("cpu"))
+        run, me = RunDir(tmp_path / write.__name__), Rank(0, 1, 0, "a", torch.device("cpu"))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
         try:

@@ -4,12 +4,12 @@ import torch
 
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Phase
-from llama405b.heartbeat import Pulse
-from llama405b.ranks import Ranks
+from llama405b.distributed.ranks import Rank
+from llama405b.training.heartbeat import HeartbeatWriter
 
 
 def test_after_a_long_wait_the_phase_has_lasted_as_long_as_before(tmp_path):
-    pulse = Pulse(RunDir(tmp_path), Ranks(0, 1, 0, "a", torch.device("cpu")))
+    pulse = HeartbeatWriter(RunDir(tmp_path), Rank(0, 1, 0, "a", torch.device("cpu")))
     pulse.phase(Phase.TRAIN)
     began = pulse.record.phase_since
     pulse.waits_for_update(True)

@@ -1,6 +1,6 @@
 """How much memory is free, by the machine or by the container."""
 
-from llama405b import memory
+from llama405b.distributed import host_memory
 
 
 def _cgroup(path, limit, used, cached):
@@ -12,12 +12,12 @@ def _cgroup(path, limit, used, cached):
 
 
 def test_a_containers_limit_counts_and_its_file_cache_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path / "none")
-    of_machine = memory.free_bytes()
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path / "none")
+    of_machine = host_memory.free_bytes()
     assert of_machine > 0
-    monkeypatch.setattr(memory, "CGROUP", _cgroup(tmp_path / "limited", 5000, 3000, 1000))
-    assert memory.free_bytes() == 3000
-    monkeypatch.setattr(memory, "CGROUP", _cgroup(tmp_path / "full", 5000, 6000, 0))
-    assert memory.free_bytes() == 0
-    monkeypatch.setattr(memory, "CGROUP", _cgroup(tmp_path / "unlimited", "max", 3000, 0))
-    assert memory.free_bytes() > of_machine / 2
+    monkeypatch.setattr(host_memory, "CGROUP", _cgroup(tmp_path / "limited", 5000, 3000, 1000))
+    assert host_memory.free_bytes() == 3000
+    monkeypatch.setattr(host_memory, "CGROUP", _cgroup(tmp_path / "full", 5000, 6000, 0))
+    assert host_memory.free_bytes() == 0
+    monkeypatch.setattr(host_memory, "CGROUP", _cgroup(tmp_path / "unlimited", "max", 3000, 0))
+    assert host_memory.free_bytes() > of_machine / 2

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from llama405b import ranks
+from llama405b.distributed import ranks
 
 
 def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(monkeypatch):

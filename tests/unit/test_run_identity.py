@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 
+from llama405b.checkpoint.compatibility import identity_of
 from llama405b.contract.config import Config
 from llama405b.contract.resuming import same_data
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
-from llama405b.identity import identity_of
 
 
 def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_path):
@@ -35,7 +35,7 @@ def test_a_position_counts_under_the_rules_by_which_texts_became_tokens(tmp_path
     parses = dataclasses.replace(ours, data=dataclasses.replace(ours.data, special_tokens="parse"))
     before = identity_of(ours, tmp_path, batches)
     assert not same_data(before, identity_of(parses, tmp_path, batches))
-    monkeypatch.setattr("llama405b.identity.RULES", 1000)
+    monkeypatch.setattr("llama405b.checkpoint.compatibility.RULES", 1000)
     assert not same_data(before, identity_of(ours, tmp_path, batches))
 
 

@@ -8,7 +8,7 @@ from llama405b.checkpoint.saving import Saved
 from llama405b.contract.checkpoints import Reached
 from llama405b.contract.errors import FAILED, RunError, UserError
 from llama405b.contract.schema import Checkpoint
-from llama405b.saver import Saver, SavingClock
+from llama405b.training.checkpointer import Checkpointer, SaveSchedule
 
 FULL = "c: cannot be written (No space left on device)"
 
@@ -37,7 +37,7 @@ def _train(fails, last, **more):
     """What is logged, and what ends the run."""
     lines = []
     told = types.SimpleNamespace(log=lines.append, event=lambda *_, **__: None, phase=lambda _: None)
-    saver = Saver(Disk(fails), None, None, SavingClock(Checkpoint(every="1", **more), 1, 1.0), told, told)
+    saver = Checkpointer(Disk(fails), None, None, SaveSchedule(Checkpoint(every="1", **more), 1, 1.0), told, told)
     for step in range(1, last + 1):
         try:
             saver.after_step(step, due=True, busy=False, ending=step == last, requests=[], reached=Reached(0))

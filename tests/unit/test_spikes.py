@@ -1,8 +1,8 @@
-from llama405b.spikes import LEAST, WINDOW, Spikes
+from llama405b.training.loss_spikes import LEAST, WINDOW, SpikeDetector
 
 
 def test_a_spike_is_told_by_the_median_and_does_not_move_it():
-    spikes = Spikes(3.0)
+    spikes = SpikeDetector(3.0)
     for _ in range(LEAST - 1):
         assert not spikes.is_one(100.0)
         spikes.take(2.0)
@@ -15,21 +15,21 @@ def test_a_spike_is_told_by_the_median_and_does_not_move_it():
 
 
 def test_losses_that_stay_high_become_usual_if_steps_are_taken_all_the_same():
-    spikes = Spikes(3.0, [1.0] * WINDOW)
+    spikes = SpikeDetector(3.0, [1.0] * WINDOW)
     found = [spikes.take(4.0, always=True) for _ in range(WINDOW)]
     assert found[0]
     assert not found[-1]
-    spikes = Spikes(3.0, [1.0] * WINDOW)
+    spikes = SpikeDetector(3.0, [1.0] * WINDOW)
     assert all(spikes.take(4.0) for _ in range(WINDOW))
     assert spikes.in_a_row == WINDOW
 
 
 def test_after_a_resume_the_same_losses_are_usual():
     losses = [2.0 + i % 3 / 10 for i in range(WINDOW)] + [50.0] * 40 + [2.05, 2.15]
-    spikes = Spikes(3.0)
+    spikes = SpikeDetector(3.0)
     for loss in losses:
         spikes.take(loss)
-    again = Spikes(3.0, Spikes.after(3.0, losses).losses)
+    again = SpikeDetector(3.0, SpikeDetector.after(3.0, losses).losses)
     assert list(again.losses) == list(spikes.losses)
     assert 50.0 not in again.losses
-    assert 50.0 in Spikes.after(3.0, losses, always=True).losses  # where spikes are only reported
+    assert 50.0 in SpikeDetector.after(3.0, losses, always=True).losses  # where spikes are only reported

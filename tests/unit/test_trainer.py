@@ -7,18 +7,18 @@ import types
 import pytest
 import torch
 
-from llama405b import ranks
 from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
 from llama405b.contract.schema import Config
-from llama405b.evaluate import Evaluated
-from llama405b.heartbeat import Pulse
-from llama405b.ranks import Ranks
-from llama405b.spikes import MOST_SKIPPED, Spikes
-from llama405b.step import NonFiniteError, StepResult
-from llama405b.timer import Laps
-from llama405b.trainer import Trainer
+from llama405b.distributed import ranks
+from llama405b.distributed.ranks import Rank
+from llama405b.distributed.step_timer import StepTimer
+from llama405b.optim.step import NonFiniteError, StepResult
+from llama405b.training.evaluate import Evaluated
+from llama405b.training.heartbeat import HeartbeatWriter
+from llama405b.training.loop import Trainer
+from llama405b.training.loss_spikes import MOST_SKIPPED, SpikeDetector
 
 TAKEN = Metrics(0, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1)
 
@@ -50,11 +50,11 @@ def take(tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "set_timeout", timeouts.append)
 
     def run(*script, **more):
-        me = Ranks(0, 1, 0, "a", torch.device("cpu"))
+        me = Rank(0, 1, 0, "a", torch.device("cpu"))
         journal = types.SimpleNamespace(
             metrics=lambda _: None, log=lambda _: None, event=lambda *_, **__: None, steps=9
         )
-        pulse = Pulse(RunDir(tmp_path), me)
+        pulse = HeartbeatWriter(RunDir(tmp_path), me)
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
         parts["saver"] = types.SimpleNamespace(step=0)
         parts["updater"] = types.SimpleNamespace(drain=lambda: None)
@@ -67,7 +67,7 @@ def take(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_is_told_after_its_step(take, monkeypatch):
-    monkeypatch.setattr("llama405b.trainer.evaluate", lambda *_: Evaluated(1.5, 8, 1))
+    monkeypatch.setattr("llama405b.training.loop.evaluate", lambda *_: Evaluated(1.5, 8, 1))
     logged = []
     journal = types.SimpleNamespace(
         metrics=lambda metrics: logged.append(f"step {metrics.step}, {metrics.evaluation_loss}"), log=logged.append
@@ -95,8 +95,8 @@ def _meets(monkeypatch, *outcomes, **choices):
             raise NonFiniteError("loss nan, gradient norm nan")
         return StepResult(outcome, 1.0, 8, updated=not refuses(outcome))
 
-    monkeypatch.setattr("llama405b.trainer.train_step", train_step)
-    monkeypatch.setattr("llama405b.trainer.documents_at", lambda *_: ["d.jsonl 7"])
+    monkeypatch.setattr("llama405b.training.loop.train_step", train_step)
+    monkeypatch.setattr("llama405b.training.loop.documents_at", lambda *_: ["d.jsonl 7"])
     journal = types.SimpleNamespace(
         log=logged.append, event=lambda kind, **more: events.append((kind, more["step"])), steps=9
     )
@@ -106,16 +106,16 @@ def _meets(monkeypatch, *outcomes, **choices):
     training = dataclasses.replace(Config().training, on_spike="skip", **choices)
     parts |= {
         "config": dataclasses.replace(Config(), training=training),
-        "me": Ranks(0, 1, 0, "a", torch.device("cpu")),
+        "me": Rank(0, 1, 0, "a", torch.device("cpu")),
     }
-    trainer = Trainer(**parts | {"journal": journal, "reader": reader, "spikes": Spikes(3.0, [2.0] * 20)})
+    trainer = Trainer(**parts | {"journal": journal, "reader": reader, "spikes": SpikeDetector(3.0, [2.0] * 20)})
     return trainer, logged, events
 
 
 def test_a_step_that_is_not_finite_ends_the_run_with_its_documents(monkeypatch):
     trainer, logged, events = _meets(monkeypatch, "nan")
     with pytest.raises(NonFiniteError, match=r"step 4: loss nan, .* with --training\.on_nonfinite skip"):
-        trainer.learn(4, Laps(trainer.me.device))
+        trainer.learn(4, StepTimer(trainer.me.device))
     assert logged == [
         "step 4/9  loss nan, gradient norm nan; the weights are still those of step 3; its documents: d.jsonl 7"
     ]
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_ends_the_run_with_its_documents(monkeypatch):
 
 def test_a_step_that_is_not_finite_can_be_left_out(monkeypatch):
     trainer, _, events = _meets(monkeypatch, 2.0, "nan", 2.5, on_nonfinite="skip")
-    results = [trainer.learn(step, Laps(trainer.me.device)) for step in (1, 2, 3)]
+    results = [trainer.learn(step, StepTimer(trainer.me.device)) for step in (1, 2, 3)]
     assert [result and result.loss for result in results] == [2.0, None, 2.5]
     assert events == [(EventKind.NOT_FINITE, 2)]
     assert trainer.skipped == 0
@@ -135,7 +135,7 @@ def test_not_one_step_after_another_is_left_out_spikes_included(monkeypatch):
     trainer, _, _ = _meets(monkeypatch, "nan", 2.0, *outcomes[::-1], on_nonfinite="skip")
 
     def take(step):
-        if result := trainer.learn(step, Laps(trainer.me.device)):
+        if result := trainer.learn(step, StepTimer(trainer.me.device)):
             trainer.judge(step, result)
 
     for step in range(1, MOST_SKIPPED + 2):

@@ -12,7 +12,7 @@ from conftest import ROOT
 
 MANY = 3  # words: a literal of more is a sentence
 FOREIGN = (  # tables of what other programs write, and the recording that the demo plays
-    "llama405b/lost_peer.py", "tools/llama405b_tools/machine/",
+    "llama405b/distributed/peer_errors.py", "tools/llama405b_tools/machine/",
     "tools/llama405b_tools/top/state/simulate.py", "tools/llama405b_tools/remote/hostprobe.py",
     "tools/llama405b_tools/remote/sampler.py",
 )  # fmt: skip

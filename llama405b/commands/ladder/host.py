@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 
 from llama405b.contract.rungs import Figure
+from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import Settings, update_adamw
 from llama405b.optim.norm import norm_over_ranks
-from llama405b.ranks import Ranks
 
 UPDATE_BYTES = 28  # per element: weight, gradient and moments read, all but the gradient written
 NORM_ERROR = 1e-6  # relative, that is accepted
 PASSES = 3
 
 
-def update(me: Ranks) -> list[Figure]:
+def update(me: Rank) -> list[Figure]:
     """Time updates and norms of FP32 tensors by threads; compare the norm of the largest tensor of 405B with FP64.
 
     Raises:

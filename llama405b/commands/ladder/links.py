@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from llama405b import ranks
 from llama405b.commands.checkup import best_of, now
 from llama405b.contract.rungs import Figure
-from llama405b.copies import allocate
-from llama405b.ranks import Ranks
+from llama405b.distributed import collectives
+from llama405b.distributed.host_memory import allocate
+from llama405b.distributed.ranks import Rank
 
 GB = 1e9
 
 
-def first_collective(me: Ranks) -> list[Figure]:
+def first_collective(me: Rank) -> list[Figure]:
     """Reduce one number over all ranks, twice: the first time the ranks connect.
 
     Raises:
@@ -32,7 +32,7 @@ def first_collective(me: Ranks) -> list[Figure]:
     return [Figure("ranks", me.world, ""), Figure("first", took[0], "s"), Figure("then", 1e3 * took[1], "ms")]
 
 
-def checked_collectives(me: Ranks, sizes: Sequence[int] = ()) -> list[Figure]:
+def checked_collectives(me: Rank, sizes: Sequence[int] = ()) -> list[Figure]:
     """Measure bus bandwidths (as nccl-tests define them) at a small and at a large size, and check every result.
 
     Raises:
@@ -68,7 +68,7 @@ def _check(what: str, found: float, expected: float) -> None:
         raise RuntimeError(f"{what} gives {found:g} instead of {expected:g}")
 
 
-def copy_rates(me: Ranks) -> list[Figure]:
+def copy_rates(me: Rank) -> list[Figure]:
     """Measure copies both ways while all ranks copy; each rate is the slowest rank's.
 
     Pinned: by torch; registered: allocated first, then pinned in one piece, as the states of ``offload = states`` are.
@@ -91,6 +91,6 @@ def copy_rates(me: Ranks) -> list[Figure]:
         on_host.fill_(1)
         for way, target, source in (("to device", on_device, on_host), ("to host", on_host, on_device)):
             seconds = best_of(me, functools.partial(target.copy_, source, non_blocking=True))
-            [slowest_us] = ranks.greatest_of([int(1e6 * seconds) + 1])
+            [slowest_us] = collectives.all_reduce_max([int(1e6 * seconds) + 1])
             figures.append(Figure(f"{name} {way}", n_bytes / GB / (slowest_us / 1e6), "GB/s"))
     return figures

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from llama405b import ranks
 from llama405b.commands.ladder import host, links, steps
 from llama405b.contract import reader
 from llama405b.contract.errors import FAILED, GOOD
@@ -31,13 +30,14 @@ from llama405b.contract.rungs import (
     RungResult,
     chosen,
 )
-from llama405b.ranks import Ranks
+from llama405b.distributed import collectives, ranks
+from llama405b.distributed.ranks import Rank
 
 TIMEOUT_S = 120
 SLOWEST = 3  # times what a rung usually takes
 PR_SET_PDEATHSIG = 1
 Say = Callable[[RungResult], object]
-CLIMB: dict[Rung, Callable[[Ranks], list[Figure]]] = {
+CLIMB: dict[Rung, Callable[[Rank], list[Figure]]] = {
     Rung.START: links.first_collective,
     Rung.COLLECTIVES: links.checked_collectives,
     Rung.COPIES: links.copy_rates,
@@ -78,11 +78,11 @@ def climb_here(rungs: Sequence[Rung], within_s: float, say: Say, device: str = "
                 break
         return code
     me = ranks.join(device, TIMEOUT_S)
-    n_hosts = len(set(ranks.agreed(me.host)))
+    n_hosts = len(set(collectives.all_gather_objects(me.host)))
     for rung in rungs:
         if rung in ONE_RANK_ONLY:
             continue
-        [late] = ranks.greatest_of([int(deadline - time.monotonic() < _least_s(rung, me.on_gpu))])
+        [late] = collectives.all_reduce_max([int(deadline - time.monotonic() < _least_s(rung, me.on_gpu))])
         result = RungResult(rung, me.world, n_hosts, skipped=True) if late else _climbed(rung, me, n_hosts)
         if me.leads:
             say(result)
@@ -136,7 +136,7 @@ def _in_child(rung: Rung, results: Connection, device: str) -> None:
     results.send(_climbed(rung, me, 1))
 
 
-def _climbed(rung: Rung, me: Ranks, n_hosts: int) -> RungResult:
+def _climbed(rung: Rung, me: Rank, n_hosts: int) -> RungResult:
     """Climb one rung; what fails is a result."""
     began, figures, fault = time.monotonic(), [], ""
     try:

@@ -13,21 +13,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from llama405b import load
-from llama405b.batch import Batch
 from llama405b.capacity import estimate
 from llama405b.contract import weights
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.rungs import Figure
 from llama405b.contract.schema import Offload, Optimizer, Parallel
+from llama405b.distributed.ranks import Rank
+from llama405b.distributed.step_timer import StepTimer
 from llama405b.model import llama
+from llama405b.model.batch import Batch
 from llama405b.model.kernels import candidates, lack
-from llama405b.optim.updater import build_updater
-from llama405b.parallel import fsdp2
-from llama405b.parallel.masters import kept_weights
-from llama405b.ranks import Ranks
-from llama405b.step import Updater, UpdateWork, train_step
-from llama405b.timer import Laps
+from llama405b.optim.build_updater import build_updater
+from llama405b.optim.fp32_masters import master_model
+from llama405b.optim.step import train_step
+from llama405b.optim.updater import Updater, UpdateWork
+from llama405b.parallel import fsdp2, load_weights
 
 VOCAB = 8192  # small, so that the layers dominate
 GB = 1e9
@@ -46,13 +46,13 @@ class Workload:
     seq_len: int
     attention: str = "auto"
 
-    def config(self, me: Ranks) -> LlamaConfig:
+    def config(self, me: Rank) -> LlamaConfig:
         """Return its shape; on a CPU a tiny one, which only shows that the rung works."""
         known = json.loads((PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))[self.shape]
         small = {} if me.on_gpu else TINY
         return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": VOCAB} | small)
 
-    def tokens(self, me: Ranks, step: int) -> torch.Tensor:
+    def tokens(self, me: Rank, step: int) -> torch.Tensor:
         """Return ``tokens_BS`` of a step, of which each rank has its own."""
         generator = torch.Generator().manual_seed(1000 * step + me.rank)
         shape = (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
@@ -77,16 +77,16 @@ HIDING = Workload("llama3.1-8b", layers=16, batch=16, seq_len=4096)  # its forwa
 EXACT = Workload("llama3.1-8b", layers=4, batch=1, seq_len=1024, attention="sdpa")  # flash-attn is not deterministic
 
 
-def _build(what: Workload, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Updater]:
+def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Updater]:
     """Build a sharded model with random weights, which are the same each time."""
     config = what.config(me)
     attention = next(name for name in candidates(what.attention) if not lack(name, me.device, torch.bfloat16))
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
-    kept = kept_weights(module, parallel)
-    load.materialise(kept, me, offload=parallel.offload != "none")
+    kept = master_model(module, parallel)
+    load_weights.materialise(kept, me, offload=parallel.offload != "none")
     if kept is not module:
-        load.materialise(module, me, offload=parallel.offload == "full")
+        load_weights.materialise(module, me, offload=parallel.offload == "full")
     generator = torch.Generator(me.device).manual_seed(0)
     for parameter in kept.parameters():
         assert isinstance(parameter.data, DTensor)
@@ -99,12 +99,12 @@ def _build(what: Workload, parallel: Parallel, me: Ranks) -> tuple[nn.Module, Up
     return module, build_updater(module, Optimizer(), parallel, me.device, kept=kept)
 
 
-def _steps(what: Workload, parallel: Parallel, me: Ranks, count: int) -> tuple[list[float], Timed]:
+def _steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[list[float], Timed]:
     """Take steps; returns their losses, and what the last ``STEPS`` took."""
     module, updater = _build(what, parallel, me)
     losses, laps_of, works = [], [], []
     for step in range(count):
-        laps = Laps(me.device)
+        laps = StepTimer(me.device)
         x = what.tokens(me, step)
         result = train_step(module, updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
         assert result, "every token is a target"
@@ -118,7 +118,7 @@ def _steps(what: Workload, parallel: Parallel, me: Ranks, count: int) -> tuple[l
     return losses, Timed(median, works[-1])
 
 
-def layer(place: Offload, me: Ranks) -> list[Figure]:
+def layer(place: Offload, me: Rank) -> list[Figure]:
     """Train one decoder layer of the 405B shape; its peak beside the estimate."""
     parallel = Parallel(offload=place)
     if me.on_gpu:
@@ -153,7 +153,7 @@ def _work_figures(work: UpdateWork) -> list[Figure]:
     ]
 
 
-def hiding(me: Ranks) -> list[Figure]:
+def hiding(me: Rank) -> list[Figure]:
     """Compare steps with updates hidden and between the steps, where a forward takes about as long as an update."""
     figures = []
     for place in ("states", "full"):
@@ -173,7 +173,7 @@ def hiding(me: Ranks) -> list[Figure]:
     return figures
 
 
-def exact(me: Ranks) -> list[Figure]:
+def exact(me: Rank) -> list[Figure]:
     """Compare losses bit for bit: the same twice (the control), hidden and between the steps, and both places.
 
     Raises:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llama405b.checkpoint import ring, store
-from llama405b.checkpoint.commit import Directory
-from llama405b.checkpoint.seal import seal
+from llama405b.checkpoint import replication, store
+from llama405b.checkpoint.digests import hash_file
+from llama405b.checkpoint.directory import Directory
 from llama405b.checkpoint.store import Store
 from llama405b.contract.checkpoints import Manifest, write_manifest
 from llama405b.contract.errors import UserError
@@ -30,7 +30,7 @@ def _checkpoint(directory, step):
     path.mkdir()
     for name in (".metadata", "__0_0.distcp"):
         (path / name).touch()
-    files = {name: seal(path / name, 0) for name in (".metadata", "__0_0.distcp")}
+    files = {name: hash_file(path / name, 0) for name in (".metadata", "__0_0.distcp")}
     (path / "manifest.json").write_bytes(write_manifest(Manifest(2, step, files, 1, run="r"))[0])
     return path
 
@@ -93,7 +93,7 @@ def test_a_save_begins_beside_what_cannot_be_deleted(directory, in_use, ending):
 @pytest.fixture
 def keeper(monkeypatch):
     """A store's rank 0, alone."""
-    monkeypatch.setattr(store.ranks, "refusing_together", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(store.collectives, "raise_on_all_ranks", lambda *_: contextlib.nullcontext())
     found = types.SimpleNamespace(
         root=Path("/c"), keeps=True, holder=types.SimpleNamespace(check=lambda: None), _on_host=lambda: " on node"
     )
@@ -149,12 +149,12 @@ def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
         if len(told) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    copies = object.__new__(ring.Copies)
+    copies = object.__new__(replication.Replication)
     copies.active, copies.step, copies.everywhere, copies.resumed = True, 0, 0, 0
-    copies.ring = ring.Ring(1, "b", ring.Spot(1, "a", 1, "t"), "/c", "r", 2)
+    copies.ring = replication.Ring(1, "b", replication.Spot(1, "a", 1, "t"), "/c", "r", 2)
     copies.store = types.SimpleNamespace(run=RunDir(Path("/r")), me=types.SimpleNamespace(host="a"))
     copies.survey = lambda _: 0
-    monkeypatch.setattr(ring, "write_json", write)
+    monkeypatch.setattr(replication, "write_json", write)
     copies.after_save(4)
     copies.after_save(8)  # it is told again what to copy
     assert told == [4, 4]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llama405b.checkpoint.seal import Fault, PassedOver, look_over, open_manifest, seal
+from llama405b.checkpoint.digests import Fault, PassedOver, check_files, hash_file, open_manifest
 from llama405b.contract.checkpoints import Manifest, write_manifest
 
 
@@ -14,7 +14,7 @@ def _checkpoint(root, step):
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "config.toml", "model/config.json"):
         (path / name).write_text(f"{name} of step {step}")
     files = {
-        name: seal(path / name, rank)
+        name: hash_file(path / name, rank)
         for rank, name in (
             (0, ".metadata"),
             (0, "__0_0.distcp"),
@@ -61,7 +61,7 @@ def test_it_is_passed_over_and_named(tmp_path, damage, words):
     damage(path)
     found = open_manifest(path, {})
     if not isinstance(found, PassedOver):
-        _, found = look_over(path, found)
+        _, found = check_files(path, found)
     assert found.fault is Fault.DAMAGED
     assert words in found.why
 
@@ -69,7 +69,7 @@ def test_it_is_passed_over_and_named(tmp_path, damage, words):
 def test_what_was_saved_is_not_replaced_by_another_manifest_of_the_step(tmp_path):
     path = _checkpoint(tmp_path, 8)
     manifest = open_manifest(path, {})
-    assert look_over(path, manifest) == (list(manifest.files), None)
+    assert check_files(path, manifest) == (list(manifest.files), None)
     (path / "extra.distcp").touch()
-    assert look_over(path, manifest)[1] is None
+    assert check_files(path, manifest)[1] is None
     assert "its manifest is not the one that was saved" in open_manifest(path, {str(path): "another digest"}).why

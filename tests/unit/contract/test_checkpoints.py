@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from llama405b.contract.checkpoints import Manifest, RunIdentity, Seal, read_manifest, write_manifest
+from llama405b.contract.checkpoints import FileDigest, Manifest, RunIdentity, read_manifest, write_manifest
 from llama405b.contract.hashes import BLOCK_BYTES
 from llama405b.contract.reader import MalformedError
 
 HASH = hashlib.sha256(b"").hexdigest()
 FILES = {
-    ".metadata": Seal(100, 0, (HASH,)),
-    "__0_0.distcp": Seal(3 * BLOCK_BYTES, 0, (HASH,) * 3),
-    "__1_0.distcp": Seal(0, 1, (HASH,)),
+    ".metadata": FileDigest(100, 0, (HASH,)),
+    "__0_0.distcp": FileDigest(3 * BLOCK_BYTES, 0, (HASH,) * 3),
+    "__1_0.distcp": FileDigest(0, 1, (HASH,)),
 }
 IDENTITY = RunIdentity("config 1", "900 tokens 2", 16, 6, "fp32", 0, 0)
 MANIFEST = Manifest(
@@ -65,11 +65,11 @@ def without(name):
         ({"world_size": 0}, "world size 0"),
         ({"block_bytes": 0}, "block size 0"),
         (
-            {"files": FILES | {"../../etc/passwd": Seal(1, 0, (HASH,))}},
+            {"files": FILES | {"../../etc/passwd": FileDigest(1, 0, (HASH,))}},
             "'../../etc/passwd' is not a file of a checkpoint",
         ),
         (
-            {"files": FILES | {".metadata": Seal(BLOCK_BYTES + 1, 0, (HASH,))}},
+            {"files": FILES | {".metadata": FileDigest(BLOCK_BYTES + 1, 0, (HASH,))}},
             ".metadata of 67108865 bytes cannot have 1 blocks",
         ),
         ({"format": 3}, "manifest.json.format is not one of 2"),

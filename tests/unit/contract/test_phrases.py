@@ -12,7 +12,7 @@ from llama405b.contract.phrases import and_more, counted, given, last_of, reason
 from llama405b.contract.schema import Data, Training
 from llama405b.data.batches import Batches, described
 from llama405b.data.sources import Mixture, Source
-from llama405b.evaluate import Evaluated
+from llama405b.training.evaluate import Evaluated
 
 
 @pytest.mark.parametrize(("value", "text"), [("why", " (why)"), ("", ""), (None, ""), (0, ""), (3, " (3)")])

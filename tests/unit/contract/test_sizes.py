@@ -4,7 +4,7 @@ import pytest
 
 from llama405b.contract import config
 from llama405b.contract.errors import UserError
-from llama405b.contract.sizes import staging_bytes
+from llama405b.contract.units import staging_bytes
 
 
 @pytest.mark.parametrize(

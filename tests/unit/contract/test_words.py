@@ -2,8 +2,7 @@
 
 import pytest
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.words import words
+from llama405b.contract.causes import Cause, CauseKind, words
 from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.judge import Failure, Standing, State
 

@@ -9,7 +9,7 @@ from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.reader import Reader
 from llama405b.data.sources import Mixture, Source, open_source
-from llama405b.ranks import Ranks
+from llama405b.distributed.ranks import Rank
 
 
 def packed(tokens, seq_len, seed=0, *, isolated=True):
@@ -17,7 +17,7 @@ def packed(tokens, seq_len, seed=0, *, isolated=True):
 
 
 def rank(number, world):
-    return Ranks(number, world, number, "h", torch.device("cpu"))
+    return Rank(number, world, number, "h", torch.device("cpu"))
 
 
 def test_every_world_size_sees_the_same_global_batch():

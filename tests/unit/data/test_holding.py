@@ -10,11 +10,11 @@ import torch
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data.batches import Batches
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Begins
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, FileOffset
+from llama405b.data.provenance import documents_in, write_files
 from llama405b.data.reader import Reader
 from llama405b.data.sources import Mixture, open_source
-from llama405b.data.whence import documents_in, write_files
-from llama405b.ranks import Ranks
+from llama405b.distributed.ranks import Rank
 
 SEQ = 10
 LENGTHS = [1, 7, SEQ, 3, 35, 2, SEQ + 1, 5] * 40
@@ -84,7 +84,7 @@ def test_every_number_of_ranks_trains_on_the_same_and_so_do_other_processes(tmp_
     kept, _ = batches_of(tmp_path / "a.bin").hold_out(0.1)
     expected = kept.read(range(6)).ids_BS
     for world in (1, 2, 3):
-        ranks = [Ranks(number, world, number, "h", torch.device("cpu")) for number in range(world)]
+        ranks = [Rank(number, world, number, "h", torch.device("cpu")) for number in range(world)]
         readers = [Reader(kept, each, 6, 1) for each in ranks]
         assert torch.equal(torch.cat([each.ids_BS for reader in readers for each in next(reader)]), expected)
         for reader in readers:
@@ -159,7 +159,7 @@ def test_at_least_a_sequence_is_held_out_and_no_target_of_it_is_lost(tmp_path):
 
 def test_documents_of_what_is_left_are_named(tmp_path):
     documents = file_of(tmp_path / "a.bin", [5] * 60)
-    write_files(tmp_path / "a.bin", [Begins(0, "talk.jsonl", 0)])
+    write_files(tmp_path / "a.bin", [FileOffset(0, "talk.jsonl", 0)])
     both = batches_of(tmp_path / "a.bin", documents="whole").hold_out(0.3)
     assert [each.mixture.sources[0].n_documents for each in both] == [42, 18]
     for batches in both:

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from llama405b import hub
+from llama405b.data import hub
 
 
 class Broken:

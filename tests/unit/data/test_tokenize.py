@@ -19,9 +19,9 @@ from llama405b.contract.corpus import TOKENIZED, TOKENS
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data import tokenize as of_tokenize
+from llama405b.data.provenance import documents_in, read_files
 from llama405b.data.sources import open_source
 from llama405b.data.tokens import Report, tokenised
-from llama405b.data.whence import documents_in, read_files
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama405b.contract.replicas import Ring, Spot, replicas, replicated_steps
+from llama405b.contract.replicas import Endpoint, Ring, replicas, replicated_steps
 from llama405b_tools.remote.replicate import _retire
 
 
@@ -30,7 +30,7 @@ def _left(root):
 def test_the_newest_copies_stay_and_the_step_that_is_copied_everywhere(tmp_path, everywhere, left):
     _copies(tmp_path, "a", 1, 2, 3)
     _copies(tmp_path, "z", 1, 2)  # the host before this one, in an earlier order
-    ring = Ring(1, "a", Spot(1, "127.0.0.1", 1, "t"), str(tmp_path), "r", 2, everywhere=everywhere)
+    ring = Ring(1, "a", Endpoint(1, "127.0.0.1", 1, "t"), str(tmp_path), "r", 2, everywhere=everywhere)
     _retire(tmp_path / "of-a", ring)
     assert _left(tmp_path) == left
 

@@ -6,7 +6,7 @@ import pytest
 from fakes import FakeFleet
 
 from llama405b.capacity.calibration import Alone, Calibration, Point
-from llama405b.contract.checkpoints import METADATA, Manifest, RunIdentity, Seal, write_manifest
+from llama405b.contract.checkpoints import METADATA, FileDigest, Manifest, RunIdentity, write_manifest
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import Node, Plan
@@ -411,7 +411,7 @@ def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_sta
     identity = RunIdentity("m", "d", 4096, 64, "fp32-master", 0, 0, "isolated", settings_of(settings.optimizer, 9))
     step = tmp_path / "step-00000004"
     step.mkdir()
-    seals = {name: Seal(0, 0, ("0" * 64,)) for name in (METADATA, "__0_0.distcp")}
+    seals = {name: FileDigest(0, 0, ("0" * 64,)) for name in (METADATA, "__0_0.distcp")}
     (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 4, seals, 1, identity=identity))[0])
 
     def launch(*more):

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, given
+from llama405b.contract.units import seconds
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.fold import Fold, OneByOne, text_of, where_of

@@ -13,8 +13,7 @@ from llama405b.contract import reader
 from llama405b.contract.files import append_line, read_record, read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import NO_PLAN, REHEARSAL, read_plan
-from llama405b.contract.records import Blame, NodeStatus, StopMark
-from llama405b.contract.requests import RunRequest
+from llama405b.contract.records import Blame, NodeStatus, RunRequest, StopMark
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard

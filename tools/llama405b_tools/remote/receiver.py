@@ -20,7 +20,7 @@ from typing import ParamSpec
 from llama405b.contract import reader
 from llama405b.contract.direct import DirectFile
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, Hashes, n_blocks
-from llama405b.contract.sizes import size_words
+from llama405b.contract.units import size_words
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.messages.chain import NextHop
 from llama405b_tools.remote.sources import CHUNK, FileList, blocks_before

@@ -28,7 +28,7 @@ from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import read_plan
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.replicas import OF, Copied, Ring, Spot
+from llama405b.contract.replicas import OF, Copied, Endpoint, Ring
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
 from llama405b_tools.remote.messages.chain import NextHop
@@ -48,9 +48,9 @@ class Replicator:
 
     def __init__(self, run: RunDir, host: str) -> None:
         self.run, self.host, self.plan = run, host, read_plan(run)
-        spot = read_record(Spot, run.spot(host))
+        spot = read_record(Endpoint, run.spot(host))
         if spot is None or spot.attempt != self.plan.attempt:  # else this process was killed: the others know its spot
-            spot = Spot(self.plan.attempt, self.plan.node(host).address, 0, secrets.token_hex(16))
+            spot = Endpoint(self.plan.attempt, self.plan.node(host).address, 0, secrets.token_hex(16))
         self.listener = socket.create_server((spot.address, spot.port))
         self.spot = dataclasses.replace(spot, port=self.listener.getsockname()[1])
         self.last = False  # nothing more is saved here

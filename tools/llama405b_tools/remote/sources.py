@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.fingerprint import fingerprint_of
 from llama405b.contract.hashes import BLOCK_BYTES, Blocks, Hashes
 from llama405b.contract.parts import Part
-from llama405b.contract.tensors import INDEX, Layout, part_file, read_tensors
+from llama405b.contract.tensors import INDEX, Layout, fingerprint_of, part_file, read_tensors
 from llama405b.contract.weights import SMALL_FILES
 
 CHUNK = 4 << 20

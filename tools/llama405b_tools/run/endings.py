@@ -1,6 +1,6 @@
 """States, failures and leftovers in words. Pure."""
 
-from llama405b.contract.words import words
+from llama405b.contract.causes import words
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.run.judge import Failure, Standing, State

@@ -5,10 +5,9 @@ import enum
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.causes import STUCK, Cause, CauseKind
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
-from llama405b.contract.words import STUCK
 from llama405b_tools.remote.messages.status import Beat, HostRun
 from llama405b_tools.remote.messages.stream import BEATS_EVERY_S
 

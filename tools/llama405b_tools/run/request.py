@@ -12,7 +12,6 @@ from pathlib import Path
 from llama405b.contract import command, config
 from llama405b.contract.checkpoints import newest_complete, step_of
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given, reason_of
@@ -20,6 +19,7 @@ from llama405b.contract.plan import check_run_name
 from llama405b.contract.resuming import accept_changes, as_configured
 from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
+from llama405b.contract.units import seconds
 from llama405b_tools.remote.messages.launch import Resumable
 from llama405b_tools.run.plan import Terms
 

@@ -9,12 +9,12 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
+from llama405b.contract.causes import words
 from llama405b.contract.errors import RunError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, GuardState
-from llama405b.contract.words import words
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError

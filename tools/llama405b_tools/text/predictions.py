@@ -8,7 +8,7 @@ from llama405b.capacity.estimate import Load
 from llama405b.capacity.hardware import GIB
 from llama405b.capacity.outlook import MEMORY_SPREAD, NEAR, Fit, Outlook, is_near, largest_micro_batch, remedies
 from llama405b.capacity.step_time import StepTime
-from llama405b.contract.sizes import SPARE
+from llama405b.contract.units import SPARE
 
 FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
 SHOWN = 8  # of a search

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.durations import seconds
 from llama405b.contract.errors import GOOD, UserError, code_for
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.records import Metrics, Phase
+from llama405b.contract.units import seconds
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered

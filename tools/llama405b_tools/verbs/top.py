@@ -19,9 +19,9 @@ from rich.console import Console
 
 from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.durations import seconds
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import check_run_name
+from llama405b.contract.units import seconds
 from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse_hosts

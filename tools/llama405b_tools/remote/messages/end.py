@@ -3,8 +3,7 @@
 import dataclasses
 
 from llama405b.contract.phrases import given
-from llama405b.contract.records import Blame
-from llama405b.contract.requests import RequestKind
+from llama405b.contract.records import Blame, RequestKind
 from llama405b_tools.remote.messages.status import HostRun
 
 KILL_AFTER_S = 10.0  # between SIGTERM and SIGKILL

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.capacity.room import nearly_full
+from llama405b.contract.causes import STUCK, said_by_rank
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
-from llama405b.contract.words import STUCK, said_by_rank
 from llama405b_tools.machine.gpus import Gpu
 from llama405b_tools.remote.messages.status import Beat
 from llama405b_tools.run.endings import failure_words

@@ -1,0 +1,112 @@
+"""What a run learns, and whether it still does. Knows the configuration and the tokens; not tensors."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llama405b.checkpoint.store import CheckpointView
+from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.resuming import accept_changes, same_data, settings_of
+from llama405b.contract.schema import Config
+from llama405b.contract.tensors import read_hf_json
+from llama405b.data.batches import Batches
+from llama405b.data.encode import FIRST
+from llama405b.data.tokens import RULES
+
+SAMPLES = 1024  # of the tokens, evenly spaced
+SAMPLE_TOKENS = 1024
+NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+
+
+def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
+    """Return what this run learns; ``files``: the directory of the model's small files.
+
+    The data's fingerprint covers its length and a sample: another corpus shows, a letter that changed may not.
+    """
+    sample = hashlib.sha256()
+    for source in batches.mixture.sources:
+        tokens_N = source.tokens_N
+        starts = np.linspace(0, max(0, len(tokens_N) - SAMPLE_TOKENS), SAMPLES, dtype=np.int64)
+        for start in np.unique(starts):
+            sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
+    return RunIdentity(
+        model=model_of(config, files),
+        data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{_parts(batches)}, {_rules(config)}",
+        sequence_length=config.data.seq_len,
+        global_batch_size=config.training.global_batch_size,
+        numerics=config.parallel.numerics,
+        data_seed=config.data.seed,
+        training_seed=config.training.seed,
+        packing="isolated" if batches.isolated else "concatenated",
+    )
+
+
+def model_of(config: Config, files: Path) -> str:
+    """Return the fingerprint of the model's shape, by its configuration; ``files``: see ``identity_of``."""
+    hf_config = read_hf_json(files / "config.json")
+    described = {key: value for key, value in hf_config.items() if key not in NOT_OF_THE_MODEL}
+    model = json.dumps([described, config.model.layers], sort_keys=True).encode()
+    return f"config {hashlib.sha256(model).hexdigest()[:12]}"
+
+
+def _tokens(batches: Batches) -> str:
+    return f"{sum(len(source.tokens_N) for source in batches.mixture.sources)} tokens"
+
+
+def _rules(config: Config) -> str:
+    """How texts became tokens: under other rules a position in them may be another."""
+    return f"rules {RULES} ({config.data.special_tokens})"
+
+
+def _parts(batches: Batches) -> str:
+    """What is read of the tokens, if that is not all or they are mixed."""
+    sources, counts = batches.mixture.sources, batches.mixture.counts
+    if len(sources) == 1 and sources[0].excerpt is None and sources[0].spans_N2 is None:
+        return ""
+    excerpts = [source.excerpt for source in sources if source.excerpt]
+    held_out = hashlib.sha256(b"".join(part.tobytes() for each in excerpts for part in (each.begins_N, each.ends_N)))
+    which = f", documents {held_out.hexdigest()[:12]}" if excerpts else ""
+    return f", {'+'.join(map(str, counts))} sequences an epoch{which}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where a run begins, or goes on."""
+
+    identity: RunIdentity
+    position: int  # sequences read before
+    steps: int  # of the whole run
+
+
+def beginning(start: CheckpointView | None, config: Config, files: Path, batches: Batches) -> Beginning:
+    """Return where a run goes on from a checkpoint; None: where it begins."""
+    identity = identity_of(config, files, batches)
+    done, position = (start.manifest.step, position_after(start, identity)) if start else (0, 0)
+    training = config.training
+    steps = training.max_steps or done + batches.steps(training.epochs, training.global_batch_size, position)
+    settings = settings_of(config.optimizer, steps)
+    return Beginning(dataclasses.replace(identity, settings=settings), position, steps)
+
+
+def changes_at(start: CheckpointView, now: RunIdentity, allowed: Sequence[str]) -> str:
+    """Say what changes with this resume, for the log; '' if nothing does.
+
+    Raises:
+        UserError: Something changes, and is not allowed to.
+    """
+    before = start.manifest.identity
+    if before is None:
+        return f"{start.path} does not record its model and data; they are not compared"
+    return accept_changes(str(start.path), before, now, allowed)
+
+
+def position_after(start: CheckpointView, now: RunIdentity) -> int:
+    """Return how many sequences were read before a checkpoint; 0 if the data is no longer the same, in the same order."""
+    manifest = start.manifest
+    if manifest.identity is None:
+        return manifest.step * now.global_batch_size
+    return manifest.sequences or 0 if same_data(manifest.identity, now) else 0

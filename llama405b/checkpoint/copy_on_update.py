@@ -1,0 +1,284 @@
+"""The state after one step, kept readable while training changes it.
+
+A tensor is read straight from where it lives, from its update in that step until its next one. What has not been read by
+then is copied into staging memory, and where that is full the update waits. Knows tensors, updates and threads; not files.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from llama405b.distributed.transfer import Arrived, copy, nothing
+from llama405b.optim.updater import Unit
+
+BACKGROUND = 15  # niceness, of 19
+PEEKS = 20  # at the rate of reading, until updates come
+
+
+class Staging:
+    """Memory for copies, reused by size from save to save."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit, self.held = limit_bytes, 0
+        self.free: dict[int, list[Tensor]] = collections.defaultdict(list)
+
+    def take(self, n_bytes: int, *, pinned: bool) -> Tensor | None:
+        """Return so many bytes, or None while there is no room."""
+        if self.free[n_bytes]:
+            return self.free[n_bytes].pop()
+        while self.held + n_bytes > self.limit:
+            size = next((size for size, buffers in self.free.items() if buffers), 0)
+            if not size:
+                return None
+            self.free[size].pop()  # of another size, and unused
+            self.held -= size
+        self.held += n_bytes
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let the next copy have it."""
+        self.free[buffer.numel()].append(buffer)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class TrackedTensor:
+    """One tensor of the state."""
+
+    tensor: Tensor
+    updated: "concurrent.futures.Future[None] | None" = None  # its update in the step that is saved
+    entries: list[int] = dataclasses.field(default_factory=list)  # of the plan, that are read from it
+    buffer: Tensor | None = None  # its copy
+    arrived: Arrived = nothing  # in the buffer
+    busy: bool = False  # being read, or copied
+    done: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class SnapshotStats:
+    """How a state was read, and what that cost."""
+
+    straight_bytes: int = 0  # from where it lives
+    staged_bytes: int = 0  # from a copy
+    waited_bytes: int = 0  # of them: what an update had to wait for
+    waited_s: float = 0.0
+
+
+class CopyOnUpdate:
+    """The state after one step: read by several threads, while ``before_update`` is told what is about to change."""
+
+    def __init__(self, units: Sequence[Unit], staging: Staging, next_update_s: float | None = None) -> None:
+        """``next_update_s``: when updates are expected to come; None: unknown, so nothing is copied ahead of them."""
+        self.staging, self.ways, self.changed = staging, SnapshotStats(), threading.Condition()
+        self.pieces = {
+            t.data_ptr(): TrackedTensor(t, unit.updated) for unit in units for t in unit.tensors if t.numel()
+        }
+        self.live = collections.deque(self.pieces.values())  # in the order in which updates will want to change them
+        self.staged: collections.deque[TrackedTensor] = collections.deque()
+        self.left = len(self.pieces)
+        self.untouched_bytes = sum(piece.tensor.nbytes for piece in self.live)  # of what is neither read nor copied
+        self.changing = self.starved = self.abandoned = False  # updates have begun; one waits for room; the save failed
+        for unit in units:
+            if unit.updated:
+                unit.updated.add_done_callback(self._tell)
+        gpu = next((piece.tensor.device for piece in self.live if piece.tensor.is_cuda), None)
+        self.stream = torch.cuda.Stream(gpu) if gpu else None
+        if self.stream:  # copies are cheap there, and room is not
+            self.stream.wait_stream(torch.cuda.current_stream(gpu))
+            for piece in self.pieces.values():
+                if (buffer := self._room(piece)) is not None:
+                    self._claim(piece)
+                    self._stage(piece, buffer)
+        self.began, self.next_update_s = time.perf_counter(), next_update_s
+        if next_update_s is not None and self.stream is None:
+            threading.Thread(target=self._stage_ahead, name="stage", daemon=True).start()
+
+    def plan(self, tensors: Sequence[Tensor]) -> None:
+        """Set what is to be read: ``read`` numbers it in this order. All else may change from now on."""
+        with self.changed:
+            for number, tensor in enumerate(tensors):
+                piece = self.pieces.get(tensor.data_ptr())
+                if piece is None:  # nobody changes it
+                    piece = TrackedTensor(tensor)
+                    self.live.appendleft(piece)
+                    self.left += 1
+                    self.untouched_bytes += tensor.nbytes
+                if piece.tensor.shape != tensor.shape:
+                    raise RuntimeError(f"{tuple(tensor.shape)} elements are saved of {tuple(piece.tensor.shape)}")
+                piece.entries.append(number)
+            for piece in self.pieces.values():
+                if not piece.entries:
+                    self._finish(piece)
+
+    def read(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield each tensor of the plan with its number, in CPU memory; several threads share the work.
+
+        A tensor is valid until the next one is asked for.
+
+        Raises:
+            Exception: An update of the step that is saved failed; the worker's own.
+        """
+        while piece := self._next():
+            try:
+                if piece.updated:
+                    piece.updated.result()
+                piece.arrived()
+                with torch.cuda.stream(self.stream):
+                    content = _content(piece).detach().cpu()
+                yield from ((number, content) for number in piece.entries)
+            finally:
+                with self.changed:
+                    self._finish(piece)
+
+    @torch.no_grad()
+    def before_update(self, tensors: Iterable[Tensor]) -> None:
+        """Return once these may change: they have been read, or copied."""
+        for tensor in tensors:
+            if piece := self.pieces.get(tensor.data_ptr()):
+                self._let_go(piece)
+
+    def abandon(self) -> None:
+        """Let all of it change, and ``read`` end: the save failed."""
+        with self.changed:
+            self.abandoned = True
+            for piece in self.pieces.values():
+                self._finish(piece)
+
+    def _next(self) -> TrackedTensor | None:
+        """Wait for something that can be read; None if all has been."""
+        with self.changed:
+            while self.left and not self.abandoned:
+                if piece := self._first():
+                    return piece
+                self.changed.wait()
+        return None
+
+    def _first(self) -> TrackedTensor | None:
+        """What to read next, so that updates wait least.
+
+        Before they come: what the first will change. While they come, and each tensor is copied for them: copies, which makes room,
+        and what the last will change. Where there is no room: what the next one waits for.
+        """
+        if self.changing and not self.starved:
+            return self._take_staged() or self._take_live(-1)
+        return self._take_live(0) or self._take_staged()
+
+    def _take_live(self, end: int) -> TrackedTensor | None:
+        """The first (0) or the last (-1) tensor that nobody has taken, once it has been updated."""
+        while self.live:
+            piece = self.live[end]
+            taken = piece.done or piece.busy or piece.buffer is not None
+            if not taken and piece.updated and not piece.updated.done():
+                return None
+            del self.live[end]
+            if taken:
+                continue
+            self._claim(piece)
+            return piece
+        return None
+
+    def _take_staged(self) -> TrackedTensor | None:
+        if not self.staged:
+            return None
+        piece = self.staged.popleft()
+        piece.busy = True
+        return piece
+
+    def _claim(self, piece: TrackedTensor) -> None:
+        piece.busy = True
+        self.untouched_bytes -= piece.tensor.nbytes
+
+    def _let_go(self, piece: TrackedTensor) -> None:
+        began, waited, buffer = time.perf_counter(), False, None
+        with self.changed:
+            while not piece.done and piece.buffer is None:
+                self.changing = True
+                if not piece.busy and (buffer := self._room(piece)) is not None:
+                    self._claim(piece)
+                    break
+                waited, self.starved = True, not piece.busy
+                self.changed.wait()
+            self.starved = False
+            if waited:
+                self.ways.waited_bytes += piece.tensor.nbytes
+                self.ways.waited_s += time.perf_counter() - began
+        if buffer is not None:
+            self._stage(piece, buffer)
+        piece.arrived()
+
+    @torch.no_grad()
+    def _stage_ahead(self) -> None:
+        """Copy what will not have been read when updates come, from its end, so that they need not."""
+        assert self.next_update_s is not None
+        give_way()
+        while True:
+            with self.changed:
+                if self.changing or self.abandoned or not self.untouched_bytes:
+                    return
+                passed_s = time.perf_counter() - self.began
+                read_by_then = self.ways.straight_bytes / passed_s * (self.next_update_s - passed_s)
+                piece = self._take_live(-1) if self.untouched_bytes > read_by_then else None
+                if piece is None:
+                    self.changed.wait(self.next_update_s / PEEKS)
+                    continue
+                buffer = self._room(piece)
+                if buffer is None:
+                    piece.busy = False
+                    self.untouched_bytes += piece.tensor.nbytes
+                    self.live.append(piece)
+                    return
+            self._stage(piece, buffer)
+
+    def _room(self, piece: TrackedTensor) -> Tensor | None:
+        return self.staging.take(piece.tensor.nbytes, pinned=piece.tensor.is_cuda)
+
+    def _stage(self, piece: TrackedTensor, buffer: Tensor) -> None:
+        """Copy a tensor that nobody reads."""
+        arrived = copy([(_as(piece.tensor, buffer), piece.tensor)], self.stream)
+        with self.changed:
+            if piece.done:
+                self.staging.give_back(buffer)
+                return
+            piece.buffer, piece.arrived, piece.busy = buffer, arrived, False
+            self.staged.append(piece)
+            self.ways.staged_bytes += buffer.numel()
+            self.changed.notify_all()
+
+    def _finish(self, piece: TrackedTensor) -> None:
+        if piece.done:
+            return
+        if not piece.busy and piece.buffer is None:
+            self._claim(piece)
+        piece.done = True
+        self.left -= 1
+        if piece.buffer is not None:
+            self.staging.give_back(piece.buffer)
+        elif piece.entries:
+            self.ways.straight_bytes += piece.tensor.nbytes
+        self.changed.notify_all()
+
+    def _tell(self, _: object) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+
+def give_way() -> None:
+    """Have this thread run when no other thread wants its core."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND)
+
+
+def _content(piece: TrackedTensor) -> Tensor:
+    """A tensor as it was after the step."""
+    if piece.buffer is None:
+        return piece.tensor
+    return _as(piece.tensor, piece.buffer)
+
+
+def _as(tensor: Tensor, buffer: Tensor) -> Tensor:
+    return buffer.view(tensor.dtype).view(tensor.shape)

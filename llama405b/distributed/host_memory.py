@@ -1,0 +1,112 @@
+"""CPU memory: how much is free, how much a rank has held at most, and pinned memory, which copies to and from a GPU need.
+
+``torch.empty(pin_memory=True)`` rounds each block up to a power of two; memory that is allocated first and then registered
+with CUDA has the size that was asked for. Registering 100 GB takes a minute, and a registration within a backward can
+deadlock with NCCL's kernels: so everything is pinned at once, and never in a step. No GPU has run this yet.
+"""
+
+import contextlib
+import mmap
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llama405b.contract.errors import UserError
+
+GIB = 1 << 30
+PIECE_BYTES = 4 * GIB  # registered at a time, so that progress can be shown; blocks are not split
+ALIGNED = 256
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+_registered: list[Tensor] = []  # until the process ends: unmapped, it would still be registered
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes() -> int:
+    """Return how much memory this machine, or this container, can still give."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        caches = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
+    except OSError:  # another version of cgroups, or the machine's own
+        return free
+    if limit == "max":
+        return free
+    return max(0, min(free, int(limit) - int(used) + int(caches.get("inactive_file", 0))))
+
+
+def peak_bytes(*, on_gpu: bool) -> int:
+    """Return the most that this rank held so far: of its GPU, with what the allocator keeps; else of CPU memory."""
+    if on_gpu:
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def allocate(blocks: Sequence[int], device: torch.device, progress: Progress) -> list[Tensor]:
+    """Return uint8 tensors of these sizes, in bytes; pinned if the device is a GPU.
+
+    Raises:
+        UserError: CUDA cannot pin that much.
+    """
+    found: list[Tensor] = []
+    total, done = sum(blocks), 0
+    for sizes in grouped(blocks):
+        piece = _pages(sum(map(_aligned, sizes)))
+        if device.type == "cuda":
+            register(piece, done, total)
+        begin = 0
+        for size in sizes:
+            found.append(piece[begin : begin + size])
+            begin += _aligned(size)
+        done += sum(sizes)
+        progress(done, total)
+    return found
+
+
+def grouped(blocks: Sequence[int]) -> list[list[int]]:
+    """Group blocks, in their order, into pieces that are pinned at a time: a copy must not cross from one to the next."""
+    found: list[list[int]] = []
+    for size in blocks:
+        if found and sum(map(_aligned, (*found[-1], size))) <= PIECE_BYTES:
+            found[-1].append(size)
+        else:
+            found.append([size])
+    return found
+
+
+def register(piece: Tensor, done: int, total: int) -> None:
+    """Have CUDA pin memory that is allocated already.
+
+    Raises:
+        UserError: It refuses: the memory does not suffice, or a limit forbids it.
+    """
+    _registered.append(piece)
+    error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: for every context
+    if error:
+        raise refused(done, total, f"error {error}")
+
+
+def refused(done: int, total: int, why: str) -> UserError:
+    """Say that CUDA does not pin as much memory as is needed."""
+    return UserError(
+        f"--parallel.offload: CUDA pinned {done / GIB:.1f} of {total / GIB:.1f} GiB of this rank's CPU memory, then refused ({why}); "
+        "raise the limit of locked memory (ulimit -l) or the container's memory, or use more hosts"
+    )
+
+
+def _pages(n_bytes: int) -> Tensor:
+    """Return untouched memory that begins at a page, in huge pages if the system has them."""
+    if not n_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are seldom huge
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNED) * ALIGNED

@@ -1,0 +1,115 @@
+"""This process's place among the ranks, and the process group that they form.
+
+Knows torchrun's environment; not what is exchanged. Ranks follow the order of the hosts file: the node
+runner sets each host's first rank (``LLAMA405B_FIRST_RANK``), because the c10d rendezvous orders hosts by address
+and process id.
+"""
+
+import dataclasses
+import datetime
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from llama405b.contract.errors import UserError
+from llama405b.distributed.mesh import DP, SHARD, Axes, Place
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rank:
+    """This process's place among the ranks."""
+
+    rank: int
+    world: int
+    local_rank: int
+    host: str  # the name in the hosts file
+    device: torch.device
+    attempt: int = 1  # launches of this run so far
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh of all ranks; for now each rank is a shard."""
+        return Axes(dp_shard=self.world)
+
+    @property
+    def dp(self) -> Place:
+        """Place among the ranks that split the batch."""
+        return self.axes.place(self.rank, DP)
+
+    @property
+    def shard(self) -> Place:
+        """Place among the ranks that shard each parameter."""
+        return self.axes.place(self.rank, SHARD)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this rank computes on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+
+# What torch reads when CUDA and NCCL begin, unless the user has set it: less fragmentation; and when a collective times out,
+# a record of the last ones (in /tmp, where torch puts it).
+CUDA_ENV = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its older name
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+OLDER = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def join(device: str, timeout_s: int) -> Rank:
+    """Join the process group: gloo for CPU tensors, and on CUDA also NCCL.
+
+    Without torchrun's environment this is a run of one rank.
+
+    Raises:
+        UserError: CUDA was requested and is not available.
+    """
+    cuda = torch.cuda.is_available()
+    if device == "cuda" and not cuda:
+        raise UserError("--parallel.device: cuda was requested, but torch sees no GPU; use cpu, or fix the driver")
+    me = place(cuda=cuda and device != "cpu")
+    if me.on_gpu:
+        for name, value in CUDA_ENV.items():
+            if OLDER.get(name, name) not in os.environ:
+                os.environ.setdefault(name, value)
+        torch.cuda.set_device(me.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if me.on_gpu else "gloo",
+        store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
+        rank=me.rank,
+        world_size=me.world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=me.device if me.on_gpu else None,  # or each peer of a send gets an NCCL communicator of its own
+    )
+    return me
+
+
+def place(*, cuda: bool = False) -> Rank:
+    """Read this process's place from the environment alone."""
+    local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    first = os.environ.get("LLAMA405B_FIRST_RANK")
+    rank = int(os.environ.get("RANK", 0)) if first is None else int(first) + local_rank
+    host = os.environ.get("LLAMA405B_HOST", socket.gethostname())
+    attempt = int(os.environ.get("LLAMA405B_ATTEMPT", 1))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    return Rank(rank, world, local_rank, host, device, attempt)
+
+
+def set_timeout(timeout_s: int) -> None:
+    """Change the default group's timeout: loading is slow and uneven between ranks, steps are not."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
+
+
+def leave() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

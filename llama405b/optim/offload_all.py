@@ -1,0 +1,254 @@
+"""AdamW on the CPU, unit by unit and in one thread, under the next forward.
+
+The norm is known when the backward ends; from there the thread updates the units in the order in which the next forward
+needs them, and a hook before each unit's all-gather waits for that unit alone. Every update is the one that
+``torch.optim.AdamW`` would make between the steps, bit for bit.
+
+Updating during the backward, as others do, is not exact: clipping needs the norm of all gradients, so the update would be
+a guess, to be taken back with a copy of weights and moments (12 bytes per parameter) wherever it was wrong.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from llama405b.contract.schema import Moments
+from llama405b.distributed.host_memory import Progress, refused
+from llama405b.optim.adamw import Settings, nothing_to_keep, settings_of, start_moments, state_tensors, update_adamw
+from llama405b.optim.fp32_masters import master_pairs
+from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
+from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
+from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
+
+LONG_WAIT_S = 5.0
+Waits = Callable[[bool], None]  # told when a wait has become long, and when it is over
+LAUNCHING_CORES = 2  # left to the threads that launch kernels and serve NCCL
+
+
+@dataclasses.dataclass(slots=True)
+class Part:
+    """The parameters of one FSDP unit as they are kept, and what is pending for them."""
+
+    name: str
+    groups: list[tuple[int, list[nn.Parameter]]]  # parameter group of the optimizer -> parameters
+    gathers: int  # of it, for each micro-batch
+    sums: list[list[Tensor]] = dataclasses.field(default_factory=list)  # by group, of the micro-batches so far
+    adding: "Future[None] | None" = None
+    pending: "Future[None] | None" = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Due:
+    """How all units are updated in one step, as it was when that began."""
+
+    settings: Sequence[Settings]  # by parameter group
+    factor: float  # of the gradients
+    before_update: BeforeUpdate
+
+
+class OffloadedAll:
+    """Weights, gradients and moments in CPU memory (``offload = full``): FSDP copies weights and gradients itself."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: nn.Module,
+        optimizer: torch.optim.AdamW,
+        device: torch.device,
+        waits: Waits,
+        *,
+        hides: bool = True,
+        moments: Moments = "fp32",
+    ) -> None:
+        """Set up the moments, and put a hook before each unit of a model that FSDP2 has sharded.
+
+        ``hides``: return from a step while updates are pending. ``moments`` = fp32: in the dtype of the weights.
+
+        Raises:
+            ValueError: A unit is gathered before its pre-forward hook.
+        """
+        self.kept, self.optimizer, self.waits, self.hides, self.factor = kept, optimizer, waits, hides, 1.0
+        self.done, self.told = UpdateWork(), UpdateWork()
+        self.before_update: BeforeUpdate = nothing_to_keep
+        group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        named = {name.replace(WRAPPER, ""): p for name, p in kept.named_parameters()}
+        self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in master_pairs(model, kept)}
+        self.parts, self.hooks = [], []
+        for unit in fsdp_units(model):
+            groups: dict[int, list[nn.Parameter]] = {}
+            for name in unit.parameters:
+                parameter = named[name.replace(WRAPPER, "")]
+                groups.setdefault(group_of[id(parameter)], []).append(parameter)
+            self.parts.append(part := Part(unit.name, sorted(groups.items()), unit.gathers))
+            before = functools.partial(self._before_forward, part)
+            self.hooks += [module.register_forward_pre_hook(before, prepend=True) for module in unit.modules]
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and fully_shard.state(module)._states_to_forward_prefetch:
+                raise ValueError("forward prefetch gathers weights before their update; remove it")
+        for parameter in named.values():
+            dtype = torch.bfloat16 if moments == "bf16" else parameter.dtype
+            start_moments(optimizer, parameter, dtype)
+        self.worker = ThreadPoolExecutor(1, "update", _begin, (device, torch.get_num_threads()))
+
+    def collect(self) -> None:
+        """Take the gradients of a micro-batch from the parameters: adding to them there would block on their copy.
+
+        Raises:
+            Exception: An update failed; the worker's own.
+        """
+        for part in self.parts:
+            weights = [[self.weights[id(p)] for p in parameters] for _, parameters in part.groups]
+            gradients = [[_taken(weight) for weight in group] for group in weights]
+            self.done.down_bytes += _bytes(gradients)
+            self.done.up_bytes += part.gathers * _bytes([map(local, group) for group in weights])
+            if part.sums:
+                self._finish(part.adding)  # or a slow worker would leave more and more gradients waiting
+                part.adding = self.worker.submit(_add, part.sums, gradients)
+            else:
+                self.wait(part)
+                part.sums = gradients
+
+    def clip(self, max_norm: float) -> float:
+        """See ``Updater``; the worker scales each unit before it updates it."""
+        for part in self.parts:
+            self._finish(part.adding)
+            part.adding = None
+        began = time.perf_counter()
+        norm = norm_over_ranks([gradient for part in self.parts for group in part.sums for gradient in group])
+        self.factor = clip_factor(norm, max_norm)
+        self.done.exposed_s += time.perf_counter() - began
+        return norm
+
+    def update(self) -> None:
+        """See ``Updater``: returns at once, unless nothing is to be hidden."""
+        step = Due(settings_of(self.optimizer), self.factor, self.before_update)
+        for part in self.parts:
+            sums, part.sums = part.sums, []
+            part.pending = self.worker.submit(self._update, part, sums, step)
+        if not self.hides:
+            self.drain()
+
+    def zero(self) -> None:
+        """See ``Updater``."""
+        for part in self.parts:
+            part.sums = []
+
+    def _before_forward(self, part: Part, *_: object) -> None:
+        self.wait(part)
+
+    def wait(self, part: Part) -> None:
+        """Wait for what is pending for one unit.
+
+        Raises:
+            Exception: It failed; the worker's own.
+        """
+        self._finish(part.pending)
+        part.pending = None
+
+    def _finish(self, update: "Future[None] | None") -> None:
+        if update is None:
+            return
+        began = time.perf_counter()
+        if not concurrent.futures.wait([update], LONG_WAIT_S).done:
+            self.waits(True)
+            concurrent.futures.wait([update])
+            self.waits(False)
+        self.done.exposed_s += time.perf_counter() - began
+        update.result()
+
+    def units(self) -> list[Unit]:
+        """See ``Updater``."""
+        return [
+            Unit([t for _, members in part.groups for t in state_tensors(self.optimizer, members)], part.pending)
+            for part in self.parts
+        ]
+
+    def drain(self) -> None:
+        """See ``Updater``."""
+        for part in self.parts:
+            self.wait(part)
+
+    def publish(self) -> None:
+        """See ``Updater``."""
+        for part in self.parts:
+            self._publish(part)
+
+    @torch.no_grad()
+    def _publish(self, part: Part) -> None:
+        """Give the model the weights of a unit; FSDP gathers from those that are kept, but for what has masters."""
+        for _, parameters in part.groups:
+            for parameter in parameters:
+                if (weight := self.weights[id(parameter)]) is not parameter:
+                    local(weight).copy_(local(parameter))
+
+    def work(self) -> UpdateWork:
+        """See ``Updater``."""
+        before, self.told = self.told, dataclasses.replace(self.done)
+        return self.told - before
+
+    @torch.no_grad()
+    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:
+        began = time.perf_counter()
+        for (group, parameters), gradients in zip(part.groups, sums, strict=True):
+            scale(gradients, step.factor)
+            changed = state_tensors(self.optimizer, parameters)
+            step.before_update(changed)
+            update_adamw(parameters, [self.optimizer.state[p] for p in parameters], gradients, step.settings[group])
+            written, scaled = [tensor for tensor in changed if tensor.dim()], step.factor != 1.0
+            self.done.update_bytes += 2 * _bytes([written]) + (1 + 2 * scaled) * _bytes([gradients])
+        self.done.update_s += time.perf_counter() - began
+        self._publish(part)
+
+
+def fill_for_fsdp(model: nn.Module, sets: int, progress: Progress) -> None:
+    """Pin an offloaded model's weights, and leave torch the pinned blocks that ``sets`` of gradients will take.
+
+    FSDP would pin the weights in the first forward, and the gradients in the first backwards.
+
+    Raises:
+        UserError: CUDA cannot pin that much.
+    """
+    parameters = list(model.parameters())
+    total, done, blocks = sum(local(p).nbytes for p in parameters) * (1 + sets), 0, []
+    for parameter in parameters:
+        weight = local(parameter)
+        try:
+            if isinstance(parameter, DTensor) and weight.numel():
+                parameter._local_tensor = weight.pin_memory()
+            blocks += [torch.empty_like(weight, pin_memory=True) for _ in range(sets)]  # freed together, when all exist
+        except RuntimeError as error:
+            raise refused(done, total, str(error).partition("\n")[0]) from None
+        done += weight.nbytes * (1 + sets)
+        progress(done, total)
+
+
+def _begin(device: torch.device, threads: int) -> None:
+    """Set up the worker's thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or freeing pinned memory would make a context on GPU 0
+        threads = max(1, threads - LAUNCHING_CORES)
+    torch.set_num_threads(threads)
+
+
+def _taken(parameter: nn.Parameter) -> Tensor:
+    """Take this rank's gradient from a parameter."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None
+    return local(gradient)
+
+
+def _add(sums: Sequence[Sequence[Tensor]], gradients: Sequence[Sequence[Tensor]]) -> None:
+    for group, more in zip(sums, gradients, strict=True):
+        torch._foreach_add_(list(group), list(more))
+
+
+def _bytes(groups: Iterable[Iterable[Tensor]]) -> int:
+    return sum(tensor.nbytes for group in groups for tensor in group)

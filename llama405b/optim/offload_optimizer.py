@@ -1,0 +1,189 @@
+"""BF16 weights stay on the device; FP32 masters, moments and the sum of gradients live in CPU memory (``offload = states``).
+
+No weight crosses PCIe in the forward or the backward. FSDP2 hands over each unit's gradient in FP32, before it is cast to the
+weights' dtype: 4 bytes per parameter come down for each micro-batch. After its update a unit's weights go up in BF16, 2 bytes
+per parameter and step. So the result is that of FP32 masters on the device, bit for bit.
+
+Only the gradient sums, one slot for gradients to be added, and one stage for weights cross PCIe: only they are pinned.
+The CUDA half of this (streams, events, pinned memory) has been read, and never been run.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llama405b.contract.schema import Moments
+from llama405b.distributed.host_memory import Progress, allocate
+from llama405b.distributed.transfer import Arrived, copy, nothing
+from llama405b.optim.norm import local
+from llama405b.optim.offload_all import OffloadedAll, Part, Waits
+from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+    """One parameter of a unit."""
+
+    weight: nn.Parameter  # in the model, in BF16
+    master: nn.Parameter
+    begin: int  # of this rank's elements in the unit's flat gradient
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return this parameter's part of a flat tensor."""
+        shape = local(self.master).shape
+        return flat[self.begin : self.begin + shape.numel()].view(shape)
+
+
+@dataclasses.dataclass(slots=True)
+class Landing:
+    """Where a unit's gradients come down, and its weights go up."""
+
+    members: list[Member]
+    total: Tensor  # of the flat gradients of the micro-batches so far, in FP32 and with FSDP's padding
+    sums: list[list[Tensor]]  # parts of it, by parameter group
+    unchecked: int  # members whose place in the flat gradient has not been compared with FSDP's
+    came: Arrived
+    uploaded: Arrived
+
+
+class OffloadedOptimizer(OffloadedAll):
+    """See the module; the update itself is ``Offloaded``'s."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: nn.Module,
+        optimizer: torch.optim.AdamW,
+        device: torch.device,
+        waits: Waits,
+        *,
+        hides: bool,
+        moments: Moments,
+        pinning: Progress,
+    ) -> None:
+        """Allocate what crosses PCIe, and have FSDP hand over the gradients.
+
+        ``pinning`` hears of the progress; all else: see ``Offloaded``.
+
+        Raises:
+            UserError: CUDA cannot pin that much.
+        """
+        super().__init__(model, kept, optimizer, device, waits, hides=hides, moments=moments)
+        self.landings: dict[str, Landing] = {}
+        self.adding: Future[None] | None = None
+        self.device, self.uploads = device, torch.cuda.Stream(device) if device.type == "cuda" else None
+        weights, masters = (
+            {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()} for module in (model, kept)
+        )
+        units = fsdp_units(model)
+        laid_out = [_lay_out(unit, weights, masters) for unit in units]
+        sizes = [numel for _, numel in laid_out]
+        *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * max(sizes)], device, pinning)
+        self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
+        self.staged: Arrived = nothing
+        self.coming: tuple[Arrived, Arrived] = (nothing, nothing)
+        for part, unit, (members, _), total in zip(self.parts, units, laid_out, totals, strict=True):
+            flat = total.view(torch.float32)
+            of = {id(member.master): member.of(flat) for member in members}
+            sums = [[of[id(master)] for master in group] for _, group in part.groups]
+            self.landings[part.name] = Landing(members, flat, sums, len(members), nothing, nothing)
+            unit.modules[0].set_all_reduce_hook(functools.partial(self._land, part))
+            for member in members:
+                member.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, member))
+
+    def collect(self) -> None:
+        """The gradients came during the backward."""
+
+    def _land(self, part: Part, flat: Tensor) -> None:
+        """Take a unit's gradient, in FP32 and reduced, from FSDP."""
+        landing = self.landings[part.name]
+        if flat.dtype != torch.float32 or flat.numel() != landing.total.numel():
+            raise RuntimeError(f"{part.name}: FSDP's gradient is {flat.dtype} of {flat.numel()}, not as expected")
+        self.done.down_bytes += flat.nbytes
+        stream = torch.cuda.current_stream(self.device) if flat.is_cuda else None
+        if not part.sums:
+            self.wait(part)
+            self.coming[0]()  # of the unit before the last one: or flat gradients would fill the device
+            part.sums, landing.came = landing.sums, copy([(landing.total, flat)], stream)
+            self.coming = (self.coming[1], landing.came)
+            return
+        if self.adding:
+            self.adding.result()  # which frees the slot
+        slot = self.slot[: flat.numel()]
+        came = copy([(slot, flat)], stream)
+        part.adding = self.adding = self.worker.submit(_add, landing.total, slot, came)
+
+    def _drop(self, part: Part, member: Member, weight: nn.Parameter) -> None:
+        """Drop the BF16 gradient that FSDP makes of the flat one; the first shows whether that was understood."""
+        gradient, weight.grad = weight.grad, None
+        landing = self.landings[part.name]
+        if not landing.unchecked:
+            return
+        landing.unchecked -= 1
+        landing.came()
+        expected = member.of(landing.total).to(weight.dtype)
+        if gradient is None or not torch.equal(local(gradient).cpu().nan_to_num(), expected.nan_to_num()):
+            raise RuntimeError(
+                f"{part.name}: FSDP's gradients are not laid out as expected; use --parallel.offload full"
+            )
+
+    def clip(self, max_norm: float) -> float:
+        """See ``Updater``."""
+        for landing in self.landings.values():
+            landing.came()
+        return super().clip(max_norm)
+
+    def wait(self, part: Part) -> None:
+        """Wait for what is pending for one unit, until its weights are on the device.
+
+        Raises:
+            Exception: It failed; the worker's own.
+        """
+        super().wait(part)
+        began = time.perf_counter()
+        self.landings[part.name].uploaded()
+        self.done.exposed_s += time.perf_counter() - began
+
+    def publish(self) -> None:
+        """See ``Updater``."""
+        super().publish()
+        self.drain()
+        self.told = dataclasses.replace(self.done)  # no step's work
+
+    @torch.no_grad()
+    def _publish(self, part: Part) -> None:
+        """Round a unit's masters to BF16, and begin to copy them to the device."""
+        self.staged()  # the unit before
+        landing = self.landings[part.name]
+        pairs = []
+        for member in landing.members:
+            staged = member.of(self.stage)
+            staged.copy_(local(member.master))
+            pairs.append((local(member.weight), staged))
+            self.done.up_bytes += staged.nbytes
+        self.staged = landing.uploaded = copy(pairs, self.uploads)
+
+
+def _lay_out(
+    unit: FsdpUnit, weights: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]
+) -> tuple[list[Member], int]:
+    """Return a unit's parameters, and the length of its flat gradient: each begins at a multiple of the largest shard."""
+    members, begin = [], 0
+    for name in (each.replace(WRAPPER, "") for each in unit.parameters):
+        master = masters[name]
+        assert isinstance(master, DTensor)
+        members.append(Member(weights[name], master, begin))
+        rows = -(-master.shape[0] // master.device_mesh.size())
+        begin += rows * master.shape[1:].numel()
+    return members, begin
+
+
+def _add(total: Tensor, slot: Tensor, arrived: Arrived) -> None:
+    arrived()
+    total.add_(slot)

@@ -1,0 +1,68 @@
+"""AdamW at once, between the backward and the next forward."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from llama405b.optim.adamw import nothing_to_keep, state_tensors
+from llama405b.optim.fp32_masters import master_pairs
+from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
+from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
+
+
+class Sequential:
+    """``torch.optim.AdamW`` between the backward and the next forward."""
+
+    def __init__(
+        self, model: nn.Module, kept: nn.Module, optimizer: torch.optim.AdamW, *, reuses_gradients: bool = False
+    ) -> None:
+        """``kept``: see ``kept_weights``."""
+        self.model, self.kept, self.optimizer, self.reuses_gradients = model, kept, optimizer, reuses_gradients
+        self.before_update: BeforeUpdate = nothing_to_keep
+        self.masters = list(master_pairs(model, kept))
+
+    def collect(self) -> None:
+        """Gradients add up where they are."""
+
+    def clip(self, max_norm: float) -> float:
+        """See ``Updater``."""
+        if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
+            return float(self.model.clip_grad_norm_(max_norm or torch.inf))
+        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        norm = norm_over_ranks(gradients)
+        scale(gradients, clip_factor(norm, max_norm))
+        return norm
+
+    def update(self) -> None:
+        """See ``Updater``."""
+        for unit in self.units():
+            self.before_update(unit.tensors)
+        for weight, master in self.masters:
+            assert weight.grad is not None
+            master.grad = weight.grad.to(master.dtype)
+        self.optimizer.step()
+        self.publish()
+        self.zero()
+
+    def zero(self) -> None:
+        """See ``Updater``."""
+        self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)
+        for weight, _ in self.masters:
+            weight.grad = None
+
+    def units(self) -> list[Unit]:
+        """See ``Updater``."""
+        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in self.kept.parameters()]
+
+    def drain(self) -> None:
+        """Nothing is ever pending."""
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """See ``Updater``: the model computes with the weights as they are kept, but for those that have masters."""
+        for weight, master in self.masters:
+            local(weight).copy_(local(master))
+
+    def work(self) -> UpdateWork | None:
+        """It is part of the step's optimizer seconds."""
+        return None

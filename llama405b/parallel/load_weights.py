@@ -1,0 +1,327 @@
+"""Stream a checkpoint's weights into the shards, one FSDP unit at a time.
+
+``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its rows; it never holds more than
+one unit. ``local``: each rank reads its own rows and nothing crosses the network. Knows safetensors and point-to-
+point sends; not the optimizer or the data. Weights are sent in the files' dtype and converted on arrival. Random
+weights, for a rehearsal, take the same paths: only the source differs; ``auto`` has each rank make its own.
+"""
+
+import dataclasses
+import itertools
+import math
+import mmap
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llama405b.contract import weights
+from llama405b.contract.errors import UserError
+from llama405b.contract.parts import is_for, rows_of
+from llama405b.contract.phrases import given, reason_of
+from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, fingerprint_of, read_layouts
+from llama405b.distributed import collectives
+from llama405b.distributed.host_memory import Progress
+from llama405b.distributed.mesh import SHARD, Place
+from llama405b.distributed.ranks import Rank
+from llama405b.distributed.transfer import Stage
+from llama405b.model.llama import restore_buffers, tie_head
+from llama405b.parallel.fsdp2 import WRAPPER, units
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
+Unit = dict[str, nn.Parameter]  # by name
+Spans = dict[
+    str, tuple[tuple[int, int], int, int]
+]  # of a rank, by name: its rows, and where they begin and how long they are
+
+
+def load(
+    model: nn.Module,
+    directory: Path,
+    how: str,
+    me: Rank,
+    progress: Progress,
+    *,
+    offload: bool = False,
+    random: weights.Llama | None = None,
+) -> str:
+    """Fill the sharded meta model; returns what was done, for the log. ``random``: the shape to generate weights for.
+
+    Raises:
+        UserError: The checkpoint is not complete, or ``local`` was requested and a rank cannot read it.
+    """
+    files: _Files
+    if random:
+        how, files = "rank0" if how == "rank0" else "local", _Random(random)
+    else:
+        how, files = _choose(directory, how, me)
+    materialise(model, me, offload=offload)
+    filler = _Filler(files, me)
+    fill = filler.read_own
+    if how == "rank0":
+        fill = filler.send if me.leads else filler.receive
+    parts = [unit for _, unit in units(model)]
+    sizes = [sum(files.layout[name].n_bytes for name in unit) for unit in parts]
+    for _, done in zip(fill(parts), itertools.accumulate(sizes), strict=True):
+        progress(done, sum(sizes))
+    if how == "local":
+        return f"each rank {files.own}"
+    return f"rank 0 {files.came} and sent each rank its rows"
+
+
+def materialise(model: nn.Module, me: Rank, *, offload: bool = False) -> None:
+    """Give what is on the meta device of a sharded model memory, its tied head and its rotary buffers; the weights stay undefined."""
+    device = torch.device("cpu") if offload else me.device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    tie_head(model)
+    restore_buffers(model, model.config, me.device)
+
+
+@torch.no_grad()
+def refuse_not_finite(model: nn.Module, where: Path) -> None:
+    """Refuse weights that are NaN or infinite on any rank; ``where`` they come from. No copy of them is made.
+
+    Raises:
+        UserError: On every rank; names the first tensor that has some.
+    """
+    names, finite = zip(*((name, _is_finite(_local(p))) for name, p in model.named_parameters()), strict=True)
+    first_bad = [*torch.stack(finite).tolist(), False].index(False)
+    [left] = collectives.all_reduce_max([len(names) - first_bad])
+    if left:
+        name = names[-left].replace(WRAPPER, "")
+        raise UserError(
+            f"{where}: {name} has weights that are NaN or infinite; check its source, or use another checkpoint"
+        )
+
+
+class _Files:
+    """The checkpoint's files, each mapped once: rows are views of the page cache and cost us no memory."""
+
+    came, own = "read the weights", "read its own rows"
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.mapped: dict[Path, mmap.mmap] = {}
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows ``[start, stop)`` of a tensor in the file's dtype, read-only."""
+        info = self.layout[name]
+        if info.file not in self.mapped:
+            with info.file.open("rb") as file:
+                self.mapped[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if start == stop:
+            return torch.empty((0, *info.shape[1:]), dtype=DTYPES[info.dtype])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the buffer cannot be written to
+            flat = torch.frombuffer(
+                self.mapped[info.file],
+                dtype=DTYPES[info.dtype],
+                count=(stop - start) * info.row_bytes // DTYPES[info.dtype].itemsize,
+                offset=info.offset_of(start),
+            )
+        return flat.view(stop - start, *info.shape[1:])
+
+
+class _Random(_Files):
+    """Random weights instead of files: the same for any number of ranks, as blocks of elements have generators of their own.
+
+    Matrices are N(0, ``initializer_range``), norms 1 and biases 0, as transformers initializes a Llama.
+    """
+
+    came, own = "made random weights", "made its own random weights"
+
+    def __init__(self, llama: weights.Llama) -> None:
+        super().__init__({name: TensorInfo(Path(), "BF16", shape) for name, shape in llama.tensors().items()})
+        self.std = llama.initializer_range
+        self.threads = ThreadPoolExecutor(torch.get_num_threads(), "random")
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows ``[start, stop)`` of a tensor."""
+        shape, dtype = self.layout[name].shape, DTYPES[self.layout[name].dtype]
+        if len(shape) == 1:
+            return torch.full((stop - start,), 0.0 if name.endswith(".bias") else 1.0, dtype=dtype)
+        each = math.prod(shape[1:])
+        begin, end = start * each, stop * each
+        found = torch.empty(end - begin, dtype=dtype)
+
+        def make(block: int) -> None:
+            first = block * BLOCK
+            last = min(first + BLOCK, shape[0] * each)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {block}".encode()))
+            whole = torch.empty(last - first).normal_(0, self.std, generator=generator)
+            low, high = max(begin, first), min(end, last)
+            found[low - begin : high - begin] = whole[low - first : high - first]
+
+        list(self.threads.map(make, range(begin // BLOCK, -(-end // BLOCK))))
+        return found.view(stop - start, *shape[1:])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one rank sees of the checkpoint."""
+
+    error: str
+    fingerprint: str
+    whole: bool
+
+
+def _choose(directory: Path, how: str, me: Rank) -> tuple[str, _Files]:
+    """Agree on how to load, and on what the files hold: as this rank sees it if it reads them, else as rank 0 does."""
+    own, seen = _read(directory, me)
+    how = _way(directory, how, collectives.all_gather_objects(seen))
+    known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.leads}
+    sent = collectives.broadcast_object(known, Layout)
+    if me.leads or how == "local":
+        return how, _Files(own)
+    return how, _Files(sent)
+
+
+def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
+    """Choose rank0 or local by what each rank sees."""
+    if everyone[0].error:
+        raise UserError(everyone[0].error)
+    lacking = [rank for rank, seen in enumerate(everyone) if seen.fingerprint != everyone[0].fingerprint]
+    if how == "auto":
+        how = "rank0" if lacking else "local"
+    if how == "local" and lacking:
+        raise UserError(
+            f"--model.load: rank {lacking[0]} cannot read the same files in {directory}"
+            f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or use rank0"
+        )
+    if how == "rank0" and not everyone[0].whole:
+        who = given("rank {} does not have its rows of the same model there, and ", next(iter(lacking), None))
+        raise UserError(
+            f"{directory}: {who}rank 0 cannot send them, because it has only a part of the weights; push them again with "
+            "--shards, or push all of them"
+        )
+    return how
+
+
+def _read(directory: Path, me: Rank) -> tuple[Layout, _Seen]:
+    """Return what the files hold, of parts the newest with this rank's rows; if they cannot be read, nothing and why."""
+    rank, world = me.shard.rank, me.shard.size
+    try:
+        for layout in read_layouts(directory, lambda name: is_for(name, rank, world)):
+            parts = [info for info in layout.values() if info.rows]
+            if all(info.holds(*rows_of(info.shape[0], rank, world)) for info in parts):
+                return layout, _Seen("", fingerprint_of(layout), not parts)
+    except UserError as error:
+        return {}, _Seen(str(error), "", whole=True)
+    except OSError as error:
+        return {}, _Seen(f"{directory}: {reason_of(error)}", "", whole=True)
+    why = f"{directory}: has only the rows of other ranks; push them again with --shards, for {me.world} ranks"
+    return {}, _Seen(why, "", whole=True)
+
+
+def _is_finite(shard: Tensor) -> Tensor:
+    """Return whether all elements are, where they are: nobody waits for a GPU."""
+    if not shard.numel():
+        return torch.ones((), dtype=torch.bool, device=shard.device)
+    return torch.stack(torch.aminmax(shard)).isfinite().all()
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    return parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+
+
+class _Filler:
+    """Fills a rank's shards, unit by unit; two units are under way, so that one is sent while another is read."""
+
+    def __init__(self, files: _Files, me: Rank) -> None:
+        self.files, self.me, self.stage = files, me, Stage(me.device)
+        # Two buffers for all sends or receives, in turns: malloc would leave a hole for each unit.
+        self.buffers = [torch.empty(0, dtype=torch.uint8, device=me.device) for _ in range(2)]
+
+    def read_own(self, parts: Sequence[Unit]) -> Iterator[None]:
+        """Each rank reads its own rows."""
+        for unit in parts:
+            self._read(unit)
+            yield
+
+    @torch.no_grad()
+    def _read(self, unit: Unit) -> None:
+        for name, parameter in unit.items():
+            rows, shard = self.files.rows(name, *self._rows(name, self.me.shard)), _local(parameter)
+            if shard.is_cuda:
+                came = torch.empty(rows.nbytes, dtype=torch.uint8, device=shard.device)
+                self.stage.bring(came, [(0, rows)])
+                rows = came.view(rows.dtype).view(rows.shape)
+            shard.copy_(rows)
+
+    def receive(self, parts: Sequence[Unit]) -> Iterator[None]:
+        """Copy the rows of each unit, which come from rank 0 in one piece, into the shards, while the next unit's come."""
+        coming: list[tuple[Spans, Tensor, dist.Work | None]] = []
+        for number in range(len(parts) + 1):
+            if number < len(parts):
+                spans, n_bytes = self._spans(parts[number], self.me.shard)
+                piece = self._buffer(number, n_bytes)
+                coming.append((spans, piece, dist.irecv(piece, 0) if n_bytes else None))
+            if number:
+                self._unpack(parts[number - 1], *coming.pop(0))
+                yield
+
+    @torch.no_grad()
+    def _unpack(self, unit: Unit, spans: Spans, piece: Tensor, came: dist.Work | None) -> None:
+        if came:
+            came.wait()
+        for name, (_, begin, size) in spans.items():
+            if size:
+                shard = _local(unit[name])
+                shard.copy_(piece[begin : begin + size].view(DTYPES[self.files.layout[name].dtype]).view(shard.shape))
+
+    def send(self, parts: Sequence[Unit]) -> Iterator[None]:
+        """Send every other rank its rows of each unit in one piece, and read rank 0's own meanwhile."""
+        sending: list[list[dist.Work]] = [[], []]
+        for number, unit in enumerate(parts):
+            for work in sending[number % 2]:  # frees the buffer
+                work.wait()
+            pieces = self._pack(number, unit)
+            sending[number % 2] = [
+                work for rank, piece in enumerate(pieces, 1) if piece.numel() and (work := dist.isend(piece, rank))
+            ]
+            self._read(unit)
+            yield
+        for work in itertools.chain(*sending):
+            work.wait()
+
+    def _pack(self, number: int, unit: Unit) -> Sequence[Tensor]:
+        """Bring every other rank's rows of a unit into a buffer; returns each rank's piece of it."""
+        packed = [self._spans(unit, self.me.axes.place(rank, SHARD)) for rank in range(1, self.me.world)]
+        everything = self._buffer(number, sum(n_bytes for _, n_bytes in packed))
+        begins = itertools.accumulate((n_bytes for _, n_bytes in packed), initial=0)
+        sources = [
+            (begin + offset, self.files.rows(name, start, stop))
+            for begin, (spans, _) in zip(begins, packed, strict=False)
+            for name, ((start, stop), offset, _) in spans.items()
+        ]
+        self.stage.bring(everything, sources)
+        return everything.split([n_bytes for _, n_bytes in packed])
+
+    def _buffer(self, number: int, n_bytes: int) -> Tensor:
+        slot = number % 2
+        if self.buffers[slot].numel() < n_bytes:
+            self.buffers[slot] = torch.empty(n_bytes, dtype=torch.uint8, device=self.me.device)
+        return self.buffers[slot][:n_bytes]
+
+    def _rows(self, name: str, shard: Place) -> tuple[int, int]:
+        return rows_of(self.files.layout[name].shape[0], shard.rank, shard.size)
+
+    def _spans(self, unit: Unit, shard: Place) -> tuple[Spans, int]:
+        """A rank's rows of each tensor and their place in its piece (begin, size); and the piece's size, in bytes.
+
+        Wider dtypes come first, so that each tensor is aligned to its element size; pieces are aligned to 16.
+        """
+        begin, spans, layout = 0, {}, self.files.layout
+        for name in sorted(unit, key=lambda name: -DTYPE_BYTES[layout[name].dtype]):
+            start, stop = self._rows(name, shard)
+            size = (stop - start) * layout[name].row_bytes
+            spans[name] = ((start, stop), begin, size)
+            begin += size
+        return spans, -(-begin // 16) * 16
