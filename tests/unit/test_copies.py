@@ -15,7 +15,7 @@ def test_blocks_have_their_sizes_and_do_not_overlap(monkeypatch):
     for number, block in enumerate(blocks):
         block.fill_(number)
     assert all(bool((block == number).all()) for number, block in enumerate(blocks))
-    assert all(block.data_ptr() % transfer.ALIGNED == 0 for block in blocks)
+    assert all(block.data_ptr() % host_memory.ALIGNED == 0 for block in blocks)
     assert told[-1] == (5904, 5904)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert len(told) == 4  # two pieces of two, one of its own, one of the rest
@@ -27,7 +27,7 @@ def test_few_pieces_and_little_waste():
     grouped = host_memory.grouped(sizes)
     assert [size for piece in grouped for size in piece] == sizes
     assert len(grouped) < 10
-    taken = sum(-(-size // transfer.ALIGNED) * transfer.ALIGNED for size in sizes)
+    taken = sum(-(-size // host_memory.ALIGNED) * host_memory.ALIGNED for size in sizes)
     assert taken < 1.03 * sum(sizes)
 
 
@@ -61,7 +61,7 @@ def test_bytes_come_to_where_they_begin_whatever_the_buffers_cut(staged, monkeyp
 
 
 def test_what_is_pinned_may_be_in_huge_pages():
-    piece = transfer._pages(8 << 20)
+    piece = host_memory._pages(8 << 20)
     [line] = [
         line
         for line in Path("/proc/self/maps").read_text().splitlines()

@@ -151,7 +151,7 @@ def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
 
     copies = object.__new__(replication.Replication)
     copies.active, copies.step, copies.everywhere, copies.resumed = True, 0, 0, 0
-    copies.ring = replication.Ring(1, "b", replication.Spot(1, "a", 1, "t"), "/c", "r", 2)
+    copies.ring = replication.Ring(1, "b", replication.Endpoint(1, "a", 1, "t"), "/c", "r", 2)
     copies.store = types.SimpleNamespace(run=RunDir(Path("/r")), me=types.SimpleNamespace(host="a"))
     copies.survey = lambda _: 0
     monkeypatch.setattr(replication, "write_json", write)
