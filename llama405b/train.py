@@ -20,15 +20,16 @@ from llama405b.contract.records import Phase
 from llama405b.distributed import ranks
 from llama405b.distributed.peer_errors import FollowedError, is_lost_peer
 from llama405b.optim.step import NonFiniteError, SpikeError
-from llama405b.training.build import prepare
+from llama405b.training.build import build_trainer
+from llama405b.training.context import RankContext
 from llama405b.training.heartbeat import HeartbeatWriter
 from llama405b.training.journal import Journal
-from llama405b.training.loop import StopSignal
+from llama405b.training.requests import StopSignal
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a training command; returns the exit code."""
-    pulse: HeartbeatWriter | None = None
+    heartbeat: HeartbeatWriter | None = None
     try:
         asked = command.parse(argv)
         stop = StopSignal()
@@ -40,19 +41,19 @@ def main(argv: Sequence[str]) -> int:
         if asked.evaluates:
             signal.signal(signal.SIGUSR1, lambda *_: sys.exit(GOOD))  # a stop ends it at once: there is nothing to save
             refuse_trained(run)
-        pulse = HeartbeatWriter(run, ranks.place())
+        heartbeat = HeartbeatWriter(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
+        context = RankContext.of(me, heartbeat)
         if asked.evaluates:
-            evaluate_only(asked.config, run, asked.resume, me, pulse)
+            evaluate_only(asked.config, asked.resume, context)
         else:
-            trainer = prepare(asked.config, run, asked.resume, me, pulse, stop)
-            with contextlib.closing(trainer.checkpoints), contextlib.closing(trainer.reader):
+            with contextlib.closing(build_trainer(asked.config, asked.resume, context, stop)) as trainer:
                 trainer.take_steps()
-        pulse.phase(Phase.DONE)
+        heartbeat.phase(Phase.DONE)
         ranks.leave()
     except Exception as error:
-        cause = ending_of(error, pulse)
-        tell_end(cause, pulse)
+        cause = ending_of(error, heartbeat)
+        tell_end(cause, heartbeat)
         if cause.kind is CauseKind.LOST_PEER:
             return FAILED
         if isinstance(error, UserError):
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def ending_of(error: Exception, pulse: HeartbeatWriter | None) -> Cause:
+def ending_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
     """Return why this rank ends, as a value."""
     kind, peer, detail = CauseKind.RANK_EXIT, None, str(error)
     if is_lost_peer(error):
@@ -77,19 +78,19 @@ def ending_of(error: Exception, pulse: HeartbeatWriter | None) -> Cause:
     elif not isinstance(error, UserError):
         detail = f"{type(error).__name__}: {error}"
     cause = Cause(kind, peer=peer, detail=" ".join(detail.split()))  # one line, whoever wrote it
-    if pulse is None:
+    if heartbeat is None:
         return cause
-    return dataclasses.replace(cause, host=pulse.me.host, rank=pulse.me.rank, phase=pulse.record.phase)
+    return dataclasses.replace(cause, host=heartbeat.me.host, rank=heartbeat.me.rank, phase=heartbeat.record.phase)
 
 
-def tell_end(cause: Cause, pulse: HeartbeatWriter | None) -> None:
+def tell_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:
     """Report why this rank ends: on standard error, in its heartbeat, and as an event if all ranks refuse."""
     print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
-    if pulse is None:
+    if heartbeat is None:
         return
-    pulse.failed(cause)
+    heartbeat.failed(cause)
     if cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.NOT_FINITE, CauseKind.SPIKE):
-        Journal(pulse.run, pulse.me).event(EventKind.REFUSED, cause=cause)
+        Journal(heartbeat.run, heartbeat.me).event(EventKind.REFUSED, cause=cause)
 
 
 def run_and_leave() -> NoReturn:

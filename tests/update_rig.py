@@ -41,12 +41,12 @@ def build(
     parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
-    kept = master_model(module, parallel) if masters else module
-    load_weights.load(kept, directory, "rank0", me, lambda *_: None, offload=True)
-    if kept is not module:
+    master = master_model(module, parallel) if masters else module
+    load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=True)
+    if master is not module:
         load_weights.materialise(module, me, offload=parallel.offload == "full")
     fsdp2.checkpoint_activations(module)
-    return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, kept=kept)
+    return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
 
 
 def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
@@ -64,10 +64,10 @@ def bits(module, updater):
     from llama405b.optim.norm import local
     from llama405b.parallel.fsdp2 import WRAPPER
 
-    updater.drain()
+    updater.wait()
     found = {}
     computed = {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()}
-    for name, parameter in updater.kept.named_parameters():
+    for name, parameter in updater.master.named_parameters():
         name = name.replace(WRAPPER, "")
         state = updater.optimizer.state[parameter]
         rounded = local(computed[name]).to(torch.bfloat16)
@@ -96,7 +96,7 @@ def dcp_save(updater, me, path):
     """Save as torch does, while nothing else happens."""
     from llama405b.checkpoint.snapshot import state_to_save
 
-    type(updater).drain(updater)
+    type(updater).wait(updater)
     torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)
 
 

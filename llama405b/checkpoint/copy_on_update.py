@@ -75,7 +75,7 @@ class CopyOnUpdate:
 
     def __init__(self, units: Sequence[Unit], staging: Staging, next_update_s: float | None = None) -> None:
         """``next_update_s``: when updates are expected to come; None: unknown, so nothing is copied ahead of them."""
-        self.staging, self.ways, self.changed = staging, SnapshotStats(), threading.Condition()
+        self.staging, self.stats, self.changed = staging, SnapshotStats(), threading.Condition()
         self.pieces = {
             t.data_ptr(): TrackedTensor(t, unit.updated) for unit in units for t in unit.tensors if t.numel()
         }
@@ -206,8 +206,8 @@ class CopyOnUpdate:
                 self.changed.wait()
             self.starved = False
             if waited:
-                self.ways.waited_bytes += piece.tensor.nbytes
-                self.ways.waited_s += time.perf_counter() - began
+                self.stats.waited_bytes += piece.tensor.nbytes
+                self.stats.waited_s += time.perf_counter() - began
         if buffer is not None:
             self._stage(piece, buffer)
         piece.arrived()
@@ -222,7 +222,7 @@ class CopyOnUpdate:
                 if self.changing or self.abandoned or not self.untouched_bytes:
                     return
                 passed_s = time.perf_counter() - self.began
-                read_by_then = self.ways.straight_bytes / passed_s * (self.next_update_s - passed_s)
+                read_by_then = self.stats.straight_bytes / passed_s * (self.next_update_s - passed_s)
                 piece = self._take_live(-1) if self.untouched_bytes > read_by_then else None
                 if piece is None:
                     self.changed.wait(self.next_update_s / PEEKS)
@@ -247,7 +247,7 @@ class CopyOnUpdate:
                 return
             piece.buffer, piece.arrived, piece.busy = buffer, arrived, False
             self.staged.append(piece)
-            self.ways.staged_bytes += buffer.numel()
+            self.stats.staged_bytes += buffer.numel()
             self.changed.notify_all()
 
     def _finish(self, piece: TrackedTensor) -> None:
@@ -260,7 +260,7 @@ class CopyOnUpdate:
         if piece.buffer is not None:
             self.staging.give_back(piece.buffer)
         elif piece.entries:
-            self.ways.straight_bytes += piece.tensor.nbytes
+            self.stats.straight_bytes += piece.tensor.nbytes
         self.changed.notify_all()
 
     def _tell(self, _: object) -> None:

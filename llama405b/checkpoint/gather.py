@@ -31,10 +31,10 @@ class Gathered:
     def __init__(self, store: Store, found: CheckpointView, progress: Progress) -> None:
         self.store, self.found, self.progress = store, found, progress
         self.path = found.path
-        self.rank, self.keeper = store.me.rank, store.keeper_of[store.me.rank]
+        self.rank, self.owner = store.me.rank, store.owner_of[store.me.rank]
         self.made: list[Path] = []
         self.came: dict[tuple[str, int], int] = {}  # file and keeper -> the keeper that sent it
-        self.have = {keeper: {*found.own[keeper]} for keeper in store.keepers}
+        self.have = {owner: {*found.own[owner]} for owner in store.owners}
 
     def describe(self) -> None:
         """Bring what all ranks need: everything without tensors."""
@@ -83,17 +83,15 @@ class Gathered:
     def _moves(self, needs: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
         """List what each keeper lacks, and which keeper sends it: those in turns that have it."""
         moves = []
-        for keeper in self.store.keepers:
-            wanted = {
-                name for rank, names in enumerate(needs) if self.store.keeper_of[rank] == keeper for name in names
-            }
-            for number, name in enumerate(sorted(wanted - self.have[keeper])):
-                sources = [other for other in self.store.keepers if name in self.found.held[other]]
-                source = keeper if keeper in sources else sources[number % len(sources)]
-                moves.append((name, source, keeper))
-                self.came[name, keeper] = source
-                self.have[keeper].add(name)
-        if any(to == self.keeper for _, _, to in moves):
+        for owner in self.store.owners:
+            wanted = {name for rank, names in enumerate(needs) if self.store.owner_of[rank] == owner for name in names}
+            for number, name in enumerate(sorted(wanted - self.have[owner])):
+                sources = [other for other in self.store.owners if name in self.found.held[other]]
+                source = owner if owner in sources else sources[number % len(sources)]
+                moves.append((name, source, owner))
+                self.came[name, owner] = source
+                self.have[owner].add(name)
+        if any(to == self.owner for _, _, to in moves):
             self.path = self.store.directory.borrowed(self.found.path)
         return moves
 
@@ -101,7 +99,7 @@ class Gathered:
         """Make the directory to read from, with links to what this host has; files are to come beside them."""
         coming = [name for name, source, to in moves if to == self.rank != source]
         linked = [name for name, source, to in moves if to == self.rank == source]
-        if self.rank != self.keeper or not (coming or linked):
+        if self.rank != self.owner or not (coming or linked):
             return
         needed = sum(self.found.manifest.files[name].bytes for name in coming)
         free = shutil.disk_usage(self.store.root).free
@@ -110,7 +108,7 @@ class Gathered:
         if self.path not in self.made:
             self.made.append(self.path)
             shutil.rmtree(self.path, ignore_errors=True)
-            linked += self.found.own[self.keeper]
+            linked += self.found.own[self.owner]
         for name in linked:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self.path / name).symlink_to(self._at(name).resolve())

@@ -27,24 +27,24 @@ class Replication:
         Raises:
             UserError: On every rank: the process that copies is not running on a host.
         """
-        self.store, keepers = store, store.keepers
+        self.store, owners = store, store.owners
         self.everywhere = self.step = self.resumed = 0
         self.ring: Ring | None = None
-        self.active = len(keepers) > 1
+        self.active = len(owners) > 1
         if not self.active:
             return
-        spots = collectives.all_gather_objects(self._spot() if store.keeps else None, Endpoint | None)
+        spots = collectives.all_gather_objects(self._spot() if store.is_owner else None, Endpoint | None)
         with collectives.raise_on_all_ranks():
-            if store.keeps and spots[store.me.rank] is None:
+            if store.is_owner and spots[store.me.rank] is None:
                 raise UserError(
                     f"--checkpoint.replicas: no process copies checkpoints on {store.me.host}; start the run with llama405b launch, "
                     "or use --checkpoint.replicas 0"
                 )
-        if store.keeps:
-            at = keepers.index(store.me.rank)
-            after = spots[keepers[(at + 1) % len(keepers)]]
+        if store.is_owner:
+            at = owners.index(store.me.rank)
+            after = spots[owners[(at + 1) % len(owners)]]
             assert after
-            before = store.hosts[keepers[at - 1]]
+            before = store.hosts[owners[at - 1]]
             self.ring = Ring(store.me.attempt, before, after, str(store.root.resolve()), store.run.name, store.keep)
 
     def begin(self, resumed: int) -> None:
@@ -71,7 +71,7 @@ class Replication:
     def survey(self, group: dist.ProcessGroup | None = None) -> int:
         """Return the newest step of which every host has a copy on the next one, 0 if there is none; all ranks call it alike."""
         copied = None
-        if self.store.keeps:
+        if self.store.is_owner:
             read = read_record(Copied, self.store.run.copied(self.store.me.host))
             copied = read if read and read.attempt == self.store.me.attempt else Copied()
         newest = min(

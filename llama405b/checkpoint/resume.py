@@ -84,12 +84,12 @@ class Resume:
     def _leave_out(self, gathered: Gathered, failed: CheckpointException) -> bool:
         """Do without the files that turned out to be damaged, if other hosts have copies of them."""
         assert self.found
-        own, held, keeper_of = list(self.found.own), list(self.found.held), self.store.keeper_of
+        own, held, owner_of = list(self.found.own), list(self.found.held), self.store.owner_of
         for rank, cause in failed.failures.items():
             assert isinstance(cause[0], DamagedError)
-            file, keeper = cause[0].file, keeper_of[rank]
-            holder = gathered.came.get((file, keeper), keeper)
-            for other in [other for other, its in enumerate(keeper_of) if its == holder]:
+            file, owner = cause[0].file, owner_of[rank]
+            holder = gathered.came.get((file, owner), owner)
+            for other in [other for other, its in enumerate(owner_of) if its == holder]:
                 own[other], held[other] = own[other] - {file}, held[other] - {file}
         if {*self.found.manifest.files} - set().union(*held):
             return False

@@ -38,16 +38,16 @@ class Saved:
     path: Path
     digest: str  # of the manifest
     took_s: float
-    ways: SnapshotStats
+    stats: SnapshotStats
     blocked_s: float = 0.0  # how long training waited for it
 
 
 class Saving:
     """Writes one checkpoint at a time into a store."""
 
-    def __init__(self, store: Store, staging_bytes: int | None = None, copies: Replication | None = None) -> None:
+    def __init__(self, store: Store, staging_bytes: int | None = None, replication: Replication | None = None) -> None:
         """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some."""
-        self.store, self.me, self.staging_bytes, self.copies = store, store.me, staging_bytes, copies
+        self.store, self.me, self.staging_bytes, self.replication = store, store.me, staging_bytes, replication
         self.staging: Staging | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.under_way: Future[Saved] | None = None
@@ -77,7 +77,7 @@ class Saving:
         frozen = CopyOnUpdate(updater.units(), self.staging, next_update_s)
         updater.before_update = frozen.before_update
         self.under_way = self.thread.submit(self._save, step, state, frozen, identity, reached)
-        if isinstance(updater.kept, FullyShardedDataParallel):  # what its state dict refers to is its own affair
+        if isinstance(updater.master, FullyShardedDataParallel):  # what its state dict refers to is its own affair
             self.under_way.exception()
         self.blocked_s = time.monotonic() - began
 
@@ -94,7 +94,7 @@ class Saving:
         began, under_way, self.under_way = time.monotonic(), self.under_way, None
         try:
             saved = under_way.result()
-            blocked_s = self.blocked_s + saved.ways.waited_s + time.monotonic() - began
+            blocked_s = self.blocked_s + saved.stats.waited_s + time.monotonic() - began
             return dataclasses.replace(saved, blocked_s=blocked_s)
         except UserError as error:
             self.store.refuse_if_taken()
@@ -116,28 +116,28 @@ class Saving:
         final = store.root / f"step-{step:08d}"
         partial, directory = store.directory.partial(final), store.directory
         try:
-            store.on_keepers(lambda: directory.begin(final), partial, store.group)
+            store.on_owners(lambda: directory.begin(final), partial, store.group)
             mine = self._write(partial, state, frozen)
             others = self._share(final)
-            store.on_keepers(lambda: directory.add(final, others), partial, store.group)
-            store.on_keepers(
-                lambda: mine.update(directory.seal_others(final) if self.me.leads else {}), partial, store.group
+            store.on_owners(lambda: directory.add(final, others), partial, store.group)
+            store.on_owners(
+                lambda: mine.update(directory.seal_others(final) if self.me.is_rank0 else {}), partial, store.group
             )
             manifest = self._manifest(step, mine, identity, reached)
-            store.on_keepers(
+            store.on_owners(
                 lambda: store.saved.update({str(final): directory.prepare(final, manifest)}), partial, store.group
             )
-            store.on_keepers(lambda: directory.commit(final), final, store.group)
+            store.on_owners(lambda: directory.commit(final), final, store.group)
         finally:
             frozen.abandon()
-        if self.copies:
-            self.copies.after_save(step, store.group)
-        return Saved(final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.ways)
+        if self.replication:
+            self.replication.after_save(step, store.group)
+        return Saved(final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.stats)
 
     def _prune(self) -> str:
-        store, spared = self.store, self.copies.spared if self.copies else set[int]()
+        store, spared = self.store, self.replication.spared if self.replication else set[int]()
         try:
-            store.on_keepers(
+            store.on_owners(
                 lambda: store.directory.retire(self.step, store.keep, spared, keep_best=store.keep_best),
                 store.root,
                 store.group,
@@ -157,19 +157,19 @@ class Saving:
             said = "; ".join(f"rank {rank}: {reason_of(cause)}" for rank, cause in causes.items())
             remedy = next(filter(None, map(remedy_of, causes.values())), "")
             raise UserError(f"{partial}: the checkpoint could not be written ({said}){remedy}") from None
-        return writer.seals
+        return writer.digests
 
     def _share(self, final: Path) -> dict[str, bytes]:
         """Return what rank 0 has beside tensors, and other keepers lack."""
         store, others = self.store, dict[str, bytes]()
         if store.shared:
             return {}
-        store.on_keepers(
-            lambda: others.update(store.directory.others(final) if self.me.leads else {}), final, store.group
+        store.on_owners(
+            lambda: others.update(store.directory.others(final) if self.me.is_rank0 else {}), final, store.group
         )
         names = collectives.broadcast_object(tuple(others), tuple[str, ...], store.group)
         brought = {name: collectives.broadcast_bytes(0, others.get(name, b""), store.group) for name in names}
-        return {} if self.me.leads else brought
+        return {} if self.me.is_rank0 else brought
 
     def _manifest(self, step: int, mine: dict[str, FileDigest], identity: RunIdentity, reached: Reached) -> Manifest:
         """Gather what all ranks wrote."""

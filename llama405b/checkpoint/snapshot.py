@@ -37,8 +37,8 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: Ten
     Raises:
         dcp.api.CheckpointException: On every rank, if ``files`` raised on any.
     """
-    kept, optimizer = updater.kept, updater.optimizer
-    updater.drain()
+    master, optimizer = updater.master, updater.optimizer
+    updater.wait()
     for module in model.modules():
         if isinstance(module, FSDPModule):  # some stay gathered after a forward without a backward
             module.reshard()
@@ -49,8 +49,8 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: Ten
         state["rng"] = {str(me.rank): _rng_state(me)}
     dcp.load(state, storage_reader=files, planner=TensorPlanner())
     if isinstance(model, FullyShardedDataParallel):  # it saves copies; all others were filled in place
-        set_state_dict(kept, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    updater.publish()
+        set_state_dict(master, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    updater.sync_weights()
     rng = state.get("rng", {}).get(str(me.rank), {})
     if "cpu" in rng:
         torch.set_rng_state(rng["cpu"])
@@ -63,12 +63,12 @@ def restore_weights(
     path: Path, model: nn.Module, updater: Updater, _me: Rank, files: TensorReader | None = None
 ) -> int:
     """Load the weights alone, without making moments; all else: see ``restore``."""
-    kept = updater.kept
-    state: dict[str, Any] = {"model": get_model_state_dict(kept)}
+    master = updater.master
+    state: dict[str, Any] = {"model": get_model_state_dict(master)}
     dcp.load(state, storage_reader=files or TensorReader(path), planner=TensorPlanner())
     if isinstance(model, FullyShardedDataParallel):
-        set_model_state_dict(kept, state["model"])
-    updater.publish()
+        set_model_state_dict(master, state["model"])
+    updater.sync_weights()
     return step_of(path)
 
 
@@ -77,13 +77,13 @@ def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
 
     torch makes those by a step with gradients of zero, which counts: the first update would be corrected as if it were the second.
     """
-    kept, optimizer = updater.kept, updater.optimizer
+    master, optimizer = updater.master, updater.optimizer
     if not optimizer.state:
         optimizer.zero_grad()  # where there are gradients torch makes no moments
-        get_state_dict(kept, optimizer)
+        get_state_dict(master, optimizer)
         for state in optimizer.state.values():
             state["step"].zero_()
-    return get_state_dict(kept, optimizer)
+    return get_state_dict(master, optimizer)
 
 
 def _rng_state(me: Rank) -> dict[str, torch.Tensor]:

@@ -92,19 +92,19 @@ class Store:
         # Saving goes on beside training, whose collectives must not mix with its own.
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self.hosts = tuple(collectives.all_gather_objects(me.host))  # by rank
-        self.keeper_of = (0,) * me.world  # by rank: who keeps the directory that it sees
+        self.owner_of = (0,) * me.world  # by rank: who keeps the directory that it sees
         if not shared:
             self._survey()
 
     @property
-    def keeps(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank changes what is in its directory."""
-        return self.keeper_of[self.me.rank] == self.me.rank
+        return self.owner_of[self.me.rank] == self.me.rank
 
     @property
-    def keepers(self) -> list[int]:
+    def owners(self) -> list[int]:
         """The ranks that do, each for a directory."""
-        return sorted({*self.keeper_of})
+        return sorted({*self.owner_of})
 
     def take(self) -> None:
         """Check that all ranks share the directory, and become the only run that writes into it: into all, or none.
@@ -115,8 +115,8 @@ class Store:
         if self.shared:
             self._survey()
         try:
-            self.on_keepers(lambda: self.holder.take(self.say), self.root)
-            self.on_keepers(self.directory.finish, self.root)
+            self.on_owners(lambda: self.holder.take(self.say), self.root)
+            self.on_owners(self.directory.finish, self.root)
         except UserError:
             self.close()
             raise
@@ -131,21 +131,21 @@ class Store:
         """
 
         def look() -> None:
-            before = self.keepers[self.keepers.index(self.me.rank) - 1]
-            n_ranks = self.keeper_of.count(self.me.rank)
-            if len(self.keepers) > 1:
-                n_ranks += copies * self.keeper_of.count(before)
+            before = self.owners[self.owners.index(self.me.rank) - 1]
+            n_ranks = self.owner_of.count(self.me.rank)
+            if len(self.owners) > 1:
+                n_ranks += copies * self.owner_of.count(before)
             here = each_bytes * n_ranks // self.me.world
             own = len(self.directory.own())
             keep, free = self.keep + self.keep_best, shutil.disk_usage(self.root).free
             if why := room_fault(free, here, keep, own, best=self.keep_best):
                 raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
 
-        self.on_keepers(look, self.root, fault="cannot be looked into")
+        self.on_owners(look, self.root, fault="cannot be looked into")
 
     def best_loss(self) -> float:
         """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""
-        best = best_of(self.directory.own().values()) if self.keeps else None
+        best = best_of(self.directory.own().values()) if self.is_owner else None
         losses = collectives.all_gather_objects(best.evaluation_loss if best else None, float | None)
         return min((loss for loss in losses if loss is not None), default=math.inf)
 
@@ -186,11 +186,11 @@ class Store:
                     f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see a file in {self.root} "
                     "that rank 0 wrote; name a directory that all hosts share, or use --checkpoint.place node"
                 )
-        self.keeper_of = tuple(collectives.all_gather_objects(0 if self.shared else min(sees)))
+        self.owner_of = tuple(collectives.all_gather_objects(0 if self.shared else min(sees)))
         dist.barrier(self.group)
         (self.root / tokens[self.me.rank]).unlink(missing_ok=True)
 
-    def on_keepers(
+    def on_owners(
         self,
         act: Callable[[], None],
         where: Path,
@@ -203,7 +203,7 @@ class Store:
         """
         with collectives.raise_on_all_ranks(group):
             try:
-                if self.keeps:
+                if self.is_owner:
                     self.holder.check()
                     act()
             except OSError as error:
@@ -216,7 +216,7 @@ class Store:
             UserError: One has.
         """
         with collectives.raise_on_all_ranks(), contextlib.suppress(OSError):
-            if self.keeps:
+            if self.is_owner:
                 self.holder.check()
 
     def present(self) -> list[Path]:
@@ -226,7 +226,7 @@ class Store:
         def look() -> None:
             seen.extend({*(path.name for path in committed(self.root)), *replicated_steps(self.root)})
 
-        self.on_keepers(look, self.root, fault="cannot be listed")
+        self.on_owners(look, self.root, fault="cannot be listed")
         names = set[str]().union(*collectives.all_gather_objects(tuple(seen), tuple[str, ...]))
         return [self.root / name for name in sorted(names)]
 
@@ -238,15 +238,15 @@ class Store:
                 self.holder.take(self.say)
             self.directory.set_aside(paths)
 
-        self.on_keepers(rename, self.root)
+        self.on_owners(rename, self.root)
 
     def look_at(self, path: Path) -> CheckpointView | PassedOver:
         """Open a checkpoint; returns the first fault that is seen without reading its tensors, but an unreadable file first.
 
         Warns of one that others can write.
         """
-        seen = collectives.all_gather_objects(self._see(path) if self.keeps else LocalView(), LocalView)
-        of_keepers = [seen[keeper] for keeper in self.keepers]
+        seen = collectives.all_gather_objects(self._see(path) if self.is_owner else LocalView(), LocalView)
+        of_keepers = [seen[owner] for owner in self.owners]
         faults = sorted(
             [each.fault for each in of_keepers if each.fault], key=lambda fault: fault.fault is not Fault.UNREADABLE
         )
@@ -257,7 +257,7 @@ class Store:
             return faults[0]
         if len(digests) > 1:
             return PassedOver(path, Fault.DAMAGED, f"{path}: hosts have different manifests of it")
-        first = next(keeper for keeper in self.keepers if seen[keeper].digest)
+        first = next(owner for owner in self.owners if seen[owner].digest)
         manifest = self._manifest_of(path, first)
         missing = sorted({*manifest.files}.difference(*((*each.files, *each.copies) for each in of_keepers)))
         if missing:
@@ -265,16 +265,16 @@ class Store:
             return PassedOver(path, Fault.DAMAGED, f"{damage}{path}/{missing[0]}: on no host of this run")
         if warnings := [each.warning for each in of_keepers if each.warning]:
             self.say(warnings[0])
-        own = tuple(frozenset(seen[keeper].files) for keeper in self.keeper_of)
-        held = tuple(frozenset((*seen[keeper].files, *seen[keeper].copies)) for keeper in self.keeper_of)
+        own = tuple(frozenset(seen[owner].files) for owner in self.owner_of)
+        held = tuple(frozenset((*seen[owner].files, *seen[owner].copies)) for owner in self.owner_of)
         return CheckpointView(path, manifest, held, own)
 
-    def _manifest_of(self, path: Path, keeper: int) -> Manifest:
+    def _manifest_of(self, path: Path, owner: int) -> Manifest:
         mine: Manifest | None = None
-        if self.me.rank == keeper:
+        if self.me.rank == owner:
             opened = [open_manifest(part, self.saved) for part in parts_of(path)]
             mine = next(each for each in opened if isinstance(each, Manifest))
-        manifest = collectives.broadcast_object_from(keeper, mine, Manifest | None)
+        manifest = collectives.broadcast_object_from(owner, mine, Manifest | None)
         assert manifest
         return manifest
 

@@ -35,7 +35,7 @@ class SealingWriter(dcp.FileSystemWriter):
     def __init__(self, path: Path, rank: int, frozen: CopyOnUpdate) -> None:
         super().__init__(path, overwrite=False)
         self.directory, self.rank, self.frozen = path, rank, frozen
-        self.seals: dict[str, FileDigest] = {}
+        self.digests: dict[str, FileDigest] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Demand the directory that its keeper made: torch would make it, below the mount point of a filesystem that is not mounted.
@@ -86,7 +86,7 @@ class SealingWriter(dcp.FileSystemWriter):
         except BaseException:
             self.frozen.abandon()
             raise
-        self.seals[name] = FileDigest(output.hasher.written, self.rank, output.hasher.blocks, weights=weights)
+        self.digests[name] = FileDigest(output.hasher.written, self.rank, output.hasher.blocks, weights=weights)
 
 
 def _fill(memory: memoryview, data: memoryview) -> None:

@@ -30,7 +30,7 @@ from llama405b.contract.schema import Optimizer
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import build_optimizer, state_tensors
-from llama405b.optim.offload_all import Due, OffloadedAll, Part
+from llama405b.optim.offload_all import OffloadedAll, UnitState, UpdateParams
 
 SHARES = (0.5, 4.0)  # of a step: what a save takes
 IDENTITY = RunIdentity("stand-in", "stand-in", 1, 1, "fp32", 0, 0)
@@ -46,18 +46,18 @@ class _Training:
     def __init__(self, n_bytes: int) -> None:
         self.case = Case(0.0, 0.0, 0.0)
         self.model = stand_in_model(self.case, Trace())
-        kept = nn.Module()  # by the model's names, as masters of its weights are
+        master = nn.Module()  # by the model's names, as masters of its weights are
         for name, _ in self.model.named_parameters():
             owner = nn.Module()
-            kept.add_module(name.partition(".")[0], owner)
+            master.add_module(name.partition(".")[0], owner)
             owner.weight = nn.Parameter(torch.randn(n_bytes // BYTES_PER_PARAMETER // UNITS))
         self.updater = OffloadedAll(
-            self.model, kept, build_optimizer(kept, Optimizer()), torch.device("cpu"), lambda _: None
+            self.model, master, build_optimizer(master, Optimizer()), torch.device("cpu"), lambda _: None
         )
         self.updater._update = self._stand_in
         self.x, self.step_s = torch.randn(2, WIDTH), 0.0
 
-    def _stand_in(self, part: Part, _sums: Sequence[Sequence[Tensor]], step: Due) -> None:
+    def _stand_in(self, part: UnitState, _sums: Sequence[Sequence[Tensor]], step: UpdateParams) -> None:
         for _, parameters in part.groups:
             step.before_update(state_tensors(self.updater.optimizer, parameters))
         time.sleep(self.model[0].case.update)
@@ -166,7 +166,7 @@ def _timed(training: _Training, steps: int) -> float:
     began = time.perf_counter()
     for _ in range(steps):
         training.step()
-    training.updater.drain()
+    training.updater.wait()
     return time.perf_counter() - began
 
 

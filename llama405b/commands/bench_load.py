@@ -189,8 +189,8 @@ def _rank(
     me = ranks.Rank(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
     config = model.read_hf_config(directory)
     parallel = Parallel(numerics=numerics)
-    kept = fsdp2.shard_dtype(parallel)
-    module = model.build_on_meta(config, "sdpa", torch.bfloat16 if form == "careful" else kept)
+    master = fsdp2.shard_dtype(parallel)
+    module = model.build_on_meta(config, "sdpa", torch.bfloat16 if form == "careful" else master)
     fsdp2.shard(module, parallel, me.device)
     dist.barrier()  # do not count the connections and buffers of the first collective
     with _Peak() as peak:
@@ -200,18 +200,18 @@ def _rank(
         elif form == "plain":
             read = _read_plainly(directory, me)
         else:
-            _baseline(module, directory, me, torch.bfloat16 if form == "careful" else kept)
-            module.to(kept)
+            _baseline(module, directory, me, torch.bfloat16 if form == "careful" else master)
+            module.to(master)
         dist.barrier()
         seconds = time.perf_counter() - began
     shards = read if form == "plain" else sum(p.data.to_local().nbytes for p in module.parameters())
-    if me.leads:
+    if me.is_rank0:
         results.put({"seconds": seconds, "shard_bytes": shards, "peak_above_shards_bytes": peak.above - shards})
     ranks.leave()
 
 
 def _baseline(module: Any, directory: Path, me: ranks.Rank, dtype: torch.dtype) -> None:
-    whole = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).state_dict() if me.leads else {}
+    whole = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).state_dict() if me.is_rank0 else {}
     load_weights.materialise(module, me)
     set_model_state_dict(module, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 

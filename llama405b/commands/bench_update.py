@@ -29,7 +29,7 @@ from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Optimizer
 from llama405b.distributed import ranks
 from llama405b.optim.adamw import Settings, State, build_optimizer, update_adamw
-from llama405b.optim.offload_all import Due, OffloadedAll, Part
+from llama405b.optim.offload_all import OffloadedAll, UnitState, UpdateParams
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
 WIDTH = 16  # of the stand-in's layers
@@ -152,7 +152,7 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
     updater = OffloadedAll(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
     update, numbers = updater._update, {part.name: i for i, part in enumerate(updater.parts)}
 
-    def stand_in(part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:
+    def stand_in(part: UnitState, sums: Sequence[Sequence[Tensor]], step: UpdateParams) -> None:
         trace.span("update", numbers[part.name], case.update)
         update(part, sums, step)
 
@@ -163,14 +163,14 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
         loss = model(x).sum()
         marks.append(time.perf_counter())
         loss.backward()
-        updater.collect()
+        updater.accumulate()
         marks.append(time.perf_counter())
         updater.clip(1.0)
         marks.append(time.perf_counter())
         updater.update()
         laps = [end - begin for begin, end in itertools.pairwise(marks)]
         rows.append((*laps, time.perf_counter() - marks[0], updater.work().exposed_s))
-    updater.drain()
+    updater.wait()
     return Steps(*map(statistics.median, zip(*rows[1:], strict=True))), trace
 
 

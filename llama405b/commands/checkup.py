@@ -35,7 +35,7 @@ def main() -> int:
         for link in part.links
     ]
     gather, reduce = measure_collectives(me)
-    if me.leads:
+    if me.is_rank0:
         for begin in range(0, len(links), LINKS_A_LINE):
             _say(Checkup(links=tuple(links[begin : begin + LINKS_A_LINE])))
         _say(Checkup((), me.device.type, tuple(everyone), gather, reduce))

@@ -13,53 +13,46 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.resuming import accept_changes
 from llama405b.contract.schema import Config
-from llama405b.data.batches import Batches, open_batches
 from llama405b.distributed import collectives
-from llama405b.distributed.numa import bind
-from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.sequential import Sequential
-from llama405b.training.build import (
-    batches_apart,
-    bring_model_files,
-    build_module,
-    held_out_of,
-    load_chosen,
-    refuse_without_targets,
-)
-from llama405b.training.heartbeat import HeartbeatWriter
-from llama405b.training.journal import Journal, read_metrics
-from llama405b.training.loop import evaluate_weights
+from llama405b.training.build import bind_to_numa_node, build_evaluator
+from llama405b.training.build_data import open_held_out
+from llama405b.training.build_model import build_model
+from llama405b.training.context import RankContext
+from llama405b.training.journal import read_metrics
+from llama405b.training.model_files import bring_model_files
+from llama405b.training.open_checkpoints import load_checkpoint
 
 
-def evaluate_only(config: Config, run: RunDir, resume: str, me: Rank, pulse: HeartbeatWriter) -> None:
+def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     """Evaluate the model, or the checkpoint at the path ``resume`` (no: none), and report the loss as a run's first evaluation.
 
     Raises:
         UserError: The model, the data or the checkpoint cannot be used.
     """
-    journal = Journal(run, me)
-    if config.parallel.numa == "auto" and (bound := bind(me)):
-        journal.log(bound)
-    files = bring_model_files(config, run, me, journal)
-    chosen = choose(config, run, resume, files, me, journal)
-    pulse.phase(Phase.DATA)
-    held_out = open_held_out(config, run, files, me, pulse, journal)
-    if me.leads:
+    bind_to_numa_node(config, context)
+    files = bring_model_files(config, context)
+    chosen = choose(config, resume, files, context)
+    context.phase(Phase.DATA)
+    held_out = open_held_out(config, files, context)
+    if context.me.is_rank0:
         training = dataclasses.replace(config.training, max_steps=0)  # which cluster-top would wait for
-        write_atomic(run.config, to_toml(dataclasses.replace(config, training=training)))
-    pulse.phase(Phase.LOAD)
+        write_atomic(context.run.config, to_toml(dataclasses.replace(config, training=training)))
+    context.phase(Phase.LOAD)
     what, done = config.model.path, 0
-    module, kept = build_module(config, files, me, pulse, journal, from_checkpoint=chosen is not None, trains=False)
-    updater = Sequential(module, kept, build_optimizer(kept, config.optimizer))  # without an update it makes no moments
-    updater.publish()
+    module, master = build_model(config, files, context, from_checkpoint=chosen is not None, trains=False)
+    updater = Sequential(
+        module, master, build_optimizer(master, config.optimizer)
+    )  # without an update it makes no moments
+    updater.sync_weights()
     if chosen:
-        done, path = load_chosen(chosen, lambda _: None, module, updater, me, pulse, journal)
+        done, path = load_checkpoint(chosen, lambda _: None, module, updater, context)
         what = str(path)
-    loss, words = evaluate_weights(config, module, held_out, me, pulse)
-    journal.log(f"evaluation of {what}: {words}")
-    journal.resumed_at(done, done, anew=True)
-    journal.evaluation(done, loss)
+    loss, words = build_evaluator(config, module, held_out, context).evaluate()
+    context.log(f"evaluation of {what}: {words}")
+    context.journal.resumed_at(done, done, anew=True)
+    context.journal.evaluation(done, loss)
 
 
 def refuse_trained(run: RunDir) -> None:
@@ -72,7 +65,7 @@ def refuse_trained(run: RunDir) -> None:
         raise UserError(f"--run-dir: {run.path} is the directory of a run that trained; name another one")
 
 
-def choose(config: Config, run: RunDir, resume: str, files: Path, me: Rank, journal: Journal) -> Resume | None:
+def choose(config: Config, resume: str, files: Path, context: RankContext) -> Resume | None:
     """Return the checkpoint at the path ``resume``; None for the model itself. Its directory is not taken, as nothing is written there.
 
     Raises:
@@ -82,33 +75,21 @@ def choose(config: Config, run: RunDir, resume: str, files: Path, me: Rank, jour
         return None
     if not any(collectives.all_gather_objects(Path(resume).is_dir())):
         raise UserError(f"--resume: {resume} is a directory on no host; name a checkpoint as the hosts see it")
-    shared = config.checkpoint.place == "shared"
-    store = Store(Path(resume).parent, 0, me, config.timeouts.load, run=run, say=journal.log, shared=shared)
+    store = Store(
+        Path(resume).parent,
+        0,
+        context.me,
+        config.timeouts.load,
+        run=context.run,
+        say=context.log,
+        shared=config.checkpoint.place == "shared",
+    )
     chosen = Resume(store, resume, weights_only=True)
-    refuse_another_model(chosen, config, files, journal)
+    refuse_another_model(chosen, config, files, context)
     return chosen
 
 
-def open_held_out(
-    config: Config, run: RunDir, files: Path, me: Rank, pulse: HeartbeatWriter, journal: Journal
-) -> Batches:
-    """Open the data to evaluate on; data to train on is read only to hold out a part of it.
-
-    Raises:
-        UserError: It cannot be used.
-    """
-    cache = run.path.parent / ".cache"
-    if config.evaluation.paths:
-        held_out = batches_apart(config, files, cache, me, pulse, journal.log)
-        refuse_without_targets(held_out)
-        return held_out
-    batches = open_batches(config.data, files, cache, me, pulse.loaded, journal.log)
-    _, part = held_out_of(config, batches, files, cache, me, pulse, journal.log)
-    assert part
-    return part
-
-
-def refuse_another_model(chosen: Resume, config: Config, files: Path, journal: Journal) -> None:
+def refuse_another_model(chosen: Resume, config: Config, files: Path, context: RankContext) -> None:
     """Refuse a checkpoint of a model of another shape; what else it was trained with does not matter here.
 
     Raises:
@@ -119,4 +100,4 @@ def refuse_another_model(chosen: Resume, config: Config, files: Path, journal: J
     if manifest.identity:
         now = dataclasses.replace(manifest.identity, model=model_of(config, files))
         if changed := accept_changes(path, manifest.identity, now, config.checkpoint.allow_changes):
-            journal.log(changed)
+            context.log(changed)

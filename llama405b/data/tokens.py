@@ -78,7 +78,7 @@ def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Rank, progr
     """
     tokens = TokenFile("", 0)
     with collectives.raise_on_all_ranks(), collectives.waiting_for_rank0(lambda: progress(0, 0)) as still_working:
-        if me.leads:
+        if me.is_rank0:
             tokens = tokenised(config, tokenizer_dir, cache, Report(progress, still_working, say))
     tokens = collectives.broadcast_object(tokens)
     lacks = not tokens.is_whole(cache)
@@ -239,7 +239,7 @@ def _send(tokens: TokenFile, cache: Path, me: Rank, progress: Progress, *, write
     for begin in range(0, tokens.n_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, tokens.n_tokens - begin)
         chunk = torch.empty(size, dtype=torch.int32)
-        if me.leads:
+        if me.is_rank0:
             chunk = torch.from_numpy(np.fromfile(source, np.int32, size, offset=TOKEN_BYTES * begin))
         dist.broadcast(chunk, 0)
         if writes:

@@ -1,6 +1,7 @@
 """What the ranks exchange outside of training: values, refusals, sums; through CPU memory. Knows process groups; not the model."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -124,6 +125,12 @@ def all_reduce_max(mine: Sequence[int]) -> list[int]:
     values = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return [int(value) for value in values]
+
+
+def all_reduce_max_fields(mine: T) -> T:
+    """Return a dataclass of integers with the maximum over all ranks in each field, on every rank."""
+    values = all_reduce_max(dataclasses.astuple(mine))  # type: ignore[call-overload]
+    return type(mine)(*values)
 
 
 def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Rank:
         return self.device.type == "cuda"
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0
 

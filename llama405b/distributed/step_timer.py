@@ -14,7 +14,7 @@ class StepTimer:
         self.cuda = device.type == "cuda"
         self.marks: list[tuple[str, Any]] = [("", self._now())]
 
-    def end(self, part: str) -> None:
+    def mark(self, part: str) -> None:
         """Mark the end of ``part``."""
         self.marks.append((part, self._now()))
 

@@ -17,11 +17,11 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
     """
     if parallel.offload != "states" and parallel.numerics != "pure-bf16":
         return model
-    kept = nn.Module()
-    kept.config = model.config
+    master = nn.Module()
+    master.config = model.config
     for name, parameter in model.named_parameters(remove_duplicate=False):
         *path, last = name.replace(WRAPPER, "").split(".")
-        owner = kept
+        owner = master
         for step in path:
             if not hasattr(owner, step):
                 owner.add_module(step, nn.Module())
@@ -29,7 +29,7 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
         if parallel.offload == "states" or is_norm(name):
             parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
         owner.register_parameter(last, parameter)
-    return kept
+    return master
 
 
 def is_norm(name: str) -> bool:
@@ -37,9 +37,9 @@ def is_norm(name: str) -> bool:
     return "norm" in name
 
 
-def master_pairs(model: nn.Module, kept: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+def master_pairs(model: nn.Module, master: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield each weight of the model that has a master, with it."""
-    of = {name.replace(WRAPPER, ""): master for name, master in kept.named_parameters()}
+    of = {name.replace(WRAPPER, ""): master for name, master in master.named_parameters()}
     for name, weight in model.named_parameters():
         if (master := of[name.replace(WRAPPER, "")]) is not weight:
             yield weight, master

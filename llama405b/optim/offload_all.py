@@ -29,12 +29,12 @@ from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
 from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
 
 LONG_WAIT_S = 5.0
-Waits = Callable[[bool], None]  # told when a wait has become long, and when it is over
+OnLongWait = Callable[[bool], None]  # told when a wait has become long, and when it is over
 LAUNCHING_CORES = 2  # left to the threads that launch kernels and serve NCCL
 
 
 @dataclasses.dataclass(slots=True)
-class Part:
+class UnitState:
     """The parameters of one FSDP unit as they are kept, and what is pending for them."""
 
     name: str
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Due:
+class UpdateParams:
     """How all units are updated in one step, as it was when that began."""
 
     settings: Sequence[Settings]  # by parameter group
@@ -60,34 +60,40 @@ class OffloadedAll:
     def __init__(
         self,
         model: nn.Module,
-        kept: nn.Module,
+        master: nn.Module,
         optimizer: torch.optim.AdamW,
         device: torch.device,
-        waits: Waits,
+        on_long_wait: OnLongWait,
         *,
-        hides: bool = True,
+        overlap: bool = True,
         moments: Moments = "fp32",
     ) -> None:
         """Set up the moments, and put a hook before each unit of a model that FSDP2 has sharded.
 
-        ``hides``: return from a step while updates are pending. ``moments`` = fp32: in the dtype of the weights.
+        ``overlap``: return from a step while updates are pending. ``moments`` = fp32: in the dtype of the weights.
 
         Raises:
             ValueError: A unit is gathered before its pre-forward hook.
         """
-        self.kept, self.optimizer, self.waits, self.hides, self.factor = kept, optimizer, waits, hides, 1.0
+        self.master, self.optimizer, self.on_long_wait, self.overlap, self.factor = (
+            master,
+            optimizer,
+            on_long_wait,
+            overlap,
+            1.0,
+        )
         self.done, self.told = UpdateWork(), UpdateWork()
         self.before_update: BeforeUpdate = nothing_to_keep
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        named = {name.replace(WRAPPER, ""): p for name, p in kept.named_parameters()}
-        self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in master_pairs(model, kept)}
+        named = {name.replace(WRAPPER, ""): p for name, p in master.named_parameters()}
+        self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in master_pairs(model, master)}
         self.parts, self.hooks = [], []
         for unit in fsdp_units(model):
             groups: dict[int, list[nn.Parameter]] = {}
             for name in unit.parameters:
                 parameter = named[name.replace(WRAPPER, "")]
                 groups.setdefault(group_of[id(parameter)], []).append(parameter)
-            self.parts.append(part := Part(unit.name, sorted(groups.items()), unit.gathers))
+            self.parts.append(part := UnitState(unit.name, sorted(groups.items()), unit.gathers))
             before = functools.partial(self._before_forward, part)
             self.hooks += [module.register_forward_pre_hook(before, prepend=True) for module in unit.modules]
         for module in model.modules():
@@ -98,7 +104,7 @@ class OffloadedAll:
             start_moments(optimizer, parameter, dtype)
         self.worker = ThreadPoolExecutor(1, "update", _begin, (device, torch.get_num_threads()))
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Take the gradients of a micro-batch from the parameters: adding to them there would block on their copy.
 
         Raises:
@@ -113,7 +119,7 @@ class OffloadedAll:
                 self._finish(part.adding)  # or a slow worker would leave more and more gradients waiting
                 part.adding = self.worker.submit(_add, part.sums, gradients)
             else:
-                self.wait(part)
+                self.wait_unit(part)
                 part.sums = gradients
 
     def clip(self, max_norm: float) -> float:
@@ -129,22 +135,22 @@ class OffloadedAll:
 
     def update(self) -> None:
         """See ``Updater``: returns at once, unless nothing is to be hidden."""
-        step = Due(settings_of(self.optimizer), self.factor, self.before_update)
+        step = UpdateParams(settings_of(self.optimizer), self.factor, self.before_update)
         for part in self.parts:
             sums, part.sums = part.sums, []
             part.pending = self.worker.submit(self._update, part, sums, step)
-        if not self.hides:
-            self.drain()
+        if not self.overlap:
+            self.wait()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """See ``Updater``."""
         for part in self.parts:
             part.sums = []
 
-    def _before_forward(self, part: Part, *_: object) -> None:
-        self.wait(part)
+    def _before_forward(self, part: UnitState, *_: object) -> None:
+        self.wait_unit(part)
 
-    def wait(self, part: Part) -> None:
+    def wait_unit(self, part: UnitState) -> None:
         """Wait for what is pending for one unit.
 
         Raises:
@@ -158,9 +164,9 @@ class OffloadedAll:
             return
         began = time.perf_counter()
         if not concurrent.futures.wait([update], LONG_WAIT_S).done:
-            self.waits(True)
+            self.on_long_wait(True)
             concurrent.futures.wait([update])
-            self.waits(False)
+            self.on_long_wait(False)
         self.done.exposed_s += time.perf_counter() - began
         update.result()
 
@@ -171,18 +177,18 @@ class OffloadedAll:
             for part in self.parts
         ]
 
-    def drain(self) -> None:
+    def wait(self) -> None:
         """See ``Updater``."""
         for part in self.parts:
-            self.wait(part)
+            self.wait_unit(part)
 
-    def publish(self) -> None:
+    def sync_weights(self) -> None:
         """See ``Updater``."""
         for part in self.parts:
-            self._publish(part)
+            self._sync_unit(part)
 
     @torch.no_grad()
-    def _publish(self, part: Part) -> None:
+    def _sync_unit(self, part: UnitState) -> None:
         """Give the model the weights of a unit; FSDP gathers from those that are kept, but for what has masters."""
         for _, parameters in part.groups:
             for parameter in parameters:
@@ -195,7 +201,7 @@ class OffloadedAll:
         return self.told - before
 
     @torch.no_grad()
-    def _update(self, part: Part, sums: Sequence[Sequence[Tensor]], step: Due) -> None:
+    def _update(self, part: UnitState, sums: Sequence[Sequence[Tensor]], step: UpdateParams) -> None:
         began = time.perf_counter()
         for (group, parameters), gradients in zip(part.groups, sums, strict=True):
             scale(gradients, step.factor)
@@ -205,7 +211,7 @@ class OffloadedAll:
             written, scaled = [tensor for tensor in changed if tensor.dim()], step.factor != 1.0
             self.done.update_bytes += 2 * _bytes([written]) + (1 + 2 * scaled) * _bytes([gradients])
         self.done.update_s += time.perf_counter() - began
-        self._publish(part)
+        self._sync_unit(part)
 
 
 def fill_for_fsdp(model: nn.Module, sets: int, progress: Progress) -> None:

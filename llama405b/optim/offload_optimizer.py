@@ -22,7 +22,7 @@ from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, allocate
 from llama405b.distributed.transfer import Arrived, copy, nothing
 from llama405b.optim.norm import local
-from llama405b.optim.offload_all import OffloadedAll, Part, Waits
+from llama405b.optim.offload_all import OffloadedAll, OnLongWait, UnitState
 from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
 
 
@@ -53,33 +53,33 @@ class Landing:
 
 
 class OffloadedOptimizer(OffloadedAll):
-    """See the module; the update itself is ``Offloaded``'s."""
+    """See the module; the update itself is ``OffloadedAll``'s."""
 
     def __init__(
         self,
         model: nn.Module,
-        kept: nn.Module,
+        master: nn.Module,
         optimizer: torch.optim.AdamW,
         device: torch.device,
-        waits: Waits,
+        on_long_wait: OnLongWait,
         *,
-        hides: bool,
+        overlap: bool,
         moments: Moments,
         pinning: Progress,
     ) -> None:
         """Allocate what crosses PCIe, and have FSDP hand over the gradients.
 
-        ``pinning`` hears of the progress; all else: see ``Offloaded``.
+        ``pinning`` hears of the progress; all else: see ``OffloadedAll``.
 
         Raises:
             UserError: CUDA cannot pin that much.
         """
-        super().__init__(model, kept, optimizer, device, waits, hides=hides, moments=moments)
+        super().__init__(model, master, optimizer, device, on_long_wait, overlap=overlap, moments=moments)
         self.landings: dict[str, Landing] = {}
         self.adding: Future[None] | None = None
         self.device, self.uploads = device, torch.cuda.Stream(device) if device.type == "cuda" else None
         weights, masters = (
-            {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()} for module in (model, kept)
+            {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()} for module in (model, master)
         )
         units = fsdp_units(model)
         laid_out = [_lay_out(unit, weights, masters) for unit in units]
@@ -97,10 +97,10 @@ class OffloadedOptimizer(OffloadedAll):
             for member in members:
                 member.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, member))
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """The gradients came during the backward."""
 
-    def _land(self, part: Part, flat: Tensor) -> None:
+    def _land(self, part: UnitState, flat: Tensor) -> None:
         """Take a unit's gradient, in FP32 and reduced, from FSDP."""
         landing = self.landings[part.name]
         if flat.dtype != torch.float32 or flat.numel() != landing.total.numel():
@@ -108,7 +108,7 @@ class OffloadedOptimizer(OffloadedAll):
         self.done.down_bytes += flat.nbytes
         stream = torch.cuda.current_stream(self.device) if flat.is_cuda else None
         if not part.sums:
-            self.wait(part)
+            self.wait_unit(part)
             self.coming[0]()  # of the unit before the last one: or flat gradients would fill the device
             part.sums, landing.came = landing.sums, copy([(landing.total, flat)], stream)
             self.coming = (self.coming[1], landing.came)
@@ -119,7 +119,7 @@ class OffloadedOptimizer(OffloadedAll):
         came = copy([(slot, flat)], stream)
         part.adding = self.adding = self.worker.submit(_add, landing.total, slot, came)
 
-    def _drop(self, part: Part, member: Member, weight: nn.Parameter) -> None:
+    def _drop(self, part: UnitState, member: Member, weight: nn.Parameter) -> None:
         """Drop the BF16 gradient that FSDP makes of the flat one; the first shows whether that was understood."""
         gradient, weight.grad = weight.grad, None
         landing = self.landings[part.name]
@@ -139,25 +139,25 @@ class OffloadedOptimizer(OffloadedAll):
             landing.came()
         return super().clip(max_norm)
 
-    def wait(self, part: Part) -> None:
+    def wait_unit(self, part: UnitState) -> None:
         """Wait for what is pending for one unit, until its weights are on the device.
 
         Raises:
             Exception: It failed; the worker's own.
         """
-        super().wait(part)
+        super().wait_unit(part)
         began = time.perf_counter()
         self.landings[part.name].uploaded()
         self.done.exposed_s += time.perf_counter() - began
 
-    def publish(self) -> None:
+    def sync_weights(self) -> None:
         """See ``Updater``."""
-        super().publish()
-        self.drain()
+        super().sync_weights()
+        self.wait()
         self.told = dataclasses.replace(self.done)  # no step's work
 
     @torch.no_grad()
-    def _publish(self, part: Part) -> None:
+    def _sync_unit(self, part: UnitState) -> None:
         """Round a unit's masters to BF16, and begin to copy them to the device."""
         self.staged()  # the unit before
         landing = self.landings[part.name]

@@ -14,14 +14,14 @@ class Sequential:
     """``torch.optim.AdamW`` between the backward and the next forward."""
 
     def __init__(
-        self, model: nn.Module, kept: nn.Module, optimizer: torch.optim.AdamW, *, reuses_gradients: bool = False
+        self, model: nn.Module, master: nn.Module, optimizer: torch.optim.AdamW, *, reuses_gradients: bool = False
     ) -> None:
-        """``kept``: see ``kept_weights``."""
-        self.model, self.kept, self.optimizer, self.reuses_gradients = model, kept, optimizer, reuses_gradients
+        """``master``: see ``master_model``."""
+        self.model, self.master, self.optimizer, self.reuses_gradients = model, master, optimizer, reuses_gradients
         self.before_update: BeforeUpdate = nothing_to_keep
-        self.masters = list(master_pairs(model, kept))
+        self.masters = list(master_pairs(model, master))
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Gradients add up where they are."""
 
     def clip(self, max_norm: float) -> float:
@@ -41,10 +41,10 @@ class Sequential:
             assert weight.grad is not None
             master.grad = weight.grad.to(master.dtype)
         self.optimizer.step()
-        self.publish()
-        self.zero()
+        self.sync_weights()
+        self.zero_grad()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """See ``Updater``."""
         self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)
         for weight, _ in self.masters:
@@ -52,13 +52,13 @@ class Sequential:
 
     def units(self) -> list[Unit]:
         """See ``Updater``."""
-        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in self.kept.parameters()]
+        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in self.master.parameters()]
 
-    def drain(self) -> None:
+    def wait(self) -> None:
         """Nothing is ever pending."""
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_weights(self) -> None:
         """See ``Updater``: the model computes with the weights as they are kept, but for those that have masters."""
         for weight, master in self.masters:
             local(weight).copy_(local(master))

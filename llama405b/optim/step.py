@@ -68,15 +68,15 @@ def train_step(
         # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.
         (nll_micro * (dp_size / n_targets)).backward()
         nll += nll_micro.detach()
-        updater.collect()
+        updater.accumulate()
         lap("backward")
     loss = float(all_reduce_sum(nll)) / n_targets
     norm = updater.clip(max_norm)
     if not (math.isfinite(norm) and math.isfinite(loss)):
-        updater.zero()
+        updater.zero_grad()
         raise NonFiniteError(f"loss {loss:.4g}, gradient norm {norm:.4g}")
     if refuses(loss):
-        updater.zero()
+        updater.zero_grad()
         return StepResult(loss, norm, n_targets, updated=False)
     updater.update()
     lap("optimizer")

@@ -43,7 +43,7 @@ class Unit:
 class Updater(Protocol):
     """Clips the gradients and updates the weights; at once, or while the next forward runs."""
 
-    kept: nn.Module  # its parameters are the weights as they are kept: the model, or FP32 masters of its weights
+    master: nn.Module  # its parameters are the weights as they are kept: the model, or FP32 masters of its weights
     optimizer: torch.optim.Optimizer  # of those
     before_update: (
         BeforeUpdate  # told what the next steps are about to change; may wait. Pending updates call the one before
@@ -52,7 +52,7 @@ class Updater(Protocol):
     def units(self) -> list[Unit]:
         """Return the state, in the order in which it is updated."""
 
-    def collect(self) -> None:
+    def accumulate(self) -> None:
         """Take the gradients of a micro-batch, to be added to those of the micro-batches before."""
 
     def clip(self, max_norm: float) -> float:
@@ -61,16 +61,16 @@ class Updater(Protocol):
     def update(self) -> None:
         """Update every weight once, in whatever order and thread; a forward never sees a weight of the step before."""
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
 
-    def drain(self) -> None:
+    def wait(self) -> None:
         """Wait until every update has been made; an update that failed is raised here, or earlier.
 
         Weights and moments may be read, or replaced, only then.
         """
 
-    def publish(self) -> None:
+    def sync_weights(self) -> None:
         """Give the model the weights as they are kept, after these were replaced."""
 
     def work(self) -> UpdateWork | None:

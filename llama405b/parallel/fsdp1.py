@@ -49,7 +49,7 @@ def load_wrapped(
         model,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
         sync_module_states=True,
-        param_init_fn=None if me.leads else materialise,
+        param_init_fn=None if me.is_rank0 else materialise,
         device_id=me.device,
         sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
         mixed_precision=mixed if parallel.numerics == "fp32-master" else None,
@@ -67,7 +67,7 @@ def _unwrapped(
     directory: Path | None, config: LlamaConfig, attention: str, dtype: torch.dtype, me: Rank
 ) -> LlamaForCausalLM:
     """Build the model, on rank 0 with its weights; the rotary frequencies are FP32 on all ranks, or they could not be sent."""
-    if not me.leads:
+    if not me.is_rank0:
         meta = build_on_meta(config, attention, dtype)
         restore_buffers(meta, config, torch.device("meta"))
         return meta

@@ -66,7 +66,7 @@ def load(
     filler = _Filler(files, me)
     fill = filler.read_own
     if how == "rank0":
-        fill = filler.send if me.leads else filler.receive
+        fill = filler.send if me.is_rank0 else filler.receive
     parts = [unit for _, unit in units(model)]
     sizes = [sum(files.layout[name].n_bytes for name in unit) for unit in parts]
     for _, done in zip(fill(parts), itertools.accumulate(sizes), strict=True):
@@ -176,9 +176,9 @@ def _choose(directory: Path, how: str, me: Rank) -> tuple[str, _Files]:
     """Agree on how to load, and on what the files hold: as this rank sees it if it reads them, else as rank 0 does."""
     own, seen = _read(directory, me)
     how = _way(directory, how, collectives.all_gather_objects(seen))
-    known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.leads}
+    known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.is_rank0}
     sent = collectives.broadcast_object(known, Layout)
-    if me.leads or how == "local":
+    if me.is_rank0 or how == "local":
         return how, _Files(own)
     return how, _Files(sent)
 

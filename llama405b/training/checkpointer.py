@@ -1,4 +1,4 @@
-"""When this run saves, and what is told of it. Knows the clock, the journal and the requests; not how a checkpoint is made."""
+"""When a run saves, and what is reported of it. How a checkpoint is made is ``checkpoint.saving``'s."""
 
 import math
 import time
@@ -11,30 +11,11 @@ from llama405b.contract.checkpoints import Reached, RunIdentity
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.phrases import counted
-from llama405b.contract.records import Phase, RunRequest
+from llama405b.contract.records import Phase, RequestKind, RunRequest
 from llama405b.contract.schema import Checkpoint
 from llama405b.optim.updater import Updater
-from llama405b.training.heartbeat import HeartbeatWriter
-from llama405b.training.journal import Journal
-
-
-class SaveSchedule:
-    """When the next checkpoint is due, by this rank's clock."""
-
-    def __init__(self, config: Checkpoint, world: int, restart_s: float) -> None:
-        self.cadence, self.restart_s, self.mtbf_s = config.cadence, restart_s, config.mtbf * 3600 / world
-        self.most_failures = config.max_failures
-        self.began_at = time.monotonic()
-        self.cost_s: float | None = None
-
-    def due(self, step: int) -> bool:
-        """Return whether to save after this step."""
-        best_s = best_interval(self.cost_s, self.restart_s, self.mtbf_s)
-        return self.cadence.due(step, time.monotonic() - self.began_at, best_s)
-
-    def began(self) -> None:
-        """Begin to count anew."""
-        self.began_at = time.monotonic()
+from llama405b.training.context import RankContext
+from llama405b.training.requests import Wishes
 
 
 class Checkpointer:
@@ -45,19 +26,22 @@ class Checkpointer:
         saving: Saving,
         updater: Updater,
         identity: RunIdentity,
-        clock: SaveSchedule,
-        journal: Journal,
-        pulse: HeartbeatWriter,
+        settings: Checkpoint,
+        context: RankContext,
+        restart_s: float,
     ) -> None:
+        """``restart_s``: what it takes to come as far as the first step, for ``auto``."""
         self.saving, self.updater, self.identity = saving, updater, identity
-        self.clock, self.journal, self.pulse = clock, journal, pulse
-        self.saves, self.most_failures = clock.cadence.saves, clock.most_failures
+        self.settings, self.context, self.restart_s = settings, context, restart_s
+        self.cadence = settings.cadence
+        self.last_began = time.monotonic()  # the last save; at first, this attempt
+        self.cost_s: float | None = None  # what the last save made training wait
         self.step = 0  # of the save that is under way; 0: none is
-        self.put_off = False  # a save that was due while another was under way
-        self.asked: list[RunRequest] = []  # answered with the save that is under way
-        self.waiting: list[RunRequest] = []  # answered with the next one
-        self.best_loss = math.inf  # the least evaluation loss that was saved
-        self.evaluated = math.inf  # that of the save that is under way
+        self.deferred = False  # a save that was due while another was under way
+        self.requests_in_save: list[RunRequest] = []  # answered with the save that is under way
+        self.pending_requests: list[RunRequest] = []  # answered with the next one
+        self.best_loss = saving.store.best_loss() if settings.keep_best else math.inf  # the least that was saved
+        self.loss = math.inf  # the evaluation loss of the save that is under way
         self.failed = 0  # saves in a row
 
     @property
@@ -65,53 +49,56 @@ class Checkpointer:
         """Whether this rank is still writing, or deleting."""
         return self.saving.busy
 
+    def close(self) -> None:
+        """Let the next run write into the directory."""
+        self.saving.store.close()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step: rank 0's clock decides for all."""
+        if not self.context.me.is_rank0:
+            return False
+        mtbf_s = self.settings.mtbf * 3600 / self.context.me.world
+        best_s = best_interval(self.cost_s, self.restart_s, mtbf_s)
+        return self.cadence.due(step, time.monotonic() - self.last_began, best_s)
+
+    def is_best(self, evaluation_loss: float | None) -> bool:
+        """Return whether to save since no evaluation loss was lower."""
+        return self.settings.keep_best and evaluation_loss is not None and evaluation_loss < self.best_loss
+
     def after_step(
         self,
         step: int,
-        *,
-        due: bool,
-        busy: bool,
-        ending: bool,
+        wishes: Wishes,
         requests: Sequence[RunRequest],
         reached: Reached,
+        *,
+        ending: bool,
         step_s: float | None = None,
-        best: bool = False,
     ) -> None:
-        """Save if that is due or requested; at the end wait for it.
+        """Save if that is wished; at the end wait for it.
 
-        ``due``: alike on all ranks, as is ``busy``, whether any of them is still writing: then the next save is put off until the
-        first step after that. ``best``: alike as well; then the save that is under way is waited for.
-        ``reached``: where training is; ``step_s``: what a step takes.
+        While any rank is still writing, the next save is deferred to the first step after that; but for the best weights so far
+        the save that is under way is waited for. ``reached``: where training is; ``step_s``: what a step takes.
 
         Raises:
             UserError: Another run has taken the directory over.
             RunError: The last checkpoint of the run could not be written, or too many in a row.
         """
-        self.waiting += requests
-        self.put_off = self.put_off or due
-        if self.step and (ending or best or not busy):
-            why = self.finish()
-            if self.most_failures and self.failed >= self.most_failures and not ending:
-                raise RunError(
-                    f"{counted(self.failed, 'save')} in a row have failed, so the run ends before it loses more steps: {why}"
-                )
-        if ending or best or (self.put_off and not busy):
-            self.begin(step, reached, None if ending else step_s)
+        asked = [request for request in requests if request.kind is RequestKind.SAVE]
+        if not self.cadence.saves:
+            self._answer(asked, step, None, "checkpoint.every is 0: this run saves no checkpoints")
+            return
+        self.pending_requests += asked
+        self.deferred = self.deferred or bool(wishes.save)
+        if self.step and (ending or wishes.best or not wishes.still_saving):
+            self._give_up_after_failures(self.finish(), ending=ending)
+        if ending or wishes.best or (self.deferred and not wishes.still_saving):
+            self._begin(step, reached, None if ending else step_s)
         if ending:
-            failed = self.finish()
-            self.tidy()
-            if failed:
-                raise RunError(str(failed))
-
-    def begin(self, step: int, reached: Reached, next_update_s: float | None) -> None:
-        """Begin to save, once older checkpoints are deleted."""
-        self.tidy()
-        self.put_off = False
-        self.asked, self.waiting = self.waiting, []
-        self.step = step
-        self.clock.began()
-        self.evaluated = math.inf if reached.evaluation_loss is None else reached.evaluation_loss
-        self.saving.begin(step, self.updater, self.identity, reached, next_update_s)
+            fault = self.finish()
+            self._wait_for_deletion()
+            if fault:
+                raise RunError(str(fault))
 
     def finish(self) -> UserError | None:
         """Wait for the save that is under way, and report it; returns why it failed.
@@ -120,35 +107,49 @@ class Checkpointer:
             UserError: Another run has taken the directory over.
         """
         if self.busy:
-            self.pulse.phase(Phase.CHECKPOINT)
+            self.context.phase(Phase.CHECKPOINT)
         outcome, step, self.step = self.saving.finish(), self.step, 0
+        journal = self.context.journal
         if isinstance(outcome, Saved):
             self.failed = 0
-            self.clock.cost_s = outcome.blocked_s
-            self.best_loss = min(self.best_loss, self.evaluated)
-            self.journal.log(
-                f"saved {outcome.path} in {outcome.took_s:.1f} s; training waited {outcome.blocked_s:.1f} s"
-            )
-            self.journal.event(
+            self.cost_s = outcome.blocked_s
+            self.best_loss = min(self.best_loss, self.loss)
+            journal.log(f"saved {outcome.path} in {outcome.took_s:.1f} s; training waited {outcome.blocked_s:.1f} s")
+            journal.event(
                 EventKind.SAVED, step=step, path=outcome.path, digest=outcome.digest,
                 took_s=outcome.took_s, blocked_s=outcome.blocked_s,
             )  # fmt: skip
-            self.answer(step, outcome.path, "")
+            self._answer(self.requests_in_save, step, outcome.path)
         elif outcome:
             self.failed += 1
-            self.journal.log(f"step {step} was not saved: {outcome}; earlier checkpoints are untouched")
-            self.journal.event(EventKind.NOT_SAVED, step=step, detail=str(outcome))
-            self.answer(step, None, str(outcome))
-        self.pulse.phase(Phase.TRAIN)
+            journal.log(f"step {step} was not saved: {outcome}; earlier checkpoints are untouched")
+            journal.event(EventKind.NOT_SAVED, step=step, detail=str(outcome))
+            self._answer(self.requests_in_save, step, None, str(outcome))
+        self.context.phase(Phase.TRAIN)
         return outcome if isinstance(outcome, UserError) else None
 
-    def tidy(self) -> None:
-        """Wait until older checkpoints are deleted, and report if one cannot be: the run goes on, and tries again."""
-        why = self.saving.pruned()
-        if why and not self.failed:  # else the save has failed for that
-            self.journal.log(f"{why}; that is tried again after the next save")
+    def _begin(self, step: int, reached: Reached, next_update_s: float | None) -> None:
+        """Begin to save, once older checkpoints are deleted."""
+        self._wait_for_deletion()
+        self.deferred = False
+        self.requests_in_save, self.pending_requests = self.pending_requests, []
+        self.step, self.last_began = step, time.monotonic()
+        self.loss = math.inf if reached.evaluation_loss is None else reached.evaluation_loss
+        self.saving.begin(step, self.updater, self.identity, reached, next_update_s)
 
-    def answer(self, step: int, path: Path | None, why: str) -> None:
-        """Report for all requests of this save that they were carried out, or why not."""
-        for request in self.asked:
-            self.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)
+    def _give_up_after_failures(self, fault: UserError | None, *, ending: bool) -> None:
+        most = self.settings.max_failures
+        if most and self.failed >= most and not ending:
+            raise RunError(
+                f"{counted(self.failed, 'save')} in a row have failed, so the run ends before it loses more steps: {fault}"
+            )
+
+    def _wait_for_deletion(self) -> None:
+        """Wait until older checkpoints are deleted, and report if one cannot be: the run goes on, and tries again."""
+        fault = self.saving.pruned()
+        if fault and not self.failed:  # else the save has failed for that
+            self.context.log(f"{fault}; that is tried again after the next save")
+
+    def _answer(self, requests: Sequence[RunRequest], step: int, path: Path | None, why: str = "") -> None:
+        for request in requests:
+            self.context.journal.event(EventKind.ANSWERED, step=step, path=path, request=request.id, detail=why)

@@ -1,19 +1,47 @@
-"""The loss on data that is not trained on. Knows batches and the model; not files, flags or clocks."""
+"""The loss on data that is not trained on: how it is computed, and when a run does so."""
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from llama405b.contract.phrases import counted
+from llama405b.contract.records import Phase
+from llama405b.contract.schema import Evaluation
 from llama405b.data.batches import Batches
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import IGNORE_INDEX, Batch
 from llama405b.optim.step import nll_of
 from llama405b.parallel.fsdp2 import forget_forward
+from llama405b.training.context import RankContext
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates a model on what is held out of its training."""
+
+    settings: Evaluation
+    micro_batch_size: int  # of training, where evaluation has none of its own
+    module: nn.Module
+    held_out: Batches
+    context: RankContext
+
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether to evaluate after a step."""
+        return step % self.settings.every == 0 or step == last_step
+
+    def evaluate(self) -> tuple[float | None, str]:
+        """Evaluate the weights as they are; returns the loss, None if it is not finite, and words about it."""
+        heartbeat, settings = self.context.heartbeat, self.settings
+        heartbeat.phase(Phase.EVAL)
+        began, micro = time.monotonic(), settings.micro_batch_size or self.micro_batch_size
+        result = evaluate(self.module, self.held_out, self.context.me, micro, settings.max_sequences, heartbeat.alive)
+        loss = result.loss if math.isfinite(result.loss) else None
+        return loss, f"{result}, {time.monotonic() - began:.1f} s"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

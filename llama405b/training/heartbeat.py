@@ -47,11 +47,11 @@ class HeartbeatWriter:
             self.record = dataclasses.replace(self.before, time=time.time())
             self._write()
 
-    def stepped(self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None) -> None:
+    def finished_step(self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None) -> None:
         """Record a finished or skipped step; how long the parts of a skipped one took is not known."""
         self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s)
 
-    def loaded(self, done_bytes: int, total_bytes: int) -> None:
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Record how much of the weights is loaded."""
         self._beat(done_bytes=done_bytes, total_bytes=total_bytes)
 

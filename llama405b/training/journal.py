@@ -32,7 +32,7 @@ class Journal:
 
     def log(self, line: str) -> None:
         """Print a line."""
-        if self.me.leads:
+        if self.me.is_rank0:
             print(line, flush=True)
 
     def event(
@@ -40,7 +40,7 @@ class Journal:
         request: str = "", cause: Cause | None = None, count: int = 0, digest: str = "", took_s: float = 0.0, blocked_s: float = 0.0,
     ) -> None:  # fmt: skip
         """Add an event."""
-        if not self.me.leads:
+        if not self.me.is_rank0:
             return
         place = str(path or "")
         now, attempt = time.time(), self.me.attempt
@@ -53,7 +53,7 @@ class Journal:
     def resumed_at(self, done: int, steps: int, *, anew: bool = False) -> None:
         """Keep the metrics up to step ``done``, after which the run resumes; ``steps``: its total; ``anew``: keep none."""
         self.steps = steps
-        if not self.me.leads:
+        if not self.me.is_rank0:
             return
         kept = [] if anew else [line for line in read_metrics(self.run.metrics) if line.step <= done]
         write_atomic(self.run.metrics, "".join(reader.dumps(line) + "\n" for line in kept))
@@ -64,12 +64,12 @@ class Journal:
 
     def evaluation(self, step: int, loss: float | None) -> None:
         """Append an evaluation where no step was taken."""
-        if self.me.leads:
+        if self.me.is_rank0:
             append_line(self.run.metrics, reader.dumps(EvaluationMetrics(step, time.time(), loss, self.me.attempt)))
 
     def metrics(self, metrics: Metrics) -> None:
         """Append one step, and print it."""
-        if not self.me.leads:
+        if not self.me.is_rank0:
             return
         append_line(self.run.metrics, reader.dumps(metrics))
         print(

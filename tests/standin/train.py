@@ -37,8 +37,8 @@ class Peers:
 
     def __init__(self, me):
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        self.leads = me.leads
-        if me.leads:
+        self.is_rank0 = me.is_rank0
+        if me.is_rank0:
             with socket.create_server(("", address[1])) as server:
                 server.settimeout(MEET_S)
                 self.links = [server.accept()[0] for _ in range(1, me.world)]
@@ -63,7 +63,7 @@ class Peers:
         Raises:
             OSError: Another rank is gone, or silent.
         """
-        if not self.leads:
+        if not self.is_rank0:
             self.links[0].sendall(bytes([wish]))
             return self._take(self.links[0])
         wishes = [self._take(link) for link in self.links]
@@ -81,7 +81,7 @@ class Peers:
 def place(run):
     rank, world = int(os.environ["RANK"]), read_plan(run).world
     attempt, host = int(os.environ["LLAMA405B_ATTEMPT"]), os.environ["LLAMA405B_HOST"]
-    return types.SimpleNamespace(rank=rank, world=world, host=host, attempt=attempt, leads=rank == 0)
+    return types.SimpleNamespace(rank=rank, world=world, host=host, attempt=attempt, is_rank0=rank == 0)
 
 
 def save(directory, step, me, run, config, peers):
@@ -92,7 +92,7 @@ def save(directory, step, me, run, config, peers):
     (partial / f"__{me.rank}_0.distcp").write_text(f"rank {me.rank}, step {step}")
     peers.any(False)  # all have written
     digest = ""
-    if me.leads:
+    if me.is_rank0:
         (partial / checkpoints.METADATA).write_text("none")
         shutil.copy(run.config, partial / checkpoints.CONFIG_FILE)
         files = {
@@ -134,35 +134,35 @@ def resume_from(directory, resume):
     return path
 
 
-def train(asked, run, me, pulse, told):
+def train(asked, run, me, heartbeat, told):
     config, journal = asked.config, Journal(run, me)
     directory = Path(config.checkpoint.dir or run.checkpoints)
     peers = Peers(me)
-    pulse.phase(Phase.DATA)
+    heartbeat.phase(Phase.DATA)
     found = resume_from(directory, asked.resume)
     peers.any(False)  # all have looked
-    pulse.phase(Phase.LOAD)
+    heartbeat.phase(Phase.LOAD)
     done = checkpoints.step_of(found) if found else 0
-    if me.leads:
+    if me.is_rank0:
         write_atomic(run.config, to_toml(config))
         if found:
             checkpoints.read_manifest((found / checkpoints.MANIFEST).read_bytes())
             journal.log(f"resumed from {found}")
         journal.event(EventKind.RESUMED if found else EventKind.STARTED, step=done, path=found)
     journal.resumed_at(done, config.training.max_steps)
-    pulse.phase(Phase.TRAIN)
+    heartbeat.phase(Phase.TRAIN)
     for step in range(done + 1, config.training.max_steps + 1):
         time.sleep(STEP_S)
         stops = peers.any(bool(told))
-        pulse.stepped(step, data_s=0.01, optimizer_s=0.01)
+        heartbeat.finished_step(step, data_s=0.01, optimizer_s=0.01)
         journal.metrics(metrics(step, me, config))
         ends = stops or step == config.training.max_steps
         cadence = config.checkpoint.cadence
         if cadence.saves and (ends or (cadence.steps and step % cadence.steps == 0)):
-            pulse.phase(Phase.CHECKPOINT)
+            heartbeat.phase(Phase.CHECKPOINT)
             path, digest = save(directory, step, me, run, config, peers)
             journal.event(EventKind.SAVED, step=step, path=path, digest=digest, took_s=0.01)
-            pulse.phase(Phase.TRAIN)
+            heartbeat.phase(Phase.TRAIN)
         if stops:
             journal.event(EventKind.STOPPED, step=step)
             journal.log(f"stopped after step {step}, as requested")
@@ -187,16 +187,16 @@ def main():
     asked = command.parse(sys.argv[1:])
     run = RunDir(asked.run_dir)
     me = place(run)
-    pulse = HeartbeatWriter(run, me)
+    heartbeat = HeartbeatWriter(run, me)
     try:
-        train(asked, run, me, pulse, told)
+        train(asked, run, me, heartbeat, told)
     except (OSError, UserError) as error:
         kind = CauseKind.REFUSED if isinstance(error, UserError) else CauseKind.LOST_PEER
-        cause = Cause(kind, host=me.host, rank=me.rank, phase=pulse.record.phase, detail=str(error))
+        cause = Cause(kind, host=me.host, rank=me.rank, phase=heartbeat.record.phase, detail=str(error))
         print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
-        pulse.failed(cause)
+        heartbeat.failed(cause)
         return error.exit_code if isinstance(error, UserError) else FAILED
-    pulse.phase(Phase.DONE)
+    heartbeat.phase(Phase.DONE)
     return 0
 
 

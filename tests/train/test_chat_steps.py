@@ -56,7 +56,7 @@ def _train(me, model, file, cache):
         train_step(module, updater, micro, max_norm=0.0, dp_size=me.dp.size).loss
         for micro in itertools.islice(Reader(batches, me, GLOBAL, 2), STEPS)
     ]
-    updater.drain()
+    updater.wait()
     return losses
 
 

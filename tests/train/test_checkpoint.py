@@ -249,8 +249,8 @@ def test_only_its_own_half_written_directories_are_deleted(tiny, tmp_path):
     for name in [*others, "step-00000001.a.tmp"]:
         (root / name).mkdir(parents=True)
     run_ranks(1, _save_four, tiny, root, None, 3, "a")
-    kept = _steps(root)
-    assert kept == sorted([*others, "step-00000004", "step-00000006", "step-00000008"])
+    master = _steps(root)
+    assert master == sorted([*others, "step-00000004", "step-00000006", "step-00000008"])
 
 
 def _find(me, root, resume):
@@ -322,7 +322,7 @@ def _prove(me, root):
     from llama405b.contract.errors import UserError
 
     checkpoint.SEEN_WITHIN_S = 1.0
-    store = _store(me, Path(root) / ("shared" if me.leads else "elsewhere"))
+    store = _store(me, Path(root) / ("shared" if me.is_rank0 else "elsewhere"))
     try:
         store.take()
     except UserError as error:
@@ -337,10 +337,10 @@ def _prove_as_another_user(me, root):
 
     os.umask(0o077)
     store = _store(me, root / "shared")
-    if me.leads:
+    if me.is_rank0:
         store.root.mkdir()
     dist.barrier()
-    if not me.leads:
+    if not me.is_rank0:
         os.setresuid(65534, 65534, 0)
     try:
         store.take()

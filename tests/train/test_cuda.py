@@ -25,25 +25,25 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
         parallel = Parallel(fsdp=kind, offload=offload, numerics=numerics, overlap=overlap)
         config = llama.read_hf_config(directory)
         if kind == "fsdp1":
-            kept = module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
+            master = module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
         else:
             module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
             fsdp2.shard(module, parallel, me.device)
-            kept = master_model(module, parallel)
-            load_weights.load(kept, directory, "rank0", me, lambda *_: None, offload=offload != "none")
-            if kept is not module:
+            master = master_model(module, parallel)
+            load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=offload != "none")
+            if master is not module:
                 load_weights.materialise(module, me, offload=parallel.offload == "full")
         fsdp2.checkpoint_activations(module)
         if offload == "full":
             fill_for_fsdp(module, 1, lambda *_: None)
-        updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device, kept=kept)
+        updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
         losses = []
         for step in range(10):
             seen(step)
             ids = ((torch.arange(17) + step) % 131).repeat(6, 1).to(me.device)
             result = train_step(module, updater, [Batch(ids[:, :-1], ids[:, 1:])], max_norm=1.0, dp_size=1)
             losses.append(result.loss)
-        updater.drain()
+        updater.wait()
         return losses
     finally:
         ranks.leave()

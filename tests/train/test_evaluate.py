@@ -1,8 +1,6 @@
 """The loss on held-out data: the same for any number of ranks and any batch, and where it is told."""
 
-import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -47,7 +45,7 @@ def _evaluate(me, directory):
         take(me, module, updater, step)
         found.append(evaluate(module, _batches(), me, 2))
     loss = take(me, module, updater, 2)[0]
-    updater.drain()
+    updater.wait()
     return [(each.loss, each.n_targets, each.n_sequences) for each in found], loss
 
 
@@ -94,7 +92,7 @@ def _gathered_in_a_step(me, directory, evaluates):
 
     of_torch.foreach_all_gather = note
     take(me, module, updater, 1)
-    updater.drain()
+    updater.wait()
     return found
 
 
@@ -146,22 +144,39 @@ def test_several_ranks_keep_the_best_beside_the_newest_and_know_it_after_a_resum
         done = _train(tmp_path, demo, *typed, "--training.max_steps", str(steps), "--resume", "auto", world=2)
         assert done.returncode == 0, done.stderr
         metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
-        kept = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
+        master = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "runs/r/checkpoints").glob("step-*"))
         assert [each["step"] for each in metrics] == list(range(steps + 1))
         assert ("evaluation before step 1" in done.stdout) == (steps == 12)  # not where it goes on
-        return {each["step"]: each["evaluation_loss"] for each in metrics if each["step"]}, kept
+        return {each["step"]: each["evaluation_loss"] for each in metrics if each["step"]}, master
 
     for steps in (12, 16):
-        losses, kept = losses_of(steps)
+        losses, master = losses_of(steps)
         best = min(losses, key=losses.get)
         assert best < 8  # the learning rate has grown beyond what is good
-        assert kept == [best, steps - 4, steps]
+        assert master == [best, steps - 4, steps]
+
+
+class Reads:
+    """Steps in place of a reader's, and where it stands."""
+
+    position = 0
+
+    def __init__(self, steps):
+        self.steps = iter(steps)
+
+    def __next__(self):
+        return next(self.steps)
 
 
 def _takes_steps(me, directory, kind, evaluates):
     """Losses and norms of a trainer's first steps, and what it logs and how it is seen meanwhile."""
     from llama405b.contract.schema import Config, Evaluation
+    from llama405b.training.bad_steps import BadSteps
+    from llama405b.training.context import RankContext
+    from llama405b.training.evaluate import Evaluator
     from llama405b.training.loop import Trainer
+    from llama405b.training.loss_spikes import SpikeDetector
+    from llama405b.training.requests import Requests
     from update_rig import batch, build
 
     settings = {"full": {"overlap": True}, "states": {"overlap": True, "offload": "states"}}
@@ -174,15 +189,21 @@ def _takes_steps(me, directory, kind, evaluates):
     steps = [batch(step, me, 2) for step in range(3)]
     nothing = types.SimpleNamespace
     journal = nothing(log=logged.append, evaluation=lambda *found: logged.append(found), metrics=taken.append, steps=3)
-    pulse = nothing(phase=phases.append, alive=lambda: None, stepped=lambda *_, **__: None)
-    saver = nothing(step=0, saves=False, busy=False, best_loss=math.inf, clock=nothing(due=lambda _: False))
-    config = dataclasses.replace(Config(), evaluation=Evaluation(every=2, micro_batch_size=2))
+    heartbeat = nothing(phase=phases.append, alive=lambda: None, finished_step=lambda *_, **__: None)
+    context = RankContext(me, RunDir(Path()), journal, heartbeat)
+    compared = []  # with the best loss that was saved
+    saver = nothing(
+        step=0, cadence=nothing(saves=False), busy=False, is_due=lambda _: False, is_best=lambda loss: bool(compared.append(loss)),
+        after_step=lambda *_, **__: None,
+    )  # fmt: skip
+    bad_steps = BadSteps(Config().training, SpikeDetector(3.0), None, journal, 1)
     trainer = Trainer(
-        config, RunDir(Path()), me, module, updater, iter(steps), None, saver, range(1, 4), journal, pulse,
-        nothing(came=False), nothing(new=list), held_out=_batches(), evaluates_first=evaluates,
+        Config(), context, module, updater, Reads(steps), range(1, 4), 0, bad_steps, saver,
+        Requests(context, nothing(received=False)), Evaluator(Evaluation(every=2, micro_batch_size=2), 1, module, _batches(), context),
+        evaluates_first=evaluates,
     )  # fmt: skip
     trainer.take_steps()
-    return [(each.loss, each.grad_norm) for each in taken], logged, phases, saver.best_loss
+    return [(each.loss, each.grad_norm) for each in taken], logged, phases, compared
 
 
 def _fsdp1(me, directory):
@@ -210,7 +231,7 @@ def _with_and_without(me, directory):
 def test_an_evaluation_before_the_first_step_changes_no_step(tiny):
     expected, *_ = _plainly(tiny, 11)
     for found in run_ranks(2, _with_and_without, tiny):
-        for kind, [(without, quiet, *_), (evaluated, logged, phases, best)] in found.items():
+        for kind, [(without, quiet, *_), (evaluated, logged, phases, compared)] in found.items():
             assert evaluated == without, kind  # bit for bit
             assert len(evaluated) == 3
             line, (step, loss), *after = logged
@@ -218,7 +239,8 @@ def test_an_evaluation_before_the_first_step_changes_no_step(tiny):
             assert line.startswith(f"evaluation before step 1: loss {loss:.4f}, perplexity ")
             assert [words.partition(":")[0] for words in after] == [words.partition(":")[0] for words in quiet]
             assert phases[:2] == [Phase.EVAL, Phase.TRAIN]
-            assert best == math.inf  # no checkpoint has these weights
+            assert len(compared) == 3  # no checkpoint has the weights of before
+            assert loss not in compared
 
 
 @pytest.fixture(scope="module")
@@ -300,11 +322,11 @@ def _evaluated_from(me, directory, root):
         for step in range(2):
             take(me, module, updater, step)
         path = Path(root) / name / "step-00000002"
-        updater.drain()
+        updater.wait()
         trained = evaluate(module, _batches(), me, 2).loss
         dcp_save(updater, me, path)
         fresh, other = make()
-        alone = Sequential(fresh, other.kept, other.optimizer)
+        alone = Sequential(fresh, other.master, other.optimizer)
         alone.optimizer.state.clear()
         done = restore_weights(path, fresh, alone, me)
         found[name] = (trained, evaluate(fresh, _batches(), me, 2).loss, done, len(alone.optimizer.state))

@@ -34,9 +34,9 @@ def _save(me, directory, root, steps, form):
     module, updater = build(me, directory, overlap=True, **form)
     for number in range(1, steps + 1):
         take(me, module, updater, number)
-    updater.drain()
+    updater.wait()
     run = RunDir(root / "runs/r")
-    if me.leads:
+    if me.is_rank0:
         run.model(me.host).mkdir(parents=True)
         for name in SMALL_FILES:
             if (directory / name).is_file():

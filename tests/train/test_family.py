@@ -42,9 +42,9 @@ def _losses(me, directories):
     found = []
     for directory in directories:
         module, updater = build(me, directory, overlap=False)
-        biases = [p for name, p in updater.kept.named_parameters() if name.endswith("bias")]
+        biases = [p for name, p in updater.master.named_parameters() if name.endswith("bias")]
         found.append(([take(me, module, updater, step, max_norm=0.0)[0] for step in (1, 2)], len(biases)))
-        updater.drain()
+        updater.wait()
     return found
 
 

@@ -83,7 +83,7 @@ def _load_where_only_rank0_reads(me, directory, how):
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
-    mine = Path(directory) if me.leads else Path("/nonexistent")
+    mine = Path(directory) if me.is_rank0 else Path("/nonexistent")
     try:
         return load_weights.load(module, mine, how, me, lambda *_: None)
     except UserError as error:

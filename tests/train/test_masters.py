@@ -26,8 +26,8 @@ def _steps(me, module, updater, steps):
 
 
 def _norms(updater):
-    updater.drain()
-    return {name: p.full_tensor() for name, p in updater.kept.named_parameters() if "norm" in name}
+    updater.wait()
+    return {name: p.full_tensor() for name, p in updater.master.named_parameters() if "norm" in name}
 
 
 def _learn(me, directory):

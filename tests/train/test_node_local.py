@@ -45,7 +45,7 @@ def _save(me, directory, place, hosts, steps=(2, 4)):
             save(store, step, updater)
     store.close()
     after = [take(me, module, updater, step) for step in (5, 6)]
-    return after, store.keeper_of, bits(module, updater)
+    return after, store.owner_of, bits(module, updater)
 
 
 def _resume(me, directory, place, hosts, order=None, wanted="auto"):

@@ -108,7 +108,7 @@ def _side_by_side(me, directory, form):
     gate.set()
     with torch.no_grad():
         module(input_ids=batch(0, me, 1)[0].ids_BS, use_cache=False)
-    updater.drain()
+    updater.wait()
     layers = [updates[part.name] for part in updater.parts if ".layers." in part.name]
     beside = sum(ended < later for ended, later in zip(forwards, layers[1:], strict=False))
     return all(pending), list(updates) == [part.name for part in updater.parts], beside, len(layers)
@@ -136,7 +136,7 @@ def _mutated(me, directory, root, form, mutate):
         dcp_save(updater, me, path)
         seen += [take(me, module, updater, step) for step in (2, 3)]
         restore(path, module, updater, me)
-        type(updater).drain(updater)
+        type(updater).wait(updater)
         outcomes.append((seen, bits(module, updater)))
     return outcomes[0][0] == outcomes[1][0] and same(outcomes[0][1], outcomes[1][1])
 
@@ -154,7 +154,7 @@ def _without_hook(number, updater):
 
 
 def _without_waiting(updater):
-    updater.drain = lambda: None
+    updater.wait = lambda: None
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -175,7 +175,7 @@ def _raises(me, directory, form):
 
     updater._update = fail_in_the_third
     take(me, module, updater, 1)
-    for act in (updater.drain, functools.partial(module, input_ids=batch(0, me, 1)[0].ids_BS)):
+    for act in (updater.wait, functools.partial(module, input_ids=batch(0, me, 1)[0].ids_BS)):
         try:
             act()
         except MemoryError as error:
@@ -242,7 +242,7 @@ def _long_wait(me, directory):
         heard.append(now)
         gate.set()
 
-    updater._update, updater.waits = gated, waits
+    updater._update, updater.on_long_wait = gated, waits
     import llama405b.optim.offloaded as of_updater
 
     of_updater.LONG_WAIT_S = 0.05

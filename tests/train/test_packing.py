@@ -97,7 +97,7 @@ def _train(me, directory):
     for step in range(STEPS):
         micro = _packed(_documents(step)[me.rank * each :][:each]).split(1 + step % 2)
         losses.append(train_step(module, updater, micro, max_norm=0.0, dp_size=me.dp.size).loss)
-    updater.drain()
+    updater.wait()
     return losses
 
 

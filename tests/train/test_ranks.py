@@ -18,7 +18,7 @@ def _say(me):
         return gather(into, *args, **more)
 
     dist.all_gather = note
-    known = {"tokenizer.json": "x" * 1000} if me.leads else {}
+    known = {"tokenizer.json": "x" * 1000} if me.is_rank0 else {}
     said = collectives.broadcast_object(known, dict[str, str])
     return said, sum(gathered), collectives.all_gather_objects(me.rank), sum(gathered)
 
@@ -56,8 +56,8 @@ def test_a_manifest_is_not_gathered_from_all(tmp_path):
     names = (METADATA, "__0_0.distcp", *(f"__1_{i}.distcp" for i in range(60)))
     for name in names:
         (step / name).touch()
-    seals = {name: FileDigest(0, int(name.startswith("__1")), (hashlib.sha256(b"").hexdigest(),)) for name in names}
-    (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 1, seals, 2))[0])
+    digests = {name: FileDigest(0, int(name.startswith("__1")), (hashlib.sha256(b"").hexdigest(),)) for name in names}
+    (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 1, digests, 2))[0])
     for found, longest, size in run_ranks(2, _found, tmp_path):
         assert found.startswith("Found("), found
         assert longest < size / 2

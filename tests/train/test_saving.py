@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llama405b.contract.schema import Config
 from llama405b.optim.step import NonFiniteError
 from llama405b.training.loop import Trainer
 from ranks_rig import run_ranks
@@ -111,12 +112,12 @@ def test_what_lands_is_the_state_after_the_step(tiny, tmp_path, form, share):
         assert losses == also
         assert same(state, and_state)
         assert steps >= 1 + (share > 0)  # without staging the first updates wait for all of it
-        assert saved.ways.straight_bytes > 0
-        assert (saved.ways.staged_bytes > 0) == (share > 0)
+        assert saved.stats.straight_bytes > 0
+        assert (saved.stats.staged_bytes > 0) == (share > 0)
         if share < 1:  # of whole: the rest, but for what was written straight
-            assert saved.ways.waited_bytes > 0
-            assert saved.blocked_s >= saved.ways.waited_s > 0
-        assert saved.ways.straight_bytes + saved.ways.staged_bytes >= whole
+            assert saved.stats.waited_bytes > 0
+            assert saved.blocked_s >= saved.stats.waited_s > 0
+        assert saved.stats.straight_bytes + saved.stats.staged_bytes >= whole
     one, other = (_content(root / f"step-{SAVED:08d}", tmp_path) for root in roots)
     assert _equal(one, other)
     assert len(one["model"]) > 10
@@ -146,12 +147,14 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
     from llama405b.contract.records import RequestKind, RunRequest
     from llama405b.contract.schema import Checkpoint
     from llama405b.distributed import collectives
-    from llama405b.training.checkpointer import Checkpointer, SaveSchedule
+    from llama405b.training.checkpointer import Checkpointer
+    from llama405b.training.requests import Wishes
 
     module, updater = build(me, directory, offload="states", overlap=True)
     store, saving = _saving(me, root)
     told = _Told()
-    saver = Checkpointer(saving, updater, _identity(), SaveSchedule(Checkpoint(every=every), me.world, 1.0), told, told)
+    context = types.SimpleNamespace(me=me, journal=told, log=told.log, phase=told.phase)
+    saver = Checkpointer(saving, updater, _identity(), Checkpoint(every=every), context, restart_s=1.0)
     write = of_write._Hashing.write
 
     def failing(hashing, content):
@@ -169,13 +172,9 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
         while saver.busy and not slow_s:  # steps are longer than saves
             time.sleep(0.01)
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
-        due, busy = collectives.all_reduce_max(
-            [int(bool(asked) or (me.leads and saver.clock.due(step))), int(saver.busy)]
-        )
+        wishes = Wishes(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saver.busy))
         try:
-            saver.after_step(
-                step, due=bool(due), busy=bool(busy), ending=step == steps, requests=asked, reached=Reached(0)
-            )
+            saver.after_step(step, collectives.all_reduce_max_fields(wishes), asked, Reached(0), ending=step == steps)
         except UserError as refused:
             error = str(refused)
     store.close()
@@ -228,10 +227,10 @@ def _perils(me, root, step):
     write, made = saving.Saving._write, saving.SealingWriter.__init__
 
     def removed(self, partial, *args):
-        seals = write(self, partial, *args)
-        if me.leads and partial.name.startswith("step-00000002"):
+        digests = write(self, partial, *args)
+        if me.is_rank0 and partial.name.startswith("step-00000002"):
             shutil.rmtree(partial)
-        return seals
+        return digests
 
     def unseen(writer, path, rank, frozen):
         is_unseen = rank == 1 and path.name.startswith("step-00000004")
@@ -239,7 +238,7 @@ def _perils(me, root, step):
 
     if step == 1:
         saving.Saving._write, saving.SealingWriter.__init__ = removed, unseen
-    if step == 6 and me.leads:
+    if step == 6 and me.is_rank0:
         root.rename(root.with_name("gone"))
 
 
@@ -272,11 +271,12 @@ def test_a_save_under_way_is_finished_before_a_run_ends_at_a_loss_that_is_not_fi
         raise NonFiniteError("loss nan, gradient norm nan")
 
     trainer = types.SimpleNamespace(
-        pulse=_Told(),
+        config=Config(),
+        context=types.SimpleNamespace(journal=_Told(), heartbeat=_Told()),
         steps=range(5, 9),
-        evaluates_first=False,
+        evaluator=None,
         one_step=diverges,
-        saver=types.SimpleNamespace(finish=lambda: finished.append(1)),
+        checkpointer=types.SimpleNamespace(finish=lambda: finished.append(1)),
     )
     with pytest.raises(NonFiniteError):
         Trainer.take_steps(trainer)

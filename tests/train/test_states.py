@@ -16,9 +16,9 @@ def _bytes(me, directory, moments):
     module, updater = build(me, directory, overlap=True, offload="states", moments=moments)
     for _ in range(2):
         take(me, module, updater, 1, accumulation=3, max_norm=0)  # clipping would pass over the gradients once more
-        updater.drain()
+        updater.wait()
         work = updater.work()
-    masters = list(updater.kept.parameters())
+    masters = list(updater.master.parameters())
     states = [updater.optimizer.state[master] for master in masters]
     found = {
         "parameters": sum(local(master).numel() for master in masters),
@@ -62,7 +62,7 @@ def _full_bytes(me, directory):
     of_group.foreach_all_gather = counted
     module, updater = build(me, directory, overlap=True, offload="full")
     take(me, module, updater, 1, accumulation=3)
-    updater.drain()
+    updater.wait()
     return sum(gathered), sum(p.to_local().nbytes for p in module.parameters()), updater.work()
 
 
@@ -193,7 +193,7 @@ def _waits(me, directory, offload):
 
     of_updater._add, updater._update = slow_add, lambda *_: None
     take(me, module, updater, 1, accumulation=3)
-    updater.drain()
+    updater.wait()
     return updater.work()
 
 
@@ -228,8 +228,8 @@ def _other_moments(me, directory, root):
                 for n in before
                 for a, b in zip(before[n][2:], after[n][2:], strict=True)
             )
-            kept = {local(state["exp_avg"]).dtype for state in updater.optimizer.state.values()}
-            found[saved, read] = (same_weights, same_moments, kept)
+            master = {local(state["exp_avg"]).dtype for state in updater.optimizer.state.values()}
+            found[saved, read] = (same_weights, same_moments, master)
     return found
 
 

@@ -53,8 +53,8 @@ def _tokenise_for_long(me, corpus, demo, caches):
 
 
 def test_no_rank_times_out_while_rank_0_tokenises(corpus, demo, tmp_path):
-    leads, waits = run_ranks(2, _tokenise_for_long, corpus, demo, tmp_path)
-    assert len(leads) > 10
-    assert all(total > 0 for _, total in leads[3:])
+    is_rank0, waits = run_ranks(2, _tokenise_for_long, corpus, demo, tmp_path)
+    assert len(is_rank0) > 10
+    assert all(total > 0 for _, total in is_rank0[3:])
     waiting = [told for told in waits if told == (0, 0)]
     assert len(waiting) >= 3

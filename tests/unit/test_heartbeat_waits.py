@@ -9,11 +9,11 @@ from llama405b.training.heartbeat import HeartbeatWriter
 
 
 def test_after_a_long_wait_the_phase_has_lasted_as_long_as_before(tmp_path):
-    pulse = HeartbeatWriter(RunDir(tmp_path), Rank(0, 1, 0, "a", torch.device("cpu")))
-    pulse.phase(Phase.TRAIN)
-    began = pulse.record.phase_since
-    pulse.waits_for_update(True)
-    assert pulse.record.phase is Phase.UPDATE
-    pulse.waits_for_update(False)
-    assert (pulse.record.phase, pulse.record.phase_since) == (Phase.TRAIN, began)
-    assert pulse.record.time > began
+    heartbeat = HeartbeatWriter(RunDir(tmp_path), Rank(0, 1, 0, "a", torch.device("cpu")))
+    heartbeat.phase(Phase.TRAIN)
+    began = heartbeat.record.phase_since
+    heartbeat.waits_for_update(True)
+    assert heartbeat.record.phase is Phase.UPDATE
+    heartbeat.waits_for_update(False)
+    assert (heartbeat.record.phase, heartbeat.record.phase_since) == (Phase.TRAIN, began)
+    assert heartbeat.record.time > began

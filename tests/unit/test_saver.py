@@ -8,7 +8,8 @@ from llama405b.checkpoint.saving import Saved
 from llama405b.contract.checkpoints import Reached
 from llama405b.contract.errors import FAILED, RunError, UserError
 from llama405b.contract.schema import Checkpoint
-from llama405b.training.checkpointer import Checkpointer, SaveSchedule
+from llama405b.training.checkpointer import Checkpointer
+from llama405b.training.requests import Wishes
 
 FULL = "c: cannot be written (No space left on device)"
 
@@ -36,11 +37,12 @@ class Disk:
 def _train(fails, last, **more):
     """What is logged, and what ends the run."""
     lines = []
-    told = types.SimpleNamespace(log=lines.append, event=lambda *_, **__: None, phase=lambda _: None)
-    saver = Checkpointer(Disk(fails), None, None, SaveSchedule(Checkpoint(every="1", **more), 1, 1.0), told, told)
+    journal = types.SimpleNamespace(log=lines.append, event=lambda *_, **__: None)
+    context = types.SimpleNamespace(journal=journal, log=lines.append, phase=lambda _: None)
+    saver = Checkpointer(Disk(fails), None, None, Checkpoint(every="1", **more), context, restart_s=1.0)
     for step in range(1, last + 1):
         try:
-            saver.after_step(step, due=True, busy=False, ending=step == last, requests=[], reached=Reached(0))
+            saver.after_step(step, Wishes(save=1), [], Reached(0), ending=step == last)
         except RunError as ended:
             return lines, step, ended
     return lines, last, None

@@ -15,10 +15,12 @@ from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.distributed.step_timer import StepTimer
 from llama405b.optim.step import NonFiniteError, StepResult
-from llama405b.training.evaluate import Evaluated
+from llama405b.training.bad_steps import BadSteps
+from llama405b.training.context import RankContext
+from llama405b.training.evaluate import Evaluated, Evaluator
 from llama405b.training.heartbeat import HeartbeatWriter
 from llama405b.training.loop import Trainer
-from llama405b.training.loss_spikes import MOST_SKIPPED, SpikeDetector
+from llama405b.training.loss_spikes import MAX_SKIPPED, SpikeDetector
 
 TAKEN = Metrics(0, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1)
 
@@ -39,7 +41,7 @@ class Scripted(Trainer):
     def one_step(self, step):
         return next(self.reader)
 
-    def obey(self, step, metrics):
+    def after_step(self, step, metrics):
         return False
 
 
@@ -54,27 +56,30 @@ def take(tmp_path, monkeypatch):
         journal = types.SimpleNamespace(
             metrics=lambda _: None, log=lambda _: None, event=lambda *_, **__: None, steps=9
         )
-        pulse = HeartbeatWriter(RunDir(tmp_path), me)
+        heartbeat = HeartbeatWriter(RunDir(tmp_path), me)
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
-        parts["saver"] = types.SimpleNamespace(step=0)
-        parts["updater"] = types.SimpleNamespace(drain=lambda: None)
-        parts |= {"config": Config(), "me": me, "reader": Script(script), "steps": range(1, 1 + len(script))}
-        trainer = Scripted(**parts | {"journal": journal, "pulse": pulse} | more)
+        parts["checkpointer"] = types.SimpleNamespace(step=0)
+        parts["updater"] = types.SimpleNamespace(wait=lambda: None)
+        parts["evaluator"] = None
+        context = RankContext(me, RunDir(tmp_path), more.pop("journal", journal), heartbeat)
+        parts |= {"config": Config(), "context": context, "reader": Script(script), "steps": range(1, 1 + len(script))}
+        if settings := more.pop("evaluation", None):
+            more["evaluator"] = Evaluator(settings, 1, types.SimpleNamespace(), None, context)
+        trainer = Scripted(**parts | more)
         trainer.take_steps()
-        return timeouts, pulse.record
+        return timeouts, heartbeat.record
 
     return run
 
 
 def test_an_evaluation_is_told_after_its_step(take, monkeypatch):
-    monkeypatch.setattr("llama405b.training.loop.evaluate", lambda *_: Evaluated(1.5, 8, 1))
+    monkeypatch.setattr("llama405b.training.evaluate.evaluate", lambda *_: Evaluated(1.5, 8, 1))
     logged = []
     journal = types.SimpleNamespace(
         metrics=lambda metrics: logged.append(f"step {metrics.step}, {metrics.evaluation_loss}"), log=logged.append
     )
     evaluation = dataclasses.replace(Config().evaluation, every=2)
-    config = dataclasses.replace(Config(), evaluation=evaluation)
-    take(dataclasses.replace(TAKEN, step=2), held_out=object(), journal=journal, config=config)
+    take(dataclasses.replace(TAKEN, step=2), journal=journal, evaluation=evaluation)
     assert logged[0] == "step 2, 1.5"
     assert logged[1].startswith("evaluation after step 2: loss 1.5000")
 
@@ -96,26 +101,29 @@ def _meets(monkeypatch, *outcomes, **choices):
         return StepResult(outcome, 1.0, 8, updated=not refuses(outcome))
 
     monkeypatch.setattr("llama405b.training.loop.train_step", train_step)
-    monkeypatch.setattr("llama405b.training.loop.documents_at", lambda *_: ["d.jsonl 7"])
+    monkeypatch.setattr("llama405b.training.bad_steps.documents_at", lambda *_: ["d.jsonl 7"])
+    me = Rank(0, 1, 0, "a", torch.device("cpu"))
     journal = types.SimpleNamespace(
-        log=logged.append, event=lambda kind, **more: events.append((kind, more["step"])), steps=9
+        me=me, log=logged.append, event=lambda kind, **more: events.append((kind, more["step"])), steps=9
     )
     parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
     reader = Script(itertools.repeat([]))
-    reader.position, reader.batches = 2, types.SimpleNamespace(mixture=None)
+    reader.position, reader.global_batch, reader.batches = 2, 2, types.SimpleNamespace(mixture=None)
     training = dataclasses.replace(Config().training, on_spike="skip", **choices)
     parts |= {
-        "config": dataclasses.replace(Config(), training=training),
-        "me": Rank(0, 1, 0, "a", torch.device("cpu")),
+        "config": Config(),
+        "context": RankContext(me, None, journal, None),
+        "reader": reader,
+        "bad_steps": BadSteps(training, SpikeDetector(3.0, [2.0] * 20), reader, journal, 1),
     }
-    trainer = Trainer(**parts | {"journal": journal, "reader": reader, "spikes": SpikeDetector(3.0, [2.0] * 20)})
+    trainer = Trainer(**parts)
     return trainer, logged, events
 
 
 def test_a_step_that_is_not_finite_ends_the_run_with_its_documents(monkeypatch):
     trainer, logged, events = _meets(monkeypatch, "nan")
     with pytest.raises(NonFiniteError, match=r"step 4: loss nan, .* with --training\.on_nonfinite skip"):
-        trainer.learn(4, StepTimer(trainer.me.device))
+        trainer.learn(4, StepTimer(trainer.context.me.device))
     assert logged == [
         "step 4/9  loss nan, gradient norm nan; the weights are still those of step 3; its documents: d.jsonl 7"
     ]
@@ -124,24 +132,24 @@ def test_a_step_that_is_not_finite_ends_the_run_with_its_documents(monkeypatch):
 
 def test_a_step_that_is_not_finite_can_be_left_out(monkeypatch):
     trainer, _, events = _meets(monkeypatch, 2.0, "nan", 2.5, on_nonfinite="skip")
-    results = [trainer.learn(step, StepTimer(trainer.me.device)) for step in (1, 2, 3)]
+    results = [trainer.learn(step, StepTimer(trainer.context.me.device)) for step in (1, 2, 3)]
     assert [result and result.loss for result in results] == [2.0, None, 2.5]
     assert events == [(EventKind.NOT_FINITE, 2)]
-    assert trainer.skipped == 0
+    assert trainer.bad_steps.n_empty == 0
 
 
 def test_not_one_step_after_another_is_left_out_spikes_included(monkeypatch):
-    outcomes = ["nan", 50.0] * (MOST_SKIPPED // 2)
+    outcomes = ["nan", 50.0] * (MAX_SKIPPED // 2)
     trainer, _, _ = _meets(monkeypatch, "nan", 2.0, *outcomes[::-1], on_nonfinite="skip")
 
     def take(step):
-        if result := trainer.learn(step, StepTimer(trainer.me.device)):
-            trainer.judge(step, result)
+        if result := trainer.learn(step, StepTimer(trainer.context.me.device)):
+            trainer.bad_steps.check_spike(step, result)
 
-    for step in range(1, MOST_SKIPPED + 2):
+    for step in range(1, MAX_SKIPPED + 2):
         take(step)
-    with pytest.raises(NonFiniteError, match=f"{MOST_SKIPPED} steps in a row were left out, the last since loss nan"):
-        take(MOST_SKIPPED + 2)
+    with pytest.raises(NonFiniteError, match=f"{MAX_SKIPPED} steps in a row were left out, the last since loss nan"):
+        take(MAX_SKIPPED + 2)
 
 
 def test_how_long_a_skipped_step_took_is_not_known(take):

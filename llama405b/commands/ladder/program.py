@@ -84,7 +84,7 @@ def climb_here(rungs: Sequence[Rung], within_s: float, say: Say, device: str = "
             continue
         [late] = collectives.all_reduce_max([int(deadline - time.monotonic() < _least_s(rung, me.on_gpu))])
         result = RungResult(rung, me.world, n_hosts, skipped=True) if late else _climbed(rung, me, n_hosts)
-        if me.leads:
+        if me.is_rank0:
             say(result)
         if result.fault:
             print(f"rung {rung}: {result.fault}", file=sys.stderr, flush=True)

@@ -83,12 +83,12 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
     attention = next(name for name in candidates(what.attention) if not lack(name, me.device, torch.bfloat16))
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
-    kept = master_model(module, parallel)
-    load_weights.materialise(kept, me, offload=parallel.offload != "none")
-    if kept is not module:
+    master = master_model(module, parallel)
+    load_weights.materialise(master, me, offload=parallel.offload != "none")
+    if master is not module:
         load_weights.materialise(module, me, offload=parallel.offload == "full")
     generator = torch.Generator(me.device).manual_seed(0)
-    for parameter in kept.parameters():
+    for parameter in master.parameters():
         assert isinstance(parameter.data, DTensor)
         own = parameter.data.to_local()
         if own.ndim == 1:
@@ -96,7 +96,7 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
         else:
             own.copy_(0.02 * torch.randn(own.shape, device=me.device, generator=generator))
     fsdp2.checkpoint_activations(module)
-    return module, build_updater(module, Optimizer(), parallel, me.device, kept=kept)
+    return module, build_updater(module, Optimizer(), parallel, me.device, master=master)
 
 
 def _steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[list[float], Timed]:
@@ -104,17 +104,19 @@ def _steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[li
     module, updater = _build(what, parallel, me)
     losses, laps_of, works = [], [], []
     for step in range(count):
-        laps = StepTimer(me.device)
+        timer = StepTimer(me.device)
         x = what.tokens(me, step)
-        result = train_step(module, updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=laps.end)
+        result = train_step(
+            module, updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=timer.mark
+        )
         assert result, "every token is a target"
-        laps_of.append(laps.seconds())
+        laps_of.append(timer.seconds())
         works.append(updater.work())
         losses.append(result.loss)
-    updater.drain()
+    updater.wait()
     del module, updater
     gc.collect()  # or its memory would be there beside the next model's
-    median = {part: statistics.median(laps[part] for laps in laps_of[-STEPS:]) for part in laps_of[0]}
+    median = {part: statistics.median(timer[part] for timer in laps_of[-STEPS:]) for part in laps_of[0]}
     return losses, Timed(median, works[-1])
 
 

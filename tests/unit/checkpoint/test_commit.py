@@ -91,13 +91,13 @@ def test_a_save_begins_beside_what_cannot_be_deleted(directory, in_use, ending):
 
 
 @pytest.fixture
-def keeper(monkeypatch):
+def owner(monkeypatch):
     """A store's rank 0, alone."""
     monkeypatch.setattr(store.collectives, "raise_on_all_ranks", lambda *_: contextlib.nullcontext())
     found = types.SimpleNamespace(
-        root=Path("/c"), keeps=True, holder=types.SimpleNamespace(check=lambda: None), _on_host=lambda: " on node"
+        root=Path("/c"), is_owner=True, holder=types.SimpleNamespace(check=lambda: None), _on_host=lambda: " on node"
     )
-    found.on_keepers = functools.partial(Store.on_keepers, found)
+    found.on_owners = functools.partial(Store.on_owners, found)
     return found
 
 
@@ -111,34 +111,34 @@ def keeper(monkeypatch):
         (errno.ENOENT, "; it was removed, or its filesystem is not mounted"),
     ],
 )
-def test_room_is_asked_for_where_it_helps(keeper, number, words):
+def test_room_is_asked_for_where_it_helps(owner, number, words):
     def fails():
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(UserError) as refused:
-        keeper.on_keepers(fails, Path("/c/step-1"))
+        owner.on_owners(fails, Path("/c/step-1"))
     assert str(refused.value) == f"/c/step-1: cannot be written ({os.strerror(number)}) on node{words}"
 
 
-def test_a_directory_that_cannot_be_listed_is_not_called_unwritable(keeper, monkeypatch):
+def test_a_directory_that_cannot_be_listed_is_not_called_unwritable(owner, monkeypatch):
     def closed(_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(store, "committed", closed)
     with pytest.raises(UserError, match=r"^/c: cannot be listed \(Permission denied\) on node; give"):
-        Store.present(keeper)
+        Store.present(owner)
 
 
-def test_a_disk_whose_room_cannot_be_told_is_refused_in_a_sentence(keeper, monkeypatch):
+def test_a_disk_whose_room_cannot_be_told_is_refused_in_a_sentence(owner, monkeypatch):
     def broken(_):
         raise OSError(errno.EIO, "Input/output error")
 
-    keeper.me = types.SimpleNamespace(rank=0, world=1)
-    keeper.keepers, keeper.keeper_of, keeper.keep, keeper.keep_best = [0], (0,), 2, False
-    keeper.directory, keeper.run = types.SimpleNamespace(own=dict), RunDir(Path("/r"))
+    owner.me = types.SimpleNamespace(rank=0, world=1)
+    owner.owners, owner.owner_of, owner.keep, owner.keep_best = [0], (0,), 2, False
+    owner.directory, owner.run = types.SimpleNamespace(own=dict), RunDir(Path("/r"))
     monkeypatch.setattr(store.shutil, "disk_usage", broken)
     with pytest.raises(UserError, match=r"^/c: cannot be looked into \(Input/output error\) on node; its disk fails"):
-        Store.check_room(keeper, 1)
+        Store.check_room(owner, 1)
 
 
 def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
@@ -149,12 +149,12 @@ def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
         if len(told) == 1:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    copies = object.__new__(replication.Replication)
-    copies.active, copies.step, copies.everywhere, copies.resumed = True, 0, 0, 0
-    copies.ring = replication.Ring(1, "b", replication.Endpoint(1, "a", 1, "t"), "/c", "r", 2)
-    copies.store = types.SimpleNamespace(run=RunDir(Path("/r")), me=types.SimpleNamespace(host="a"))
-    copies.survey = lambda _: 0
+    ring = object.__new__(replication.Replication)
+    ring.active, ring.step, ring.everywhere, ring.resumed = True, 0, 0, 0
+    ring.ring = replication.Ring(1, "b", replication.Endpoint(1, "a", 1, "t"), "/c", "r", 2)
+    ring.store = types.SimpleNamespace(run=RunDir(Path("/r")), me=types.SimpleNamespace(host="a"))
+    ring.survey = lambda _: 0
     monkeypatch.setattr(replication, "write_json", write)
-    copies.after_save(4)
-    copies.after_save(8)  # it is told again what to copy
+    ring.after_save(4)
+    ring.after_save(8)  # it is told again what to copy
     assert told == [4, 4]

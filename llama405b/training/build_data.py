@@ -1,0 +1,61 @@
+"""What a run trains on, and what it evaluates on."""
+
+import dataclasses
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Config, Data
+from llama405b.data.batches import Batches, described_as_held_out, open_batches
+from llama405b.model.batch import IGNORE_INDEX
+from llama405b.training.context import RankContext
+
+
+def open_data(config: Config, files: Path, context: RankContext) -> tuple[Batches, Batches | None]:
+    """Return what is trained on, and what is evaluated on, if anything; ``files``: the directory of the tokenizer.
+
+    Raises:
+        UserError: The data cannot be used.
+    """
+    batches = _open(config.data, files, context)
+    if not config.evaluation.every:
+        return batches, None
+    if config.evaluation.paths:
+        return batches, _open_apart(config, files, context)
+    return _hold_out(batches, config, context)
+
+
+def open_held_out(config: Config, files: Path, context: RankContext) -> Batches:
+    """Return what is evaluated on; data to train on is read only to hold out a part of it.
+
+    Raises:
+        UserError: The data cannot be used.
+    """
+    if config.evaluation.paths:
+        return _open_apart(config, files, context)
+    return _hold_out(_open(config.data, files, context), config, context)[1]
+
+
+def _open(data: Data, files: Path, context: RankContext, option: str = "--data.paths") -> Batches:
+    cache = context.run.path.parent / ".cache"
+    return open_batches(data, files, cache, context.me, context.heartbeat.progress, context.log, option)
+
+
+def _open_apart(config: Config, files: Path, context: RankContext) -> Batches:
+    """The data of ``evaluation.paths``."""
+    data = dataclasses.replace(config.data, paths=config.evaluation.paths, weights=(), max_bytes=0)
+    return _with_targets(_open(data, files, context, "--evaluation.paths"))
+
+
+def _hold_out(batches: Batches, config: Config, context: RankContext) -> tuple[Batches, Batches]:
+    """Documents of the data itself."""
+    batches, held_out = batches.hold_out(config.evaluation.fraction)
+    for line in described_as_held_out(config.data, held_out):
+        context.log(line)
+    return batches, _with_targets(held_out)
+
+
+def _with_targets(held_out: Batches) -> Batches:
+    """Refuse data of which nothing would be evaluated."""
+    if not any((held_out.in_order([i]).targets_BS != IGNORE_INDEX).any() for i in range(held_out.n_sequences)):
+        raise UserError("[evaluation]: the held-out data has no target to learn; name other data, or a larger fraction")
+    return held_out

@@ -1,0 +1,117 @@
+"""The sharded model, with weights or with memory for those of a checkpoint, and what is said of it."""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+from transformers import LlamaConfig
+
+from llama405b.contract import weights
+from llama405b.contract.errors import UserError
+from llama405b.contract.rounding import rounding_note
+from llama405b.contract.schema import Config, Parallel
+from llama405b.model import llama
+from llama405b.model.attention import Attention, choose_attention
+from llama405b.optim.fp32_masters import master_model
+from llama405b.parallel import fsdp1, fsdp2, load_weights
+from llama405b.training.context import RankContext
+
+
+class _Built(NamedTuple):
+    module: nn.Module  # computes
+    master: nn.Module  # its parameters are the weights that are updated
+    origin: str  # of the weights, in words
+
+
+def build_model(
+    config: Config, files: Path, context: RankContext, *, from_checkpoint: bool, trains: bool = True
+) -> tuple[nn.Module, nn.Module]:
+    """Build the sharded model, and what holds its master weights (only their memory, if a checkpoint will fill it).
+
+    ``files``: the directory of the model's small files. ``trains``: whether the weights will be updated, which is then said of them.
+
+    Raises:
+        UserError: The configuration does not fit the model or the device.
+    """
+    hf_config = llama.read_hf_config(files, config.model.layers)
+    attention = choose_attention(config, hf_config, context.me)
+    began = time.monotonic()
+    if config.parallel.fsdp == "fsdp1":
+        built = _by_fsdp1(config, hf_config, attention, context)
+    else:
+        built = _by_fsdp2(config, files, hf_config, attention, context, from_checkpoint=from_checkpoint)
+    if not from_checkpoint:
+        load_weights.refuse_not_finite(built.master, Path(config.model.path))
+    if config.model.activation_checkpointing:
+        fsdp2.checkpoint_activations(built.module)
+    parameters = weights.read_llama(files, config.model.layers).parameters
+    took = f"{built.origin}, {time.monotonic() - began:.1f} s"
+    for line in _described(config, attention, context, parameters, took, trains=trains):
+        context.log(line)
+    return built.module, built.master
+
+
+def _by_fsdp1(config: Config, hf_config: LlamaConfig, attention: Attention, context: RankContext) -> _Built:
+    if not context.me.on_gpu:
+        raise UserError("--parallel.fsdp: torch does not support fsdp1 on CPU; use fsdp2")
+    directory = None if config.model.weights == "random" else Path(config.model.path)
+    module = fsdp1.load_wrapped(directory, hf_config, attention.name, config.parallel, context.me)
+    return _Built(module, module, "rank 0 broadcast the weights")
+
+
+def _by_fsdp2(
+    config: Config,
+    files: Path,
+    hf_config: LlamaConfig,
+    attention: Attention,
+    context: RankContext,
+    *,
+    from_checkpoint: bool,
+) -> _Built:
+    parallel, me = config.parallel, context.me
+    module = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
+    fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
+    master, offload = master_model(module, parallel), parallel.offload != "none"
+    if master is not module:
+        load_weights.materialise(module, me, offload=parallel.offload == "full")
+    if from_checkpoint:
+        load_weights.materialise(master, me, offload=offload)
+        return _Built(module, master, "weights come from the checkpoint")
+    random = weights.read_llama(files, config.model.layers) if config.model.weights == "random" else None
+    origin = load_weights.load(
+        master,
+        Path(config.model.path),
+        config.model.load,
+        me,
+        context.heartbeat.progress,
+        offload=offload,
+        random=random,
+    )
+    return _Built(module, master, origin)
+
+
+def _described(
+    config: Config, attention: Attention, context: RankContext, parameters: int, took: str, *, trains: bool
+) -> list[str]:
+    """Say what was built, and if it is trained how many bytes that takes, when weights are updated, and what rounding costs."""
+    parallel, me = config.parallel, context.me
+    size = f" at {sum(parallel.state_bytes)} bytes per parameter" if trains else ""
+    updates = _update_words(parallel) if trains else ""
+    recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
+    note = rounding_note(parallel, config.optimizer) if trains else ""
+    return [
+        f"{parallel.fsdp} on {me.world} x {me.device.type}: {parameters:,} parameters, {parallel.numerics}{size}; {took}",
+        f"attention: {attention.name} ({attention.why}); {recompute}; cpu offload: {parallel.offload}{updates}",
+        *attention.checked,
+        *filter(None, [note]),
+    ]
+
+
+def _update_words(parallel: Parallel) -> str:
+    """Say when the weights are updated, with offload."""
+    if parallel.offload == "none":
+        return ""
+    if parallel.hides_update:
+        return ", updated under the next forward"
+    return ", updated between the steps" + " (fsdp1 cannot hide that)" * (parallel.fsdp == "fsdp1")

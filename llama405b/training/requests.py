@@ -1,0 +1,138 @@
+"""What is requested of a run while it trains, and how that is carried out: a stop, a save, diagnoses of all ranks.
+
+A request is a file of the operator's that rank 0 finds between steps (``contract.records.RunRequest``); a stop is a signal.
+"""
+
+import dataclasses
+import functools
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from llama405b.contract.events import EventKind
+from llama405b.contract.files import read_record
+from llama405b.contract.phrases import reason_of
+from llama405b.contract.records import RequestKind, RunRequest
+from llama405b.distributed import collectives
+from llama405b.training.context import RankContext
+from llama405b.training.diagnostics import Profile, write_memory, write_stacks
+
+LOOK_EVERY_S = 1.0  # listing a directory on a network disk costs time
+MAX_STEPS = 100  # per profile: a longer trace cannot be opened
+
+
+class StopSignal:
+    """Whether the node runner asked this rank to save and stop.
+
+    It sends SIGUSR1: SIGTERM is how torchrun ends the survivors of a failure, which must not wait for a step.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        signal.signal(signal.SIGUSR1, self._receive)
+
+    def _receive(self, *_: object) -> None:
+        self.received = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wishes:
+    """What one rank wants after a step; the greatest of all ranks' is what all of them do."""
+
+    stop: int = 0
+    save: int = 0  # it is due, or requested
+    still_saving: int = 0  # the save before
+    best: int = 0  # save, since no evaluation loss was lower
+    profile: int = 0  # steps
+    memory: int = 0
+    stacks: int = 0
+
+
+class Requests:
+    """The requests of this attempt, earlier ones are ignored; and the diagnoses that they ask for."""
+
+    def __init__(self, context: RankContext, stop: StopSignal) -> None:
+        self.context, self.stop = context, stop
+        self.seen = set(self._names())
+        self.looked_at = 0.0
+        self.profile: Profile | None = None
+
+    def new(self) -> list[RunRequest]:
+        """Return the requests since the last look, on rank 0; files that are not requests are skipped."""
+        if not self.context.me.is_rank0 or time.monotonic() < self.looked_at + LOOK_EVERY_S:
+            return []
+        self.looked_at = time.monotonic()
+        paths = [path for path in self._names() if path not in self.seen]
+        self.seen.update(paths)
+        read = [(path, read_record(RunRequest, path)) for path in paths]
+        return [request for path, request in read if request and request.id == path.stem]
+
+    def _names(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.context.run.requests.iterdir() if path.suffix == ".json")
+        except OSError:
+            return []
+
+    def wishes(self, requests: Iterable[RunRequest]) -> Wishes:
+        """Return what this rank wants for these."""
+        steps = dict.fromkeys(RequestKind, 0)
+        for request in requests:
+            steps[request.kind] = max(steps[request.kind], 1, min(request.steps, MAX_STEPS))
+        return Wishes(stop=int(self.stop.received), **{kind.value: n for kind, n in steps.items()})
+
+    def after_step(self, step: int, wishes: Wishes, requests: Sequence[RunRequest], *, ending: bool) -> None:
+        """Do what all ranks wish, and answer; ``requests``: the new ones, on rank 0."""
+        run, me = self.context.run, self.context.me
+        for kind, wished, write in (
+            (RequestKind.STACKS, wishes.stacks, write_stacks),
+            (RequestKind.MEMORY, wishes.memory, write_memory),
+        ):
+            if wished:
+                path, why = _on_all_ranks(functools.partial(write, run, me, step))
+                self.answer(requests, kind, step, path, why)
+        self._finish_profile(step, ending=ending)
+        self._begin_profile(requests, wishes.profile, step)
+
+    def answer(
+        self, requests: Sequence[RunRequest], kind: RequestKind, step: int, path: Path | None, why: str = ""
+    ) -> None:
+        """Report for all requests of a kind that they were carried out, or why not."""
+        for request in requests:
+            if request.kind is kind:
+                self._answer(request.id, step, path, why)
+
+    def _finish_profile(self, step: int, *, ending: bool) -> None:
+        """Write the profile if this was its last step, or the run's."""
+        if self.profile and (ending or step >= self.profile.last_step):
+            path, why = _on_all_ranks(self.profile.finish)
+            request, self.profile = self.profile.request, None
+            self._answer(request, step, path, why)
+
+    def _begin_profile(self, requests: Sequence[RunRequest], n_steps: int, step: int) -> None:
+        """Start a requested profile, one at a time."""
+        ids = [request.id for request in requests if request.kind is RequestKind.PROFILE]
+        if n_steps and not self.profile:
+            first, ids = ids[:1], ids[1:]
+            self.profile = Profile(self.context.run, self.context.me, "".join(first), step + 1, n_steps)
+        for request in ids:
+            self._answer(request, step, None, "another profile is being taken")
+
+    def _answer(self, request: str, step: int, path: Path | None, why: str) -> None:
+        self.context.journal.event(EventKind.ANSWERED, step=step, path=path, request=request, detail=why)
+
+
+def _on_all_ranks(write: Callable[[], Path]) -> tuple[Path | None, str]:
+    """Write a file on every rank; returns this rank's and "", once all ranks are done, or why one is missing.
+
+    A disk that is full is no reason to end the run.
+    """
+    path, why = None, ""
+    try:
+        path = write()
+    except OSError as error:
+        why = f"the file could not be written ({reason_of(error)})"
+    [lacking] = collectives.all_reduce_max([int(path is None)])
+    if lacking and path:
+        why = "another rank could not write its file"
+    return path, why
