@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.schema import ALIASES, Config, fields
+from llama405b.contract.schema import Config, fields
 from llama405b.contract.settings_help import USUAL, value_form, written_default
 from llama405b_tools import cli
 
@@ -37,9 +37,6 @@ def settings() -> str:
         lines += ["", f"## {section}", "", _plain((cls.__doc__ or "").partition("\n")[0]), ""]
         lines += ["| setting | value | default | meaning |", "|---|---|---|---|"]
         lines += [_setting(*each) for each in fields() if each[0].startswith(f"{section}.")]
-    lines += ["", "## Older names", ""]
-    for alias, (key, values) in ALIASES.items():
-        lines.append(f"- `{alias}`: true is `{key} = {values[True]}`, false is `{key} = {values[False]}`")
     return "\n".join([*lines, ""])
 
 

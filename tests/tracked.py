@@ -25,7 +25,7 @@ from llama405b.optim.norm import local
 from llama405b.optim.step import nll_of
 from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
 
-ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = full
+ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
 NEITHER = ("Inputs", "Buffer")
 
 
@@ -88,7 +88,7 @@ def track(config: dict, parallel: Parallel, world: int, seq_len: int, micro_batc
             torch.set_default_dtype(torch.float32)
             shard(model, parallel, torch.device("cpu"), mesh)
             checkpoint_activations(model)
-            tracker = Tracker(model, ON_HOST if parallel.offload == "full" else ())
+            tracker = Tracker(model, ON_HOST if parallel.offload == "all" else ())
             ids_BS = torch.zeros(micro_batch, seq_len, dtype=torch.long)
             tracker.track_inputs((ids_BS,))
             with tracker:

@@ -25,7 +25,7 @@ def build(
     directory,
     *,
     overlap,
-    offload="full",
+    offload="all",
     numerics="",
     wrap=("LlamaDecoderLayer", "Embedding"),
     masters=True,
@@ -37,14 +37,14 @@ def build(
     from llama405b.optim.fp32_masters import master_model
     from llama405b.parallel import fsdp2, load_weights
 
-    numerics = numerics or ("fp32" if offload == "full" else "fp32-master")
+    numerics = numerics or ("fp32" if offload == "all" else "fp32-master")
     parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     master = master_model(module, parallel) if masters else module
     load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=True)
     if master is not module:
-        load_weights.materialise(module, me, offload=parallel.offload == "full")
+        load_weights.materialise(module, me, offload=parallel.offload == "all")
     fsdp2.checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
 

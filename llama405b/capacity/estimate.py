@@ -110,7 +110,7 @@ class Load:
     def sums_apart(self) -> bool:
         """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
         apart = self.overlap or self.moments == "bf16"
-        return self.offload == "full" and apart and self.global_batch > self.micro_batch * self.world
+        return self.offload == "all" and apart and self.global_batch > self.micro_batch * self.world
 
     @property
     def weight_bytes(self) -> int:
@@ -134,8 +134,8 @@ class Load:
         weight, gradient = self.weight_bytes, GRADIENT[self.numerics]
         parts = {
             "none": (0.0, 0.0, 0.0),
-            "states": (weight, gradient, self.moment_bytes),
-            "full": (weight * PINNED, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
+            "optimizer": (weight, gradient, self.moment_bytes),
+            "all": (weight * PINNED, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
         }[self.offload]
         share = self.ranks_per_host / max(self.world, self.ranks_per_host)
         found = {name: size * self.llama.parameters * share for name, size in zip(KINDS, parts, strict=True) if size}
@@ -151,7 +151,7 @@ class Load:
     @property
     def update_bytes_per_parameter(self) -> int:
         """Bytes that an update reads and writes."""
-        published = 2 * (self.offload == "states")
+        published = 2 * (self.offload == "optimizer")
         return 2 * (self.weight_bytes + self.moment_bytes) + GRADIENT[self.numerics] + published
 
 
@@ -204,8 +204,8 @@ def estimate(load: Load, cluster: Cluster | None = None, ram_bytes: float = 0.0)
 def _job(load: Load) -> Job:
     kept = {
         "none": (load.weight_bytes, GRADIENT[load.numerics], load.moment_bytes),
-        "states": (2, 0, 0),
-        "full": (0, 0, 0),
+        "optimizer": (2, 0, 0),
+        "all": (0, 0, 0),
     }[load.offload]
     return Job(
         load.llama,
@@ -231,7 +231,7 @@ def _time(load: Load, cluster: Cluster) -> StepTime | None:
 def setting_of(load: Load, cluster: Cluster) -> Setting:
     """Return what is trained on what, as the model of a step's time takes it."""
     gradient = GRADIENT[load.numerics]
-    weights = load.weight_bytes if load.offload == "full" else 0
+    weights = load.weight_bytes if load.offload == "all" else 0
     return Setting(
         Shape.of(load.llama), cluster.pace or cluster.gpu, load.world, load.ranks_per_host, cluster.nic_bytes_per_s, load.seq_len,
         load.micro_batch, max(1, load.global_batch // (load.micro_batch * load.world)), gradient,

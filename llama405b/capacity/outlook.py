@@ -24,7 +24,7 @@ from llama405b.contract.schema import Moments, Offload
 TIME_SPREAD, MEMORY_SPREAD = 0.15, 0.10
 NEAR = 0.033
 LEAST_GAIN = 0.01
-OFFLOADS: tuple[Offload, ...] = ("none", "states", "full")
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 WHOLE, HALVES = ("LlamaDecoderLayer", "Embedding"), ("LlamaAttention", "LlamaMLP", "Embedding")
 UNITS = tuple(
     frozenset(units) - {"Embedding"} for units in (WHOLE, HALVES)
@@ -250,8 +250,8 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
         f"smaller units (--parallel.wrap {','.join(HALVES)})": change(wrap=HALVES),
         f"larger units (--parallel.wrap {','.join(WHOLE)})": change(wrap=WHOLE),
         "--parallel.offload none": change(offload="none", moments="fp32"),
-        "--parallel.offload states": change(offload="states"),
-        "--parallel.offload full": change(offload="full"),
+        "--parallel.offload optimizer": change(offload="optimizer"),
+        "--parallel.offload all": change(offload="all"),
         "--parallel.moments bf16 (with optimizer.betas of at most 0.99)": change(moments="bf16"),
         "--parallel.numerics pure-bf16 (loses small updates)": change(numerics="pure-bf16", moments="fp32"),
         f"--training.micro_batch_size {2 * load.micro_batch}": change(micro_batch=2 * load.micro_batch),
@@ -285,7 +285,7 @@ def _runs(load: Load, cluster: Cluster) -> bool:
     """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
     if cluster.gpu.is_cpu and load.offload != "none":
         return False
-    if load.offload == "states" and load.numerics != "fp32-master":
+    if load.offload == "optimizer" and load.numerics != "fp32-master":
         return False
     if load.moments == "bf16" and (load.offload == "none" or load.numerics == "pure-bf16"):
         return False

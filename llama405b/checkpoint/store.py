@@ -184,7 +184,7 @@ class Store:
             if self.shared and 0 not in sees:
                 raise UserError(
                     f"--checkpoint.dir: rank {self.me.rank} on {self.me.host} does not see a file in {self.root} "
-                    "that rank 0 wrote; name a directory that all hosts share, or use --checkpoint.place node"
+                    "that rank 0 wrote; name a directory that all hosts share, or use --checkpoint.storage local"
                 )
         self.owner_of = tuple(collectives.all_gather_objects(0 if self.shared else min(sees)))
         dist.barrier(self.group)

@@ -82,7 +82,7 @@ def choose(config: Config, resume: str, files: Path, context: RankContext) -> Re
         config.timeouts.load,
         run=context.run,
         say=context.log,
-        shared=config.checkpoint.place == "shared",
+        shared=config.checkpoint.storage == "shared",
     )
     chosen = Resume(store, resume, weights_only=True)
     refuse_another_model(chosen, config, files, context)

@@ -22,7 +22,7 @@ class CauseKind(enum.StrEnum):
     REFUSED = "refused"  # the trainer refused its input, on ``rank``: it would refuse it again
     FOLLOWED = "followed"  # ``rank`` stopped because ``peer`` refused its input
     LOST_PEER = "lost peer"  # ``rank`` lost contact with another, in ``phase``: the failure began elsewhere
-    SPIKE = "loss spike"  # and training.on_spike is stop
+    SPIKE = "loss spike"  # and training.on_loss_spike is stop
     NOT_FINITE = "not finite"  # the loss or the gradient of a step, on every rank
     SOCKETS = "sockets"  # NCCL fell back to TCP although there is RDMA; ``detail``: its log line
     VANISHED = "vanished"  # the host's processes are gone and left no status

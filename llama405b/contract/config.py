@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import operator
 import re
 import tomllib
 import typing
@@ -18,33 +17,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.cadence import Cadence
-from llama405b.contract.checkpoints import LEAST_KEPT
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
-from llama405b.contract.resuming import ALL, CHANGES
-from llama405b.contract.schema import ALIASES, TYPES, Config, Parallel, Training, fields
-from llama405b.contract.suggestions import instead_of, suggestion
+from llama405b.contract.schema import TYPES, Config, Training
+from llama405b.contract.setting_rules import faults_of
+from llama405b.contract.suggestions import RENAMED, instead_of, suggestion
 from llama405b.contract.trust import refuse_others_writing
 from llama405b.contract.units import staging_bytes
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
-MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
 PRESET_DIR = Path(__file__).parent / "presets"
 # Settings that are written in a way of their own.
 READERS: dict[str, Callable[[str], object]] = {
     "checkpoint.every": Cadence.read,
     "checkpoint.staging": staging_bytes,
 }
-ABOVE_ZERO = (  # other numbers may be 0
-    "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
-    "checkpoint.mtbf",
-)  # fmt: skip
-# What only fsdp1 takes, with what each is by default.
-OF_FSDP1 = [
-    (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
-]
 NAMES = {  # of types, for people: one, and several
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
@@ -102,10 +91,7 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
         for key, value in _spelt_out(section, table, f"{path}:{_line_of(text, 'data', 'sources')}"):
             where = f"{path}:{_line_of(text, section, key)}"
             dotted = known_key(f"{section}.{key}", where)
-            name, setting = _read(dotted, value, where)
-            if name in settings:
-                raise UserError(f"{where}: {name} is set twice, once under an older name; keep one of them")
-            settings[name] = setting
+            settings[dotted] = convert(dotted, value, where), where
     return settings
 
 
@@ -166,27 +152,12 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif _type_of(key) is bool:
+            elif TYPES[key] is bool:
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
-        name, setting = _read(key, _from_text(value, _type_of(key), flag), flag)
-        settings[name] = setting
+        settings[key] = convert(key, _from_text(value, TYPES[key], flag), flag), flag
     return settings
-
-
-def _read(key: str, value: Json, where: str) -> tuple[str, Setting]:
-    """Return a setting under its present name, if this is an older one."""
-    found = convert(key, value, where)
-    if key not in ALIASES:
-        return key, (found, where)
-    name, values = ALIASES[key]
-    return name, (values[found], where)
-
-
-def _type_of(key: str) -> Any:
-    """Return the type of a setting; older names are switches."""
-    return bool if key in ALIASES else TYPES[key]
 
 
 def resolve(settings: Mapping[str, Setting]) -> Config:
@@ -200,7 +171,7 @@ def resolve(settings: Mapping[str, Setting]) -> Config:
         section, _, name = key.partition(".")
         chosen[section][name] = value
     config = Config(**{section: cls(**chosen[section]) for section, cls in typing.get_type_hints(Config).items()})
-    for key, fault in (*_out_of_range(config), *_misfits(config)):
+    for key, fault in faults_of(config):
         _, where = settings.get(key, (None, f"--{key}"))
         raise UserError(f"{where}: {fault}")
     return config
@@ -287,8 +258,10 @@ def on_ranks(config: Config, world: int) -> Config:
 
 def known_key(key: str, where: str) -> str:
     """Return ``key``; if it is not a setting, refuse it and name the nearest one."""
-    if key in TYPES or key in ALIASES:
+    if key in TYPES:
         return key
+    if now := RENAMED.get(key):
+        raise UserError(f"{where}: {key} is called {now} now; write that")
     if instead := instead_of(key):
         raise UserError(f"{where}: {instead}")
     raise UserError(f"{where}: {key!r} is not a setting{suggestion(key, TYPES)}; see `llama405b train --help`")
@@ -300,28 +273,21 @@ def convert(key: str, value: Json, where: str) -> Any:
     Raises:
         UserError: It is of another type, or not one of the allowed words.
     """
-    type_ = _type_of(key)
-    if key == "checkpoint.allow_changes":
-        value = _from_switch(value)
+    type_ = TYPES[key]
     if typing.get_origin(type_) is tuple:
         return _convert_list(key, value, where)
     if typing.get_origin(type_) is Literal:
         words = typing.get_args(type_)
         if value in words:
             return value
+        if now := RENAMED.get(f"{key} {value}"):
+            raise UserError(f"{where}: {key} is {value!r}, which is called {now} now; write that")
         raise UserError(f"{where}: {key} is {value!r}; use one of {', '.join(words)}")
     if key in READERS:
         return _read_by(READERS[key], value, where)
     if _is(value, type_):
         return type_(value)
     raise UserError(f"{where}: {key} is {value!r}; use {NAMES[type_][0]}")
-
-
-def _from_switch(value: Json) -> Json:
-    """Read a list that was a switch: on is all."""
-    only = value[0] if isinstance(value, list) and len(value) == 1 else value
-    switch = SWITCHES.get(str(only).lower())
-    return value if switch is None else [ALL] * switch
 
 
 def _read_by(reads: Callable[[str], object], value: Json, where: str) -> str:
@@ -370,89 +336,6 @@ def _from_text(text: str, type_: Any, flag: str) -> Json:
         with contextlib.suppress(ValueError):
             return type_(text.replace("_", ""))
     return text
-
-
-def _out_of_range(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield settings below their minimum, with a message for each."""
-    for key, type_, _, _ in fields():
-        value = operator.attrgetter(key)(config)
-        if type_ in (int, float) and value <= 0 and key in ABOVE_ZERO:
-            yield key, f"{key} is {value}; it must be above 0"
-        elif type_ in (int, float) and value < 0:
-            yield key, f"{key} is {value}; it must be at least 0"
-
-
-def _misfits(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield settings that are incompatible with others, with a message for each."""
-    model, training, optimizer, parallel = config.model, config.training, config.optimizer, config.parallel
-    saves, keep, betas = config.checkpoint.cadence.saves, config.checkpoint.keep, list(optimizer.betas)
-    lr, min_lr = optimizer.lr, optimizer.min_lr
-    evaluation, weights = config.evaluation, config.data.weights
-    uneven = f"{counted(len(weights), 'weight')} for {counted(len(config.data.paths), 'path')}; give one for each"
-    is_one_text = config.data.packing == "concatenated"
-    one_text = "with packing concatenated documents are one text, which is split; leave it out, or use isolated"
-    evaluates = evaluation.paths or evaluation.fraction
-    no_best = "nothing would be evaluated, or nothing saved; set evaluation.every and checkpoint.every"
-    no_data = "no data to evaluate on; set evaluation.paths or evaluation.fraction"
-    never = "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps"
-    too_few = f"checkpoint.keep is {keep}; keep at least {LEAST_KEPT}, so that one always verifies"
-    only_bf16 = f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
-    only_cuda = "torch does not support fsdp1 on CPU; use fsdp2"
-    only_fsdp2 = "states needs fsdp2; use it, or full"
-    only_master = "states keeps FP32 weights in CPU memory and BF16 ones on the GPU; use full, or numerics fp32-master"
-    only_offload = "bf16 moments need offload states or full, and fsdp2; set them, or use fp32"
-    already_bf16 = "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
-    too_slow = f"a step changes second moments by less than BF16 resolves where beta2 is {betas[1]:g}; use fp32, or at most 0.99"
-    unused = "with fsdp2 it would have no effect; leave it out, or use fsdp1"
-    unknown = [name for name in config.checkpoint.allow_changes if name not in (*CHANGES, ALL)]
-    near = suggestion(last_of(unknown), CHANGES)
-    no_change = f"{last_of(unknown)!r} is not what a resume compares{near}; use {', '.join((*CHANGES, ALL))}"
-    no_fields = (
-        "fields name no document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]"
-    )
-    stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
-    for key, is_wrong, fault in (
-        ("model.path", not model.path, "no model given; name a checkpoint directory or a preset"),
-        ("data.paths", not config.data.paths, "no data given; name files, folders or globs"),
-        ("data.fields", config.data.fields and not _names_a_document(config.data.fields), no_fields),
-        ("data.weights", bool(weights) and len(weights) != len(config.data.paths), uneven),
-        ("data.weights", not all(weight > 0 for weight in weights), "each weight must be above 0; leave that path out"),
-        ("data.documents", config.data.documents == "whole" and is_one_text, one_text),
-        ("data.long_documents", config.data.long_documents == "truncate" and is_one_text, one_text),
-        ("checkpoint.keep", saves and keep < LEAST_KEPT, too_few),
-        ("checkpoint.keep_best", config.checkpoint.keep_best and not (evaluation.every and saves), no_best),
-        ("checkpoint.allow_changes", bool(unknown), no_change),
-        ("checkpoint.replicas", config.checkpoint.replicas > 1, "checkpoint.replicas is above 1; use 0 or 1"),
-        ("evaluation.every", bool(evaluation.every) and not evaluates, no_data),
-        ("evaluation.every", bool(evaluation.paths) and not evaluation.every, never),
-        ("evaluation.fraction", evaluation.fraction > 0.5, f"fraction is {evaluation.fraction:g}; use at most 0.5"),
-        ("training.spike", training.spike <= 1, f"spike is {training.spike:g}; use more than 1"),
-        ("training.epochs", not (training.max_steps or training.epochs), "max_steps and epochs are both 0; set one of them"),
-        ("optimizer.min_lr", min_lr > lr, f"min_lr {min_lr} is above lr {lr}; lower it"),
-        ("optimizer.betas", not all(0 <= beta < 1 for beta in betas), f"betas are {betas}; each must be at least 0 and below 1"),
-        ("model.attention", model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32", only_bf16),
-        ("parallel.fsdp", parallel.fsdp == "fsdp1" and parallel.device == "cpu", only_cuda),
-        ("parallel.offload", parallel.offload == "states" and parallel.fsdp == "fsdp1", only_fsdp2),
-        ("parallel.offload", parallel.offload == "states" and parallel.numerics != "fp32-master", only_master),
-        ("parallel.moments", parallel.moments == "bf16" and not parallel.updates_on_cpu, only_offload),
-        ("parallel.moments", parallel.moments == "bf16" and parallel.numerics == "pure-bf16", already_bf16),
-        ("parallel.moments", parallel.moments == "bf16" and betas[1] > MAX_BETA_BF16, too_slow),
-        ("parallel.forward_prefetch", parallel.forward_prefetch and parallel.fsdp == "fsdp2", stale),
-        *((f"parallel.{name}", parallel.fsdp == "fsdp2" and getattr(parallel, name) != default, unused) for name, default in OF_FSDP1),
-    ):  # fmt: skip
-        if is_wrong:
-            yield key, fault
-
-
-def _names_a_document(names: Sequence[str]) -> bool:
-    """Whether ``data.fields`` names all that a document needs, each once."""
-    ours = sorted(name.partition("=")[0].strip() for name in names if name.partition("=")[2])
-    return len(ours) == len(names) and ours in (
-        ["text"],
-        ["completion", "prompt"],
-        ["messages"],
-        ["messages", "tools"],
-    )
 
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:

@@ -23,7 +23,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank (the node runner covers secrets)
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
-    checkpoints/of-HOST/step-<8 digits>/   replicator   copies of the part of the host before, with ``place = node``
+    checkpoints/of-HOST/step-<8 digits>/   replicator   copies of the part of the host before, with ``storage = local``
     checkpoints/for-export/step-<8 digits>/   export   what it has brought together, until the model is written
     checkpoints/lease-<8 digits>.json   rank 0     who may write there (``checkpoints.Lease``); the highest number counts
     events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, copies-HOST, and guard (on its machine)

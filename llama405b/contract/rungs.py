@@ -56,8 +56,8 @@ PROVES = {  # features of docs/proof.md
     Rung.COPIES: "copies between GPU and CPU memory, pinned and not",
     Rung.UPDATE: "the update and the norm on the GPU host's cores, the norm against FP64",
     Rung.LAYER_NONE: "a layer of the 405B shape, offload none",
-    Rung.LAYER_STATES: "a layer of the 405B shape, offload states",
-    Rung.LAYER_FULL: "a layer of the 405B shape, offload full",
+    Rung.LAYER_STATES: "a layer of the 405B shape, offload optimizer",
+    Rung.LAYER_FULL: "a layer of the 405B shape, offload all",
     Rung.HIDING: "the update hidden under the next forward",
     Rung.EXACT: "hidden equals sequential, bit for bit",
 }

@@ -9,7 +9,7 @@ from llama405b.contract.cadence import Cadence
 from llama405b.contract.units import staging_bytes
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
-Offload = Literal["none", "states", "full"]
+Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["fp32", "bf16"]
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
 BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
@@ -64,8 +64,8 @@ class Data:
     long_documents: Literal["split", "truncate"] = option(
         "split", "what is done with documents that are longer than a sequence"
     )
-    learn: tuple[str, ...] = option(
-        ("assistant",), "roles of a conversation whose messages are learnt; others are only read"
+    train_on: tuple[str, ...] = option(
+        ("assistant",), "roles of a conversation whose messages are trained on; the loss mask leaves out all others"
     )
     chat_template: str = option(
         "", "a file with the Jinja template for conversations, on the first host; default: the tokenizer's own"
@@ -104,14 +104,14 @@ class Training:
     micro_batch_size: int = option(1, "sequences per forward pass on each rank")
     max_steps: int = option(0, "number of steps; 0: as set by epochs")
     epochs: float = option(1.0, "passes over the data, if max_steps is 0")
-    on_spike: Literal["warn", "skip", "stop"] = option(
+    on_loss_spike: Literal["warn", "skip", "stop"] = option(
         "warn",
-        "what a step does whose loss is far above the last ones'; skip: leave the weights as they are; stop: end the run",
+        "what to do when the loss spikes; skip: leave the weights as they are in that step; stop: end the run",
     )
     on_nonfinite: Literal["stop", "skip"] = option(
-        "stop", "what a step does whose loss or gradient is NaN or infinite; skip: leave the weights as they are"
+        "stop", "what to do when the loss or the gradient is NaN or infinite; skip: leave the weights as they are"
     )
-    spike: float = option(3.0, "times the median loss of the last 64 steps, above which that is so")
+    loss_spike_factor: float = option(3.0, "a loss above this many times the median of the last 64 steps is a spike")
     seed: int = option(0, "seed of every random generator")
 
 
@@ -137,8 +137,8 @@ class Parallel:
     wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
     offload: Offload = option(
         "none",
-        "what is kept in CPU memory: states: FP32 weights, moments and the gradient sum, with BF16 weights on the GPU; "
-        "full: weights, gradients and moments",
+        "what is kept in CPU memory: optimizer: FP32 weights, moments and the gradient sum, with BF16 weights on the GPU; "
+        "all: weights, gradients and moments",
     )
     overlap: bool = option(True, "with offload and fsdp2: update the weights while the next forward runs")
     moments: Moments = option(
@@ -158,7 +158,7 @@ class Parallel:
     def state_bytes(self) -> tuple[int, int]:
         """Bytes per parameter of weights, gradients and moments: on the device, and in CPU memory."""
         whole = BYTES_PER_PARAMETER[self.numerics] - 4 * (self.moments == "bf16")
-        return {"none": (whole, 0), "states": (2, whole), "full": (0, whole)}[self.offload]
+        return {"none": (whole, 0), "optimizer": (2, whole), "all": (0, whole)}[self.offload]
 
     @property
     def updates_on_cpu(self) -> bool:
@@ -168,7 +168,7 @@ class Parallel:
     @property
     def updates_by_unit(self) -> bool:
         """Whether the CPU updates the weights unit by unit, with sums of gradients apart from FSDP's own."""
-        return self.updates_on_cpu and (self.overlap or self.offload == "states" or self.moments == "bf16")
+        return self.updates_on_cpu and (self.overlap or self.offload == "optimizer" or self.moments == "bf16")
 
     @property
     def hides_update(self) -> bool:
@@ -178,7 +178,7 @@ class Parallel:
     @property
     def reuses_gradients(self) -> bool:
         """Whether gradients keep their memory between steps: FSDP1 wants it with offload, FSDP2 would then block on copies."""
-        return self.offload == "full" and self.fsdp == "fsdp1"
+        return self.offload == "all" and self.fsdp == "fsdp1"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,15 +186,16 @@ class Checkpoint:
     """When and where to save the run."""
 
     dir: str = option(
-        "", "a directory that all hosts share, or with place = node one on each; default: <run>/checkpoints"
+        "", "a directory that all hosts share, or with storage = local one on each; default: <run>/checkpoints"
     )
-    place: Literal["shared", "node"] = option(
-        "shared", "node: each host keeps what its ranks wrote on its own disk, and a copy of the host before it"
+    storage: Literal["shared", "local"] = option(
+        "shared", "local: each host keeps what its ranks wrote on its own disk, and a copy of the host before it"
     )
-    replicas: int = option(1, "with place = node: 0: no copies, so a lost host loses all checkpoints")
+    replicas: int = option(1, "with storage = local: 0: no copies, so a lost host loses all checkpoints")
     every: str = option(
         "100",
-        "steps between checkpoints, a time like 10m, or auto: as often as costs least (the last step is always saved); 0: never",
+        "steps between checkpoints, a time like 10m, or auto: the interval that loses least time, by the mean time between failures "
+        "(the last step is always saved); 0: never",
     )
     mtbf: float = option(50_000.0, "with auto: mean hours between failures of one rank; rented machines may have fewer")
     staging: str = option(
@@ -210,13 +211,13 @@ class Checkpoint:
     )
     allow_changes: tuple[str, ...] = option(
         (),
-        "what a resume may change, by name: model, data, optimizer.lr and others that it names when it refuses; all: anything",
+        "resume although these differ from the checkpoint's: model, data, optimizer.lr and others that a refusal names; all: anything",
     )
 
     @property
     def copies(self) -> int:
         """How many copies are made of each host's part."""
-        return self.replicas if self.place == "node" else 0
+        return self.replicas if self.storage == "local" else 0
 
     @property
     def staging_bytes(self) -> int | None:
@@ -246,7 +247,7 @@ class Evaluation:
     fraction: float = option(
         0.0, "of the training data's tokens, whole documents held out for that if no paths are named; at most 0.5"
     )
-    max_sequences: int = option(0, "evaluate on at most so many, at equal distances; 0: all")
+    max_sequences: int = option(0, "evaluate on at most this many sequences, evenly spaced; 0: all")
     micro_batch_size: int = option(0, "sequences per forward pass on each rank; 0: as in training")
 
 
@@ -273,5 +274,3 @@ def fields() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
-# Older names of settings that are still read: the setting that each now is, and its value for on and off.
-ALIASES = {"parallel.cpu_offload": ("parallel.offload", {True: "full", False: "none"})}

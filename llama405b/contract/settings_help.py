@@ -3,11 +3,10 @@
 import json
 import textwrap
 import typing
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from llama405b.contract.config import preset_names
-from llama405b.contract.schema import ALIASES, Config, fields
+from llama405b.contract.schema import Config, fields
 
 HELP_WIDTH = 80
 USUAL = (
@@ -26,7 +25,6 @@ def settings_help() -> str:
     for section, cls in typing.get_type_hints(Config).items():
         lines += ["", f"[{section}] {_first_sentence(cls)}"]
         lines += [entry for key, entry in all_fields.items() if key.startswith(f"{section}.")]
-    lines += ["", "older names:", *_older()]
     lines += ["", "In a TOML file, --optimizer.lr 2e-5 is: [optimizer] and below it lr = 2e-5"]
     return "\n".join(lines)
 
@@ -62,9 +60,3 @@ def _filled(text: str, indent: str) -> str:
 
 def _first_sentence(cls: type) -> str:
     return (cls.__doc__ or "").partition("\n")[0]
-
-
-def _older() -> Iterator[str]:
-    for alias, (key, values) in ALIASES.items():
-        yield f"  --{alias} true|false"
-        yield _filled(f"true is --{key} {values[True]}, false is --{key} {values[False]}", INDENT)

@@ -34,6 +34,12 @@ SETTINGS = {
     "eval_interval": "evaluation.every", "eval_dataset": "evaluation.paths", "validation_file": "evaluation.paths",
     "per_device_eval_batch_size": "evaluation.micro_batch_size",
 }  # fmt: skip
+# What settings, and their values, were called until 0.2.0.
+RENAMED = {
+    "data.learn": "data.train_on", "training.on_spike": "training.on_loss_spike", "training.spike": "training.loss_spike_factor",
+    "checkpoint.place": "checkpoint.storage", "checkpoint.storage node": "local",
+    "parallel.offload states": "optimizer", "parallel.offload full": "all",
+}  # fmt: skip
 HOSTS_FILE = "the hosts file, HOSTS, says it: one host per line, rank 0 on the first"
 SLOTS = "slots= in the hosts file says how many ranks a host has; by default one per GPU"
 MEETING = "launch finds where the hosts meet; address= in the hosts file overrides it, and --port the port"

@@ -142,7 +142,7 @@ def encoded(
         report()
     texts = Documents(forms, config.max_bytes, skip=config.bad_records == "skip", names=config.fields)
     report.say(f"tokenizing {counted(len(parts), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
-    encoder = Encoder(tokenizer, config.learn, texts, report, parses=config.special_tokens == "parse")
+    encoder = Encoder(tokenizer, config.train_on, texts, report, parses=config.special_tokens == "parse")
     tokens = _written(encoder, cache, stem)
     with contextlib.suppress(OSError):  # they are only told
         write_json((cache / tokens.name).with_suffix(".json"), encoder.counts)
@@ -170,7 +170,7 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
         RULES,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
-        config.learn,
+        config.train_on,
         config.bad_records,
         config.special_tokens,
         config.fields,
@@ -201,7 +201,7 @@ def _made(directory: Path, rules: str, report: Report) -> TokenFile:
         raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
     if found.rules != rules:
         raise UserError(
-            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.learn, data.fields, "
+            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.train_on, data.fields, "
             "data.special_tokens, data.bad_records or data.max_bytes; set them back, or run `llama405b data tokenize` again"
         )
     report.say(str(found.counts))

@@ -33,7 +33,7 @@ def build_updater(
     optimizer = build_optimizer(master, config)
     overlap, moments = parallel.overlap, parallel.moments
     updater: Updater
-    if parallel.offload == "states":
+    if parallel.offload == "optimizer":
         updater = OffloadedOptimizer(
             model, master, optimizer, device, on_long_wait, pinning=pinning, overlap=overlap, moments=moments
         )

@@ -55,7 +55,7 @@ class UpdateParams:
 
 
 class OffloadedAll:
-    """Weights, gradients and moments in CPU memory (``offload = full``): FSDP copies weights and gradients itself."""
+    """Weights, gradients and moments in CPU memory (``offload = all``): FSDP copies weights and gradients itself."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""BF16 weights stay on the device; FP32 masters, moments and the sum of gradients live in CPU memory (``offload = states``).
+"""BF16 weights stay on the device; FP32 masters, moments and the sum of gradients live in CPU memory (``offload = optimizer``).
 
 No weight crosses PCIe in the forward or the backward. FSDP2 hands over each unit's gradient in FP32, before it is cast to the
 weights' dtype: 4 bytes per parameter come down for each micro-batch. After its update a unit's weights go up in BF16, 2 bytes
@@ -130,7 +130,7 @@ class OffloadedOptimizer(OffloadedAll):
         expected = member.of(landing.total).to(weight.dtype)
         if gradient is None or not torch.equal(local(gradient).cpu().nan_to_num(), expected.nan_to_num()):
             raise RuntimeError(
-                f"{part.name}: FSDP's gradients are not laid out as expected; use --parallel.offload full"
+                f"{part.name}: FSDP's gradients are not laid out as expected; use --parallel.offload all"
             )
 
     def clip(self, max_norm: float) -> float:

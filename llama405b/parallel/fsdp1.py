@@ -53,7 +53,7 @@ def load_wrapped(
         device_id=me.device,
         sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
         mixed_precision=mixed if parallel.numerics == "fp32-master" else None,
-        cpu_offload=CPUOffload(offload_params=parallel.offload == "full"),
+        cpu_offload=CPUOffload(offload_params=parallel.offload == "all"),
         backward_prefetch=BackwardPrefetch.__members__.get(parallel.backward_prefetch),
         forward_prefetch=parallel.forward_prefetch,
         limit_all_gathers=parallel.limit_all_gathers,

@@ -30,7 +30,7 @@ WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to
 
 def shard_dtype(parallel: Parallel) -> torch.dtype:
     """Return the dtype of the shards that FSDP gathers from."""
-    return torch.bfloat16 if parallel.numerics == "pure-bf16" or parallel.offload == "states" else torch.float32
+    return torch.bfloat16 if parallel.numerics == "pure-bf16" or parallel.offload == "optimizer" else torch.float32
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
@@ -78,7 +78,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     check_units(model, parallel.wrap)
     mesh = mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type)
     offload: OffloadPolicy = OffloadPolicy()
-    if parallel.offload == "full":
+    if parallel.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=_precision(parallel.numerics), offload_policy=offload)
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens

@@ -29,7 +29,7 @@ class BadSteps:
 
     def refuses(self, loss: float) -> bool:
         """Whether a step with this loss must not change the weights."""
-        return self.settings.on_spike != "warn" and self.detector.is_spike(loss)
+        return self.settings.on_loss_spike != "warn" and self.detector.is_spike(loss)
 
     def count_empty(self, step: int) -> None:
         """Report a step in which every target is masked, for example by very long prompts.
@@ -73,7 +73,7 @@ class BadSteps:
         Raises:
             SpikeError: The run is to stop then, or one step after another would be left out.
         """
-        median, choice = self.detector.median, self.settings.on_spike
+        median, choice = self.detector.median, self.settings.on_loss_spike
         if not self.detector.update(result.loss, always=choice == "warn"):
             return
         loss = f"loss {result.loss:.4f} is {result.loss / (median or math.inf):.1f} times the median of the last steps"
@@ -82,12 +82,12 @@ class BadSteps:
         if choice == "stop":
             raise SpikeError(
                 f"step {step}: {loss}; the log names its documents; resume from the last checkpoint, with "
-                "--training.on_spike skip or without these documents"
+                "--training.on_loss_spike skip or without these documents"
             )
         if choice == "skip" and self.detector.skipped >= MAX_SKIPPED:
             raise SpikeError(
                 f"step {step}: {MAX_SKIPPED} steps in a row were left out, the last since {loss}; resume from an older "
-                "checkpoint, or with --training.on_spike warn or a higher --training.spike"
+                "checkpoint, or with --training.on_loss_spike warn or a higher --training.loss_spike_factor"
             )
 
     def _report(self, kind: EventKind, step: int, choice: str, what: str) -> None:

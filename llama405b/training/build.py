@@ -103,7 +103,7 @@ def build_optimizer(config: Config, module: nn.Module, master: nn.Module, contex
     parallel, heartbeat, device = config.parallel, context.heartbeat, context.me.device
     if context.me.on_gpu and parallel.updates_on_cpu:
         context.phase(Phase.PIN)
-        if parallel.offload == "full":
+        if parallel.offload == "all":
             accumulates = accumulation(config.training, context.me.dp.size) > 1
             fill_for_fsdp(module, 1 + (accumulates and parallel.updates_by_unit), heartbeat.progress)
     return build_updater(
@@ -127,9 +127,9 @@ def build_reader(config: Config, batches: Batches, start: Beginning, context: Ra
 def build_spike_detector(training: Training, start: Beginning, context: RankContext) -> SpikeDetector:
     """Build it with the losses before a resume; of other data they say nothing."""
     before = context.journal.losses if start.position else ()
-    detector = SpikeDetector.replay(training.spike, before, always=training.on_spike == "warn")
+    detector = SpikeDetector.replay(training.loss_spike_factor, before, always=training.on_loss_spike == "warn")
     losses = collectives.broadcast_object(tuple(detector.losses), tuple[float, ...])
-    return SpikeDetector(training.spike, losses)
+    return SpikeDetector(training.loss_spike_factor, losses)
 
 
 def build_evaluator(config: Config, module: nn.Module, held_out: Batches, context: RankContext) -> Evaluator:

@@ -74,7 +74,7 @@ def _by_fsdp2(
     fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
     master, offload = master_model(module, parallel), parallel.offload != "none"
     if master is not module:
-        load_weights.materialise(module, me, offload=parallel.offload == "full")
+        load_weights.materialise(module, me, offload=parallel.offload == "all")
     if from_checkpoint:
         load_weights.materialise(master, me, offload=offload)
         return _Built(module, master, "weights come from the checkpoint")

@@ -31,7 +31,7 @@ def open_checkpoints(
     Raises:
         UserError: The directory or the checkpoint cannot be used.
     """
-    settings, shared = config.checkpoint, config.checkpoint.place == "shared"
+    settings, shared = config.checkpoint, config.checkpoint.storage == "shared"
     store = Store(
         Path(settings.dir or context.run.checkpoints),
         settings.keep,

@@ -54,7 +54,7 @@ def test_a_calibrated_plan_is_kept_and_used(work, cli, demo):
     assert (longer.returncode, "plan HOSTS --calibrate" in longer.stderr) == (2, True)  # measured was another sequence
     described = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--nic", "10Gb/s")
     assert (described.returncode, "--nic: --calibrate measures the hosts as they are" in described.stderr) == (2, True)
-    refused = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--parallel.offload", "full")
+    refused = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--parallel.offload", "all")
     assert (refused.returncode, "measures --parallel.offload none alone" in refused.stderr) == (2, True)
     lost = cli(work, "plan", "hosts", *SMALL, "--calibrate", "--data.paths", "nosuch")
     assert (lost.returncode, "nosuch" in lost.stderr) == (2, True)

@@ -112,7 +112,16 @@ def test_06_a_disk_too_small_for_the_checkpoints(refused, on, demo):
     for i in (1, 3):
         on(i, "mkdir -m 777 /small", "rmdir /small")
     refused(
-        *("--model.path", demo, "--checkpoint.every", "2", "--checkpoint.place", "node", "--checkpoint.dir", "/small"),
+        *(
+            "--model.path",
+            demo,
+            "--checkpoint.every",
+            "2",
+            "--checkpoint.storage",
+            "local",
+            "--checkpoint.dir",
+            "/small",
+        ),
         words=[
             "node-2: --checkpoint.dir: /small has 31.",
             " MB free, but a checkpoint takes ",

@@ -30,8 +30,8 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
         "whole",
         "--follow",
         *base,
-        "--parallel.cpu_offload",
-        "true",
+        "--parallel.offload",
+        "all",
         "--parallel.overlap",
         "false",
         "--checkpoint.every",
@@ -48,7 +48,7 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
     parts = ("data_s", "forward_s", "backward_s", "optimizer_s")
     assert straight[5]["step_s"] == pytest.approx(sum(straight[5][part] for part in parts))
 
-    hidden = [*base, "--parallel.offload", "states"]  # whose updates a forward hides
+    hidden = [*base, "--parallel.offload", "optimizer"]  # whose updates a forward hides
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *map(str, hidden)],
         cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -70,7 +70,7 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
     assert stopped < steps
     assert (work / f"runs/cut/checkpoints/step-{stopped:08}").exists()
 
-    again = cli(work, "launch", "--run", "cut", "--resume", "auto", "--follow", *base, "--parallel.offload", "full")
+    again = cli(work, "launch", "--run", "cut", "--resume", "auto", "--follow", *base, "--parallel.offload", "all")
     assert again.returncode == 0, again.stderr
     assert f"resumed from runs/cut/checkpoints/step-{stopped:08}" in again.stdout
     resumed = metrics(work, "cut")

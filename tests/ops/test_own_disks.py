@@ -12,7 +12,7 @@ from ops_rig import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
-SAVING = ["--training.max_steps", 16, "--checkpoint.every", 4, "--checkpoint.place", "node"]
+SAVING = ["--training.max_steps", 16, "--checkpoint.every", 4, "--checkpoint.storage", "local"]
 
 
 def _losses(done):

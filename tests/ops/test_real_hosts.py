@@ -318,7 +318,7 @@ def test_a_dead_host_means_nothing_is_started(hosts, operator):
 
 
 def test_a_disk_that_fills_up_does_not_end_the_run(hosts, operator):
-    flags = [*DEMO, "--training.max_steps", 100000, "--checkpoint.every", 10, "--checkpoint.place", "node"]
+    flags = [*DEMO, "--training.max_steps", 100000, "--checkpoint.every", 10, "--checkpoint.storage", "local"]
     flags += ["--checkpoint.max_failures", 0]
     assert operator("launch", "--run", "full", *flags).returncode == 0
 

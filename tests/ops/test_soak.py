@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.hosts, pytest.mark.timeout(3600)]
 SEED, KILLS, STEPS = 20261122, 20, 300
 FLAGS = [
     "--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64",
-    "--training.max_steps", STEPS, "--checkpoint.every", 4, "--checkpoint.place", "node",
+    "--training.max_steps", STEPS, "--checkpoint.every", 4, "--checkpoint.storage", "local",
 ]  # fmt: skip
 
 

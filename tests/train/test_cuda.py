@@ -32,9 +32,9 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
             master = master_model(module, parallel)
             load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=offload != "none")
             if master is not module:
-                load_weights.materialise(module, me, offload=parallel.offload == "full")
+                load_weights.materialise(module, me, offload=parallel.offload == "all")
         fsdp2.checkpoint_activations(module)
-        if offload == "full":
+        if offload == "all":
             fill_for_fsdp(module, 1, lambda *_: None)
         updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
         losses = []
@@ -53,7 +53,7 @@ def test_fsdp1_and_fsdp2_with_and_without_offload_agree(tiny):
     reference = _losses(tiny, "fsdp2", "none")
     assert reference[-1] < reference[0]
     for kind, offload in (
-        ("fsdp2", "full"),
+        ("fsdp2", "all"),
         ("fsdp1", "none"),
     ):  # one rank: FSDP1 is NO_SHARD, wrong with offload in torch
         assert _losses(tiny, kind, offload) == pytest.approx(reference, abs=1e-3), (kind, offload)
@@ -68,7 +68,7 @@ def test_states_and_full_agree_bit_for_bit_hidden_or_not(tiny):
     try:
         runs = [
             _losses(tiny, "fsdp2", offload, "fp32-master", overlap)
-            for offload in ("full", "states")
+            for offload in ("all", "optimizer")
             for overlap in (False, True, True)  # the last is the control: the same twice
         ]
     finally:
@@ -77,7 +77,7 @@ def test_states_and_full_agree_bit_for_bit_hidden_or_not(tiny):
     assert [run == runs[0] for run in runs] == [True] * len(runs)
 
 
-@pytest.mark.parametrize("offload", ["full", "states"])
+@pytest.mark.parametrize("offload", ["all", "optimizer"])
 def test_no_step_pins_memory(tiny, offload):
     pinned = []
     _losses(tiny, "fsdp2", offload, "fp32-master", seen=lambda _: pinned.append(_allocations()))

@@ -179,7 +179,7 @@ def _takes_steps(me, directory, kind, evaluates):
     from llama405b.training.requests import Requests
     from update_rig import batch, build
 
-    settings = {"full": {"overlap": True}, "states": {"overlap": True, "offload": "states"}}
+    settings = {"all": {"overlap": True}, "optimizer": {"overlap": True, "offload": "optimizer"}}
     module, updater = _fsdp1(me, directory) if kind == "fsdp1" else build(me, directory, **settings[kind])
     for layer in module.modules():
         if hasattr(layer, "attention_dropout"):
@@ -224,7 +224,7 @@ def _fsdp1(me, directory):
 def _with_and_without(me, directory):
     return {
         kind: [_takes_steps(me, directory, kind, evaluates) for evaluates in (False, True)]
-        for kind in ("full", "states", "fsdp1")
+        for kind in ("all", "optimizer", "fsdp1")
     }
 
 
@@ -235,7 +235,7 @@ def test_an_evaluation_before_the_first_step_changes_no_step(tiny):
             assert evaluated == without, kind  # bit for bit
             assert len(evaluated) == 3
             line, (step, loss), *after = logged
-            assert (step, loss) == (0, pytest.approx(expected, rel=1e-3 if kind == "states" else 1e-6))
+            assert (step, loss) == (0, pytest.approx(expected, rel=1e-3 if kind == "optimizer" else 1e-6))
             assert line.startswith(f"evaluation before step 1: loss {loss:.4f}, perplexity ")
             assert [words.partition(":")[0] for words in after] == [words.partition(":")[0] for words in quiet]
             assert phases[:2] == [Phase.EVAL, Phase.TRAIN]
@@ -311,8 +311,8 @@ def _evaluated_from(me, directory, root):
     from update_rig import build, dcp_save, take
 
     engines = {
-        "full": lambda **more: build(me, directory, overlap=True, **more),
-        "states": lambda **more: build(me, directory, overlap=True, offload="states", **more),
+        "all": lambda **more: build(me, directory, overlap=True, **more),
+        "optimizer": lambda **more: build(me, directory, overlap=True, offload="optimizer", **more),
         "pure-bf16": lambda **more: build(me, directory, overlap=False, offload="none", numerics="pure-bf16", **more),
         "fsdp1": lambda: _fsdp1(me, directory),
     }

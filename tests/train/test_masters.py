@@ -11,8 +11,8 @@ from update_rig import batch, bits, build, dcp_save, same
 LR, STEPS = 1e-5, 4
 FORMS = {
     "none": {"offload": "none", "overlap": False},
-    "full": {"offload": "full", "overlap": False},
-    "hidden": {"offload": "full", "overlap": True},
+    "all": {"offload": "all", "overlap": False},
+    "hidden": {"offload": "all", "overlap": True},
 }
 
 

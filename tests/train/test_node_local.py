@@ -36,7 +36,7 @@ def _store(me, run="run"):
 def _save(me, directory, place, hosts, steps=(2, 4)):
     os.environ["HOSTS"] = str(place)
     _on_host(me, hosts)
-    module, updater = build(me, directory, offload="states", overlap=True)
+    module, updater = build(me, directory, offload="optimizer", overlap=True)
     store = _store(me)
     store.take()
     for step in range(1, steps[-1] + 1):
@@ -55,7 +55,7 @@ def _resume(me, directory, place, hosts, order=None, wanted="auto"):
 
     os.environ["HOSTS"] = str(place)
     _on_host(me, hosts, order)
-    module, updater = build(me, directory, offload="states", overlap=True)
+    module, updater = build(me, directory, offload="optimizer", overlap=True)
     store, brought, done = _store(me), [], None
     try:
         store.take()

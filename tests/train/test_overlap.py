@@ -15,8 +15,8 @@ from update_rig import batch, bits, build, dcp_save, same, slow, take
 STEPS = 24
 SAVED, RESUMED, LOOKED = 9, 15, 7  # the step that is saved; after which it is resumed; how often a forward only looks
 FORMS = {  # each with torch's AdamW between the steps first
-    "full": [{"offload": "full", "overlap": False}, {"offload": "full", "overlap": True}],
-    "states": [{"offload": "none", "overlap": False}, {"offload": "states", "overlap": True}],
+    "all": [{"offload": "all", "overlap": False}, {"offload": "all", "overlap": True}],
+    "optimizer": [{"offload": "none", "overlap": False}, {"offload": "optimizer", "overlap": True}],
 }
 
 
@@ -75,8 +75,8 @@ def _otherwise(me, directory, form, more):
 
 
 def test_so_it_does_with_tied_embeddings_and_bf16(tiny_tied):
-    assert run_ranks(2, _otherwise, tiny_tied, "full", {"numerics": "pure-bf16"}) == [True, True]
-    assert run_ranks(2, _otherwise, tiny_tied, "states", {}) == [True, True]
+    assert run_ranks(2, _otherwise, tiny_tied, "all", {"numerics": "pure-bf16"}) == [True, True]
+    assert run_ranks(2, _otherwise, tiny_tied, "optimizer", {}) == [True, True]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -277,7 +277,7 @@ def _backlog(me, directory, form):
 
 
 def test_gradients_that_wait_to_be_added_do_not_pile_up(tiny):
-    [(most, parts)] = run_ranks(1, _backlog, tiny, "full")
+    [(most, parts)] = run_ranks(1, _backlog, tiny, "all")
     assert most <= parts
-    [(most, _)] = run_ranks(1, _backlog, tiny, "states")
+    [(most, _)] = run_ranks(1, _backlog, tiny, "optimizer")
     assert most <= 1  # they have one slot

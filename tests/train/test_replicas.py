@@ -53,7 +53,7 @@ def _save(me, directory, place, steps):
     from llama405b.checkpoint.store import Store
 
     os.chdir(Path(place) / f"host-{me.rank}")
-    module, updater = build(me, directory, offload="states", overlap=True)
+    module, updater = build(me, directory, offload="optimizer", overlap=True)
     store = Store(ROOT, 2, me, run=RunDir(RUN), shared=False)
     store.take()
     copies, everywhere = replication.Replication(store), []

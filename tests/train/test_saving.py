@@ -20,9 +20,9 @@ SAVED, LAST = 3, 9
 STEP_S, STEPS_A_SAVE = 0.2, 4
 FORMS = {
     "none": {"offload": "none", "overlap": False, "numerics": "fp32"},
-    "states": {"offload": "states", "overlap": True},
-    "full": {"offload": "full", "overlap": True},
-    "full, in turn": {"offload": "full", "overlap": False},
+    "optimizer": {"offload": "optimizer", "overlap": True},
+    "all": {"offload": "all", "overlap": True},
+    "all, in turn": {"offload": "all", "overlap": False},
 }
 
 
@@ -105,7 +105,7 @@ def _equal(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize(("form", "share"), [*((form, 0.5) for form in FORMS), ("states", 0), ("states", 1)])
+@pytest.mark.parametrize(("form", "share"), [*((form, 0.5) for form in FORMS), ("optimizer", 0), ("optimizer", 1)])
 def test_what_lands_is_the_state_after_the_step(tiny, tmp_path, form, share):
     roots = [tmp_path / name / "checkpoints" for name in ("in-turn", "beside")]
     for (losses, state, *_), (also, and_state, saved, steps, whole) in run_ranks(2, _twice, tiny, roots, form, share):
@@ -150,7 +150,7 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
     from llama405b.training.checkpointer import Checkpointer
     from llama405b.training.requests import Wishes
 
-    module, updater = build(me, directory, offload="states", overlap=True)
+    module, updater = build(me, directory, offload="optimizer", overlap=True)
     store, saving = _saving(me, root)
     told = _Told()
     context = types.SimpleNamespace(me=me, journal=told, log=told.log, phase=told.phase)

@@ -22,7 +22,8 @@ def _train(demo, place, choice):
     (place / "d.jsonl").write_text("\n".join(lines))
     flags = {
         "model.path": demo, "data.paths": "d.jsonl", "data.seq_len": 32, "data.documents": "whole", "training.global_batch_size": 2,
-        "training.micro_batch_size": 2, "training.max_steps": 70, "training.on_spike": choice, "checkpoint.every": 0, "evaluation.every": 0,
+        "training.micro_batch_size": 2, "training.max_steps": 70, "training.on_loss_spike": choice, "checkpoint.every": 0,
+        "evaluation.every": 0,
         "evaluation.fraction": 0.0,
     }  # fmt: skip
     words = [f"--{key}={value}" for key, value in flags.items()]

@@ -13,7 +13,7 @@ from update_rig import bits, build, dcp_save, same, slow, take
 def _bytes(me, directory, moments):
     from llama405b.optim.norm import local
 
-    module, updater = build(me, directory, overlap=True, offload="states", moments=moments)
+    module, updater = build(me, directory, overlap=True, offload="optimizer", moments=moments)
     for _ in range(2):
         take(me, module, updater, 1, accumulation=3, max_norm=0)  # clipping would pass over the gradients once more
         updater.wait()
@@ -60,7 +60,7 @@ def _full_bytes(me, directory):
         return gather(params, *args)
 
     of_group.foreach_all_gather = counted
-    module, updater = build(me, directory, overlap=True, offload="full")
+    module, updater = build(me, directory, overlap=True, offload="all")
     take(me, module, updater, 1, accumulation=3)
     updater.wait()
     return sum(gathered), sum(p.to_local().nbytes for p in module.parameters()), updater.work()
@@ -101,7 +101,7 @@ def _rounded(me, directory, form, root):
     )
 
 
-@pytest.mark.parametrize("form", [{"offload": "states"}, {"offload": "full", "numerics": "fp32-master"}])
+@pytest.mark.parametrize("form", [{"offload": "optimizer"}, {"offload": "all", "numerics": "fp32-master"}])
 def test_bf16_moments_are_the_same_hidden_or_not(tiny, tmp_path, form):
     for same_numbers, same_bits, dtypes, seen, exact in run_ranks(2, _rounded, tiny, form, tmp_path):
         assert (same_numbers, same_bits, dtypes) == (True, True, {torch.bfloat16})
@@ -133,14 +133,14 @@ def _go_on(me, directory, root, forms):
 
 @pytest.mark.parametrize(("saved_on", "read_on", "model"), [(2, 1, "tiny"), (1, 3, "tiny_tied")])
 def test_checkpoints_are_the_same_wherever_the_states_are(request, tmp_path, saved_on, read_on, model):
-    forms = {name: {"offload": name, "numerics": "fp32-master"} for name in ("none", "full", "states")}
+    forms = {name: {"offload": name, "numerics": "fp32-master"} for name in ("none", "all", "optimizer")}
     directory = request.getfixturevalue(model)
     run_ranks(saved_on, _save, directory, tmp_path, forms)
     assert run_ranks(read_on, _go_on, directory, tmp_path, forms) == [[True] * 9] * read_on
 
 
 def _other_layout(me, directory, change):
-    module, updater = build(me, directory, overlap=True, offload="states")
+    module, updater = build(me, directory, overlap=True, offload="optimizer")
     landing = next(found for name, found in updater.landings.items() if ".layers." in name)
     change(landing)
     try:
@@ -167,11 +167,11 @@ def _prefetch(me, directory):
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
 
-    module, _ = build(me, directory, overlap=False, offload="full")
+    module, _ = build(me, directory, overlap=False, offload="all")
     layers = [layer._checkpoint_wrapped_module for layer in module.model.layers]
     layers[0].set_modules_to_forward_prefetch([layers[1]])
     try:
-        build_updater(module, Optimizer(), Parallel(offload="full"), me.device)
+        build_updater(module, Optimizer(), Parallel(offload="all"), me.device)
     except ValueError:
         return True
     return False
@@ -197,7 +197,7 @@ def _waits(me, directory, offload):
     return updater.work()
 
 
-@pytest.mark.parametrize("offload", ["states", "full"])
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
 def test_adding_gradients_is_no_update(tiny, offload):
     [work] = run_ranks(1, _waits, tiny, offload)
     assert (work.update_s, work.update_bytes) == (0, 0)
@@ -210,13 +210,13 @@ def _other_moments(me, directory, root):
 
     found = {}
     for saved in ("fp32", "bf16"):
-        module, updater = build(me, directory, overlap=True, offload="states", moments=saved)
+        module, updater = build(me, directory, overlap=True, offload="optimizer", moments=saved)
         take(me, module, updater, 1)
         path = root / saved / "step-00000001"
         dcp_save(updater, me, path)
         before = bits(module, updater)
         for read in ("fp32", "bf16"):
-            module, updater = build(me, directory, overlap=True, offload="states", moments=read)
+            module, updater = build(me, directory, overlap=True, offload="optimizer", moments=read)
             restore(path, module, updater, me)
             after = bits(module, updater)
             dtype = torch.bfloat16 if "bf16" in (saved, read) else torch.float32

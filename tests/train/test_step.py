@@ -35,7 +35,7 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
     from llama405b.parallel import fsdp2 as shard
     from llama405b.parallel import load_weights
 
-    parallel = Parallel(numerics=numerics, offload="full" if offload else "none")
+    parallel = Parallel(numerics=numerics, offload="all" if offload else "none")
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", shard.shard_dtype(parallel))
     shard.shard(module, parallel, me.device)
     load_weights.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
@@ -63,7 +63,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         shard.checkpoint_activations(module)
     else:
         module = _sharded(me, directory, offload=offload, numerics=numerics)
-    parallel = Parallel(fsdp=kind, offload="full" if offload else "none", overlap=overlap)
+    parallel = Parallel(fsdp=kind, offload="all" if offload else "none", overlap=overlap)
     updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
     each = GLOBAL_BATCH // me.world
     losses, norms = [], []

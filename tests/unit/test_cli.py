@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from llama405b.contract.schema import ALIASES, TYPES
+from llama405b.contract.schema import TYPES
 from llama405b_tools import cli
 
 
@@ -21,7 +21,7 @@ def test_help_fits_one_screen_and_names_every_verb():
 NO_TORCH = """import sys
 for name in ("torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "pyarrow", "safetensors"):
     sys.modules[name] = None
-from llama405b.contract.schema import ALIASES, TYPES
+from llama405b.contract.schema import TYPES
 from llama405b_tools import cli
 sys.exit(cli.main(sys.argv[1:]))"""
 
@@ -190,7 +190,7 @@ def test_the_help_of_train_shows_the_usual_settings_first_and_each_once(capsys):
     said = capsys.readouterr().out
     named = re.findall(r"^  --([a-z_]+\.[a-z_0-9]+) ", said, re.MULTILINE)
     assert named[:3] == ["model.path", "data.paths", "data.seq_len"]
-    assert sorted(named) == sorted([*TYPES, *ALIASES])
+    assert sorted(named) == sorted(TYPES)
     assert "llama405b launch hosts --config my.toml --optimizer.lr 2e-5" in said
 
 

@@ -36,7 +36,7 @@ def test_the_settings_are_accepted(tmp_path):
 
 def test_the_short_settings_are_accepted(tmp_path):
     found = settings(README, tmp_path / "my.toml")
-    assert (found.data.paths, found.checkpoint.place, found.checkpoint.every) == (("corpus/*.jsonl",), "node", "10m")
+    assert (found.data.paths, found.checkpoint.storage, found.checkpoint.every) == (("corpus/*.jsonl",), "local", "10m")
     assert len((tmp_path / "my.toml").read_text().splitlines()) == 14
 
 
@@ -57,7 +57,7 @@ def test_the_hosts_are_accepted():
 def test_the_estimates_are_those_that_are_computed(name, count):
     text = (ROOT / name).read_text()
     shapes = json.loads((config.PRESET_DIR / "architectures.json").read_text())
-    rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|states|full) \| (\d+) \|.*$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|optimizer|all) \| (\d+) \|.*$", text, re.MULTILINE)
     assert len(rows) == count
     for model, numerics, offload, gpus in rows:
         load = Load(parse_llama(shapes[model], model), numerics, offload, int(gpus))

@@ -109,7 +109,7 @@ def _meets(monkeypatch, *outcomes, **choices):
     parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
     reader = Script(itertools.repeat([]))
     reader.position, reader.global_batch, reader.batches = 2, 2, types.SimpleNamespace(mixture=None)
-    training = dataclasses.replace(Config().training, on_spike="skip", **choices)
+    training = dataclasses.replace(Config().training, on_loss_spike="skip", **choices)
     parts |= {
         "config": Config(),
         "context": RankContext(me, None, journal, None),

@@ -71,7 +71,7 @@ def _check(what: str, found: float, expected: float) -> None:
 def copy_rates(me: Rank) -> list[Figure]:
     """Measure copies both ways while all ranks copy; each rate is the slowest rank's.
 
-    Pinned: by torch; registered: allocated first, then pinned in one piece, as the states of ``offload = states`` are.
+    Pinned: by torch; registered: allocated first, then pinned in one piece, as the states of ``offload = optimizer`` are.
     """
     n_bytes = (2 << 30) if me.on_gpu else (32 << 20)
     on_device = torch.empty(n_bytes, dtype=torch.uint8, device=me.device)

@@ -86,7 +86,7 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
     master = master_model(module, parallel)
     load_weights.materialise(master, me, offload=parallel.offload != "none")
     if master is not module:
-        load_weights.materialise(module, me, offload=parallel.offload == "full")
+        load_weights.materialise(module, me, offload=parallel.offload == "all")
     generator = torch.Generator(me.device).manual_seed(0)
     for parameter in master.parameters():
         assert isinstance(parameter.data, DTensor)
@@ -141,8 +141,8 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
 
 
 layer_none = functools.partial(layer, "none")
-layer_states = functools.partial(layer, "states")
-layer_full = functools.partial(layer, "full")
+layer_states = functools.partial(layer, "optimizer")
+layer_full = functools.partial(layer, "all")
 
 
 def _work_figures(work: UpdateWork) -> list[Figure]:
@@ -158,7 +158,7 @@ def _work_figures(work: UpdateWork) -> list[Figure]:
 def hiding(me: Rank) -> list[Figure]:
     """Compare steps with updates hidden and between the steps, where a forward takes about as long as an update."""
     figures = []
-    for place in ("states", "full"):
+    for place in ("optimizer", "all"):
         hidden, between = (
             _steps(HIDING, Parallel(offload=place, overlap=overlap), me, 1 + STEPS)[1] for overlap in (True, False)
         )
@@ -169,7 +169,7 @@ def hiding(me: Rank) -> list[Figure]:
             Figure("update / forward", hidden.work.update_s / hidden.seconds["forward"], ""),
             Figure("waited", hidden.work.exposed_s, "s"),
             Figure("step hidden", hidden.whole_s, "s"),
-            Figure("step between" if place == "states" else "step by torch", between.whole_s, "s"),
+            Figure("step between" if place == "optimizer" else "step by torch", between.whole_s, "s"),
             Figure("hidden / bound", hidden.whole_s / bound, ""),
         ]
     return figures
@@ -183,11 +183,11 @@ def exact(me: Rank) -> list[Figure]:
     """
     torch.use_deterministic_algorithms(True)
     runs = {
-        "between the steps": Parallel(offload="full", overlap=False),
-        "the same again": Parallel(offload="full", overlap=False),
-        "full, hidden": Parallel(offload="full"),
-        "states, between the steps": Parallel(offload="states", overlap=False),
-        "states, hidden": Parallel(offload="states"),
+        "between the steps": Parallel(offload="all", overlap=False),
+        "the same again": Parallel(offload="all", overlap=False),
+        "all, hidden": Parallel(offload="all"),
+        "optimizer, between the steps": Parallel(offload="optimizer", overlap=False),
+        "optimizer, hidden": Parallel(offload="optimizer"),
     }
     try:
         losses = {name: _steps(EXACT, parallel, me, EXACT_STEPS)[0] for name, parallel in runs.items()}

@@ -19,7 +19,7 @@ LOAD = Load(LLAMA, "fp32", "none", 2, 256, 4, 8, ranks_per_host=1)
 MIB = 1 << 20
 ALONE = Alone(0.2, 30e9, 20e9, 12e9, 1e9, 0.5e9, 1e-4, 2e9)
 BIG = Load(
-    Llama(80, 8192, 28672, 64, 8, 128, 128256, False, False, False, 8192), "fp32-master", "states", 32, 4096, 1, 32
+    Llama(80, 8192, 28672, 64, 8, 128, 128256, False, False, False, 8192), "fp32-master", "optimizer", 32, 4096, 1, 32
 )
 
 
@@ -136,7 +136,7 @@ def test_other_settings_follow_from_the_rates():
     assert 1 < (twice.forward_s + twice.backward_s) / (planned.forward_s + planned.backward_s) <= 2
     assert twice.compute_s == pytest.approx(2 * planned.compute_s)
     assert twice.communication_s == pytest.approx(planned.communication_s)
-    full = step(BIG, found, offload="full")
+    full = step(BIG, found, offload="all")
     moved = (4 + 4 + 4) * BIG.llama.parameters / 32  # weights twice, gradients once
     assert full.copies_s == pytest.approx(moved / 40e9, rel=0.01)
     between = step(BIG, found, overlap=False)

@@ -58,8 +58,8 @@ def test_a_model_that_does_not_fit_is_said_so(capsys):
     code, out = asked(capsys, *words)
     assert (code, "of 40 GiB: DOES NOT FIT" in out) == (UNFIT, True)
     assert record(capsys, *words)[1]["fits"] == "no"
-    assert record(capsys, *words, "--parallel.offload", "states", "--ram", "1TiB")[0] == GOOD
-    assert record(capsys, *words, "--parallel.offload", "states", "--ram", "300GiB")[0] == UNFIT
+    assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "1TiB")[0] == GOOD
+    assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "300GiB")[0] == UNFIT
 
 
 def test_what_a_billion_tokens_cost(capsys):
@@ -127,9 +127,9 @@ def test_what_helps_most_is_said_first(capsys):
     found = record(capsys, *words, *wrap)[1]
     assert (found["fits"], round(found["gpu_bytes"] / (1 << 30))) == ("yes", 70)
     small = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
-    [other] = [line for line in asked(capsys, *small)[1].splitlines() if "--parallel.offload full: " in line]
-    away, there = (record(capsys, *small, "--parallel.offload", place)[1]["tokens_per_s"] for place in ("full", "none"))
-    assert f"offload full: {round(100 * (away / there - 1)):+d}% tokens" in other
+    [other] = [line for line in asked(capsys, *small)[1].splitlines() if "--parallel.offload all: " in line]
+    away, there = (record(capsys, *small, "--parallel.offload", place)[1]["tokens_per_s"] for place in ("all", "none"))
+    assert f"offload all: {round(100 * (away / there - 1)):+d}% tokens" in other
     large = [*LARGE, "--nodes", "4", "--ram", "4000GiB"]
     [best] = [line for line in asked(capsys, *large)[1].splitlines() if line.startswith("would help")]
     gain = int(re.search(r"--training.micro_batch_size 2: \+(\d+)% tokens", best)[1])
@@ -235,11 +235,11 @@ def test_a_plan_tells_what_is_known_to_go_wrong_with_the_versions(capsys, monkey
     monkeypatch.setattr(
         predict, "version_of", lambda package: {"torch": "2.15.0"}.get(package, "missing"), raising=False
     )
-    out = asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "states")[1]
+    out = asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "optimizer")[1]
     assert (
         "\nknown bug    torch 2.15.0 keeps the FP32 gradients of every unit on the GPU until the backward ends: " in out
     )
-    assert "FP32 gradients of every unit" not in asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "full")[1]
+    assert "FP32 gradients of every unit" not in asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "all")[1]
 
 
 def test_a_model_of_the_hub_that_is_not_here_is_answered_with_its_download():

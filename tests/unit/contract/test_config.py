@@ -40,7 +40,7 @@ def test_flags_win_over_the_file_over_the_preset(tmp_path):
         ("[optimiser]\nlr = 1\n", ":2: 'optimiser.lr' is not a setting (did you mean 'optimizer.lr'?)"),
         ('[optimizer]\n# lr = 3\nlr = "x"\n', ":3: optimizer.lr is 'x'; use a number"),
         ("[training]\nmax_steps = 1.5\n", ":2: training.max_steps is 1.5; use a whole number"),
-        ("[parallel]\ncpu_offload = 1\n", ":2: parallel.cpu_offload is 1; use true or false"),
+        ("[parallel]\noverlap = 1\n", ":2: parallel.overlap is 1; use true or false"),
         (
             '[parallel]\nnumerics = "bf16"\n',
             ":2: parallel.numerics is 'bf16'; use one of fp32-master, pure-bf16, fp32",
@@ -70,7 +70,7 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         (["--lr", "1"], "--lr: unknown option (did you mean 'optimizer.lr'?)"),
         (["--optimizer.lr"], "--optimizer.lr: no value given"),
         (["--optimizer.lr", "fast"], "--optimizer.lr: optimizer.lr is 'fast'; use a number"),
-        (["--parallel.cpu_offload", "perhaps"], "--parallel.cpu_offload: parallel.cpu_offload is 'perhaps'"),
+        (["--parallel.overlap", "perhaps"], "--parallel.overlap: parallel.overlap is 'perhaps'"),
         (["--checkpoint.keep", "1"], "--checkpoint.keep: checkpoint.keep is 1; keep at least 2"),
         (["--optimizer.min_lr", "1"], "--optimizer.min_lr: min_lr 1.0 is above lr 1e-05"),
         (
@@ -95,22 +95,22 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
             ["--parallel.numerics", "fp32", "--model.attention", "flash_attention_2"],
             "flash_attention_2 computes in BF16 only",
         ),
-        (["--parallel.offload", "states", "--parallel.fsdp", "fsdp1"], "--parallel.offload: states needs fsdp2"),
+        (["--parallel.offload", "optimizer", "--parallel.fsdp", "fsdp1"], "--parallel.offload: optimizer needs fsdp2"),
         (
-            ["--parallel.offload", "states", "--parallel.numerics", "fp32"],
-            "--parallel.offload: states keeps FP32 weights",
+            ["--parallel.offload", "optimizer", "--parallel.numerics", "fp32"],
+            "--parallel.offload: optimizer keeps FP32 weights",
         ),
         (["--parallel.moments", "bf16"], "--parallel.moments: bf16 moments need offload"),
         (
-            ["--parallel.moments", "bf16", "--parallel.offload", "full", "--parallel.fsdp", "fsdp1"],
-            "need offload states or",
+            ["--parallel.moments", "bf16", "--parallel.offload", "all", "--parallel.fsdp", "fsdp1"],
+            "need offload optimizer or",
         ),
         (
-            ["--parallel.moments", "bf16", "--parallel.offload", "full", "--parallel.numerics", "pure-bf16"],
+            ["--parallel.moments", "bf16", "--parallel.offload", "all", "--parallel.numerics", "pure-bf16"],
             "the moments are BF16 already",
         ),
         (
-            ["--parallel.moments", "bf16", "--parallel.offload", "full", "--optimizer.betas", "0.9,0.999"],
+            ["--parallel.moments", "bf16", "--parallel.offload", "all", "--optimizer.betas", "0.9,0.999"],
             "--parallel.moments: a step changes second moments by less than BF16 resolves where beta2 is 0.999",
         ),
         (
@@ -123,20 +123,23 @@ def test_a_bad_flag_is_named(flags, words):
     assert words in refusal(command.parse, [*GIVEN, *flags])
 
 
-def test_an_older_name_of_offload_is_read(tmp_path, capsys):
-    for flags, expected in ((["on"], "full"), (["off"], "none"), ([], "full")):
-        parsed = command.parse([*GIVEN, "--parallel.cpu_offload", *flags])
-        assert parsed.config.parallel.offload == expected
-    (tmp_path / "c.toml").write_text("[parallel]\ncpu_offload = true\n")
-    file = ["--config", str(tmp_path / "c.toml")]
-    assert command.parse([*GIVEN, *file]).config.parallel.offload == "full"
-    assert command.parse([*GIVEN, *file, "--parallel.offload", "states"]).config.parallel.offload == "states"
-    for both in ('cpu_offload = false\noffload = "full"', 'offload = "none"\ncpu_offload = false'):
-        (tmp_path / "c.toml").write_text(f"[parallel]\n{both}\n")
-        assert "c.toml:3: parallel.offload is set twice" in refusal(config.read_toml, tmp_path / "c.toml")
-    with pytest.raises(SystemExit):
-        command.parse(["--help"])
-    assert "true is --parallel.offload full, false is --parallel.offload none" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("data.learn", "user", "data.learn is called data.train_on now; write that"),
+        ("training.on_spike", "skip", "training.on_spike is called training.on_loss_spike now; write that"),
+        ("training.spike", "4", "training.spike is called training.loss_spike_factor now; write that"),
+        ("checkpoint.place", "node", "checkpoint.place is called checkpoint.storage now; write that"),
+        ("checkpoint.storage", "node", "checkpoint.storage is 'node', which is called local now; write that"),
+        ("parallel.offload", "states", "parallel.offload is 'states', which is called optimizer now; write that"),
+        ("parallel.offload", "full", "parallel.offload is 'full', which is called all now; write that"),
+    ],
+)
+def test_what_had_another_name_is_refused_with_the_name_of_now(key, value, words, tmp_path):
+    assert refusal(command.parse, [*GIVEN, f"--{key}", value]) == f"--{key}: {words}"
+    section, _, name = key.partition(".")
+    (tmp_path / "c.toml").write_text(f'[{section}]\n{name} = "{value}"\n')
+    assert refusal(config.read_toml, tmp_path / "c.toml") == f"{tmp_path / 'c.toml'}:2: {words}"
 
 
 def test_accumulation_divides_or_names_what_does():
@@ -156,7 +159,7 @@ def test_the_demo_fits_any_number_of_ranks(world):
 
 
 def test_fsdp1_with_offload_does_not_accumulate():
-    flags = [*GIVEN, "--parallel.fsdp", "fsdp1", "--parallel.cpu_offload", "on", "--training.global_batch_size", "64"]
+    flags = [*GIVEN, "--parallel.fsdp", "fsdp1", "--parallel.offload", "all", "--training.global_batch_size", "64"]
     chosen = command.parse(flags).config
     assert config.check_world(chosen, 64) == 1
     assert "fsdp1 with offload cannot accumulate 2 micro-batches" in refusal(config.check_world, chosen, 32)
@@ -187,7 +190,10 @@ def test_sources_are_paths_with_weights(tmp_path):
     [
         (["--data.weights", "1,2"], "--data.weights: 2 weights for 1 path; give one for each"),
         (["--data.weights", "0"], "--data.weights: each weight must be above 0; leave that path out"),
-        (["--training.spike", "1"], "--training.spike: spike is 1; use more than 1"),
+        (
+            ["--training.loss_spike_factor", "1"],
+            "--training.loss_spike_factor: training.loss_spike_factor is 1; use more than 1",
+        ),
     ],
 )
 def test_what_cannot_be_mixed_or_judged_is_refused(flags, words):

@@ -12,8 +12,8 @@ from llama405b.contract.known_bugs import known_bugs as found_in
 from llama405b.contract.schema import TYPES
 
 GIVEN = ["--model.path", "m", "--data.paths", "d"]
-STATES = command.parse([*GIVEN, "--parallel.offload", "states"]).config
-FULL = command.parse([*GIVEN, "--parallel.offload", "full"]).config
+STATES = command.parse([*GIVEN, "--parallel.offload", "optimizer"]).config
+FULL = command.parse([*GIVEN, "--parallel.offload", "all"]).config
 
 
 def test_the_bounds_are_what_ci_has_run():

@@ -67,15 +67,6 @@ def test_what_an_older_checkpoint_does_not_record_is_not_compared():
     assert accept_changes(PATH, old, as_configured(old, Config()), ()) == ""
 
 
-@pytest.mark.parametrize(("written", "allowed"), [("true", ("all",)), ("false", ()), ('["model"]', ("model",))])
-def test_allow_changes_was_a_switch(tmp_path, written, allowed):
-    (tmp_path / "c.toml").write_text(f"[checkpoint]\nallow_changes = {written}\n")
-    read = config.read_toml(tmp_path / "c.toml") | config.read_flags(["--model.path=m", "--data.paths=d"])
-    assert config.resolve(read).checkpoint.allow_changes == allowed
-    typed = config.read_flags([f"--checkpoint.allow_changes={written}", "--model.path=m", "--data.paths=d"])
-    assert config.resolve(config.read_flags(config.to_flags(typed))).checkpoint.allow_changes == allowed
-
-
 def test_a_name_that_no_resume_compares_is_refused():
     with pytest.raises(
         UserError, match=r"'optimizer\.lrs' is not what a resume compares \(did you mean 'optimizer\.lr'\?\)"

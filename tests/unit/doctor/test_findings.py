@@ -100,7 +100,7 @@ def test_good_hosts_have_nothing_to_be_said():
     [
         ((), "runs"),
         (("--checkpoint.dir", "/c"), "/c"),
-        (("--checkpoint.place", "node"), ""),
+        (("--checkpoint.storage", "local"), ""),
         (("--checkpoint.every", "0"), ""),
     ],
 )
@@ -233,7 +233,7 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
 def test_versions_that_are_known_to_go_wrong_are_told_with_the_planned_settings():
     facts = good()
     put("environment", "packages", "torch", "2.15.0")(facts)
-    states = command.parse(["--preset", "llama3.1-405b", "--data.paths", "x", "--parallel.offload", "states"]).config
+    states = command.parse(["--preset", "llama3.1-405b", "--data.paths", "x", "--parallel.offload", "optimizer"]).config
     found = diagnose({"a": facts}, Needs(settings=states))
     assert [each.level for each in found] == [WARN, WARN]
     assert [each.what.partition(" 2.15.0 ")[2][:25] for each in found] == [

@@ -189,7 +189,7 @@ def test_users_who_cannot_read_each_others_checkpoints_are_refused():
         "writes in /shared/c; log in as one user everywhere, or save nothing with --checkpoint.every 0"
     }
     assert preflight.user_faults(saving("--checkpoint.every", "0"), said) == {}
-    assert preflight.user_faults(saving("--checkpoint.place", "node"), said) == {}
+    assert preflight.user_faults(saving("--checkpoint.storage", "local"), said) == {}
 
 
 def test_users_who_share_the_directory_of_runs_are_refused():
@@ -308,7 +308,7 @@ def test_disks_are_counted_before_a_launch():
     assert said["a"].startswith(
         "--checkpoint.dir: /c has 5,000.00 GB free, but a checkpoint takes 4,870.24 GB, 2 are kept"
     )
-    node = ("--checkpoint.dir", "/c", "--checkpoint.place", "node")
+    node = ("--checkpoint.dir", "/c", "--checkpoint.storage", "local")
     assert list(room(*node, free_gb=(9741, 9740, 9800))) == ["b"]
     assert room(*node, "--checkpoint.replicas", "0") == {}
     keeps_four = room(*node, "--checkpoint.keep", "4", free_gb=(9800, 9800, 20_000))
@@ -332,7 +332,7 @@ def outlook(*flags, gpu="NVIDIA H100 80GB HBM3", mib=81559, llama=LARGE, ram_gib
 
 
 def test_what_cannot_fit_is_known_before_a_launch():
-    offloaded = ("--parallel.offload", "states")
+    offloaded = ("--parallel.offload", "optimizer")
     found = outlook(*offloaded, ram_gib=4000)
     assert (misfit(found), found.load.hosts, found.load.ranks_per_host) == ("", 3, 8)
     assert found.cluster.gpu.name == "h100-80"
@@ -345,7 +345,7 @@ def test_what_cannot_fit_is_known_before_a_launch():
         == "a host has 1,500 GiB of memory, but the run would take about 2,016"
     )
     assert misfit(
-        outlook("--parallel.offload", "full", "--data.seq_len", "8192", gpu="NVIDIA L40S", mib=46068, ram_gib=9000)
+        outlook("--parallel.offload", "all", "--data.seq_len", "8192", gpu="NVIDIA L40S", mib=46068, ram_gib=9000)
     ).endswith("about 67 at the backward of a layer's norm")
     assert outlook("--parallel.device", "cpu") is None
     assert outlook("--model.activation_checkpointing", "false") is None
@@ -361,13 +361,13 @@ def test_nothing_is_expected_of_units_that_are_not_predicted():
 
 
 def test_what_was_measured_is_expected():
-    flags = ("--parallel.offload", "states")
+    flags = ("--parallel.offload", "optimizer")
     plain = outlook(*flags)
     few, more = (Point(layers, 1, 24, 0.0, 0.1 * layers, 0.3 * layers, 0.5, 20 << 30) for layers in (1, 3))
     alone = Alone(0.3, 1e12, 100e9, 20e9, 100e9, 90e9, 1e-5, 2e9)
     measured = Calibration(plain.load, few, more, None, alone, ("a", "b", "c"), "h100-80", "today")
     assert outlook(*flags, measured=measured).needs.step_s == pytest.approx(126 * 0.4 + 0.5)
-    assert outlook("--parallel.offload", "full", measured=measured).calibration == measured
+    assert outlook("--parallel.offload", "all", measured=measured).calibration == measured
     assert outlook(*flags, measured=dataclasses.replace(measured, gpu="h200-141")) == plain
     on_cpus = dataclasses.replace(plain.load, offload="none")
     measured = dataclasses.replace(measured, load=on_cpus, gpu="cpu")

@@ -167,14 +167,14 @@ def test_a_launch_warns_of_pure_bf16_at_a_small_learning_rate(fleet):
 
 def test_a_launch_tells_and_refuses_what_is_known_to_go_wrong_with_the_hosts_versions(fleet, monkeypatch):
     words = ["--run", "r", "--model.path", "m", "--data.paths", "d", "--training.global_batch_size", "0"]
-    request, lines = parse([*words, "--parallel.offload", "states"], 0.0), []
+    request, lines = parse([*words, "--parallel.offload", "optimizer"], 0.0), []
     for host in fleet.fakes.values():
         monkeypatch.setattr(host, "probe", lambda asked, probe=host.probe: _with_versions(probe(asked)))
     launch(request, list(fleet.hosts.values()), fleet, say=lines.append)
     told = [line for line in lines if line.startswith("note: torch 2.15.0 keeps the FP32 gradients of every unit")]
     assert told
     assert told[0].endswith(
-        "use an older torch, or --parallel.offload full (https://github.com/pytorch/pytorch/pull/179443)"
+        "use an older torch, or --parallel.offload all (https://github.com/pytorch/pytorch/pull/179443)"
     )
     bug = KnownBug("torch", "2.15", "refuse", "cannot be used", "use 2.13")
     monkeypatch.setattr("llama405b.contract.known_bugs.table", lambda: (bug,))

@@ -42,7 +42,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
         return Needs()
     path = asked.model.path if asked.model.path != config.DEMO_MODEL else ""
     saving = asked.checkpoint
-    shared = (saving.dir or "runs") if saving.cadence.saves and saving.place == "shared" else ""
+    shared = (saving.dir or "runs") if saving.cadence.saves and saving.storage == "shared" else ""
     needs = Needs(weights=path, cuda=asked.parallel.device != "cpu", shared=shared, settings=asked)
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)

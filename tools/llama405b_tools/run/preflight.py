@@ -296,7 +296,7 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) ->
 
 def _shared_directory(request: LaunchRequest) -> str:
     """The directory of checkpoints, if all hosts must see the same one; '' if not."""
-    if not request.saves or request.settings.checkpoint.place == "node":
+    if not request.saves or request.settings.checkpoint.storage == "local":
         return ""
     return request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
 
@@ -306,7 +306,7 @@ def unshared(request: LaunchRequest, answers: Facts) -> dict[str, str]:
     head = next(iter(answers), "")
     why = (
         f"it does not see what {head} writes in {_shared_directory(request)}, where the checkpoints go; name a directory that "
-        "all hosts share in --checkpoint.dir, or use --checkpoint.place node"
+        "all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
     )
     return {name: why for name, found in answers.items() if answers[head].shares and found.shares is False}
 

@@ -85,7 +85,7 @@ class LaunchRequest:
             setup=self.setup,
             checkpoint_dir="" if self.evaluates else self.settings.checkpoint.dir,
             replicates=self.saves and self.settings.checkpoint.copies > 0,
-            spread=self.saves and self.settings.checkpoint.place == "node",
+            spread=self.saves and self.settings.checkpoint.storage == "local",
             on_cpu=self.on_cpu,
             allow_sockets=self.allow_sockets,
         )

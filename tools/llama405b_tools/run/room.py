@@ -22,7 +22,7 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
     each_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * (
         llama.parameters if llama else 0
     )
-    if checkpoint.place == "shared":
+    if checkpoint.storage == "shared":
         takes = {head.name: each_bytes}
     else:
         copies = checkpoint.copies * (len(plan.nodes) > 1)

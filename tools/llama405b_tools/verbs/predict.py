@@ -21,7 +21,7 @@ from llama405b.capacity.hardware import USUAL, Gpu, gpu_named, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.machines import UNSEEN, Described, Machines, assumptions, described
 from llama405b.capacity.outlook import Fit, Outlook, best, units_fault
-from llama405b.contract import command, config, weights
+from llama405b.contract import command, config, setting_rules, weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate{unused}"
         )
-    rounds = asked.config.optimizer.betas[1] <= config.MAX_BETA_BF16
+    rounds = asked.config.optimizer.betas[1] <= setting_rules.MAX_BETA_BF16
     moments: tuple[Moments, ...] = ("fp32", "bf16") if rounds else ("fp32",)
     ranked = best(outlook, moments) if args.search else []
     compared = {

@@ -104,7 +104,7 @@ def _sharing(facts: Mapping[str, HostFacts], unshared: Sequence[str], needs: Nee
     """Report hosts on which the directory of checkpoints is not the first host's: bad if the run is to save there."""
     head, its = next(iter(facts.items()))
     what = f"cannot see what {head} writes in {its.marked}, where checkpoints go"
-    remedy = "name a directory that all hosts share in --checkpoint.dir, or use --checkpoint.place node"
+    remedy = "name a directory that all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
     return Finding(BAD if needs.settings else NOTE, tuple(unshared), what, remedy)
 
 

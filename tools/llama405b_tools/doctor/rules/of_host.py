@@ -175,7 +175,7 @@ def _gpu(gpu: gpus.Gpu, needs: Needs) -> Remarks:
     room = (gpu.memory_mib or 0) << 20
     if room and room < needs.gpu_bytes:
         what = f"{where}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
-        yield BAD, what, "use more ranks, --parallel.offload full, or pure-bf16"
+        yield BAD, what, "use more ranks, --parallel.offload all, or pure-bf16"
     elif room and (fit := Fit.of(needs.gpu_peak_bytes, room)) is not Fit.YES:
         what = f"{where}: {room / GIB:.0f} GiB, but a rank takes about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
         level, remedy = PREDICTED[fit]

@@ -1,0 +1,159 @@
+"""Which values of settings are possible, and possible together: each rule yields the setting that is wrong, and what to do. Pure."""
+
+import operator
+from collections.abc import Iterator, Sequence
+
+from llama405b.contract.checkpoints import LEAST_KEPT
+from llama405b.contract.phrases import counted, last_of
+from llama405b.contract.resuming import ALL, CHANGES
+from llama405b.contract.schema import Config, Data, Model, Optimizer, Parallel, Training, fields
+from llama405b.contract.suggestions import suggestion
+
+MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
+ABOVE_ZERO = (  # other numbers may be 0
+    "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
+    "checkpoint.mtbf",
+)  # fmt: skip
+# What only fsdp1 takes, with what each is by default.
+OF_FSDP1 = [
+    (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
+]
+Fault = tuple[str, str]  # the setting, and a message that follows its name
+
+
+def faults_of(config: Config) -> Iterator[Fault]:
+    """Yield what is wrong with a configuration, before any rank is started."""
+    yield from _out_of_range(config)
+    yield from _of_model(config.model, config.parallel)
+    yield from _of_data(config.data)
+    yield from _of_training(config.training, config.optimizer)
+    yield from _of_saving(config)
+    yield from _of_evaluation(config)
+    yield from _of_parallel(config.parallel)
+    yield from _of_moments(config.parallel, config.optimizer)
+
+
+def _out_of_range(config: Config) -> Iterator[Fault]:
+    for key, type_, _, _ in fields():
+        value = operator.attrgetter(key)(config)
+        if type_ in (int, float) and value <= 0 and key in ABOVE_ZERO:
+            yield key, f"{key} is {value}; it must be above 0"
+        elif type_ in (int, float) and value < 0:
+            yield key, f"{key} is {value}; it must be at least 0"
+
+
+def _of_model(model: Model, parallel: Parallel) -> Iterator[Fault]:
+    if not model.path:
+        yield "model.path", "no model given; name a checkpoint directory or a preset"
+    if model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32":
+        yield "model.attention", f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
+
+
+def _of_data(data: Data) -> Iterator[Fault]:
+    if not data.paths:
+        yield "data.paths", "no data given; name files, folders or globs"
+    if data.fields and not _names_a_document(data.fields):
+        yield (
+            "data.fields",
+            "fields name no document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]",
+        )
+    if data.weights and len(data.weights) != len(data.paths):
+        counts = f"{counted(len(data.weights), 'weight')} for {counted(len(data.paths), 'path')}"
+        yield "data.weights", f"{counts}; give one for each"
+    if not all(weight > 0 for weight in data.weights):
+        yield "data.weights", "each weight must be above 0; leave that path out"
+    if data.packing == "concatenated":
+        one_text = "with packing concatenated documents are one text, which is split; leave it out, or use isolated"
+        if data.documents == "whole":
+            yield "data.documents", one_text
+        if data.long_documents == "truncate":
+            yield "data.long_documents", one_text
+
+
+def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
+    factor, betas = training.loss_spike_factor, list(optimizer.betas)
+    if factor <= 1:
+        yield "training.loss_spike_factor", f"training.loss_spike_factor is {factor:g}; use more than 1"
+    if not (training.max_steps or training.epochs):
+        yield "training.epochs", "max_steps and epochs are both 0; set one of them"
+    if optimizer.min_lr > optimizer.lr:
+        yield "optimizer.min_lr", f"min_lr {optimizer.min_lr} is above lr {optimizer.lr}; lower it"
+    if not all(0 <= beta < 1 for beta in betas):
+        yield "optimizer.betas", f"betas are {betas}; each must be at least 0 and below 1"
+
+
+def _of_saving(config: Config) -> Iterator[Fault]:
+    saving = config.checkpoint
+    saves = saving.cadence.saves
+    if saves and saving.keep < LEAST_KEPT:
+        yield (
+            "checkpoint.keep",
+            f"checkpoint.keep is {saving.keep}; keep at least {LEAST_KEPT}, so that one always verifies",
+        )
+    if saving.keep_best and not (config.evaluation.every and saves):
+        yield (
+            "checkpoint.keep_best",
+            "nothing would be evaluated, or nothing saved; set evaluation.every and checkpoint.every",
+        )
+    if unknown := [name for name in saving.allow_changes if name not in (*CHANGES, ALL)]:
+        near = suggestion(last_of(unknown), CHANGES)
+        names = ", ".join((*CHANGES, ALL))
+        yield "checkpoint.allow_changes", f"{last_of(unknown)!r} is not what a resume compares{near}; use {names}"
+    if saving.replicas > 1:
+        yield "checkpoint.replicas", "checkpoint.replicas is above 1; use 0 or 1"
+
+
+def _of_evaluation(config: Config) -> Iterator[Fault]:
+    evaluation = config.evaluation
+    if evaluation.every and not (evaluation.paths or evaluation.fraction):
+        yield "evaluation.every", "no data to evaluate on; set evaluation.paths or evaluation.fraction"
+    if evaluation.paths and not evaluation.every:
+        yield (
+            "evaluation.every",
+            "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps",
+        )
+    if evaluation.fraction > 0.5:
+        yield "evaluation.fraction", f"fraction is {evaluation.fraction:g}; use at most 0.5"
+
+
+def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
+    if parallel.fsdp == "fsdp1" and parallel.device == "cpu":
+        yield "parallel.fsdp", "torch does not support fsdp1 on CPU; use fsdp2"
+    if parallel.offload == "optimizer" and parallel.fsdp == "fsdp1":
+        yield "parallel.offload", "optimizer needs fsdp2; use it, or all"
+    if parallel.offload == "optimizer" and parallel.numerics != "fp32-master":
+        yield (
+            "parallel.offload",
+            "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",
+        )
+    if parallel.fsdp == "fsdp2":
+        if parallel.forward_prefetch:
+            stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
+            yield "parallel.forward_prefetch", stale
+        for name, default in OF_FSDP1:
+            if getattr(parallel, name) != default:
+                yield f"parallel.{name}", "with fsdp2 it would have no effect; leave it out, or use fsdp1"
+
+
+def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
+    if parallel.moments != "bf16":
+        return
+    key, beta2 = "parallel.moments", optimizer.betas[1]
+    if not parallel.updates_on_cpu:
+        yield key, "bf16 moments need offload optimizer or all, and fsdp2; set them, or use fp32"
+    if parallel.numerics == "pure-bf16":
+        yield key, "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
+    if beta2 > MAX_BETA_BF16:
+        what = f"a step changes second moments by less than BF16 resolves where beta2 is {beta2:g}"
+        yield key, f"{what}; use fp32, or at most {MAX_BETA_BF16}"
+
+
+def _names_a_document(names: Sequence[str]) -> bool:
+    """Whether ``data.fields`` names all that a document needs, each once."""
+    ours = sorted(name.partition("=")[0].strip() for name in names if name.partition("=")[2])
+    return len(ours) == len(names) and ours in (
+        ["text"],
+        ["completion", "prompt"],
+        ["messages"],
+        ["messages", "tools"],
+    )
