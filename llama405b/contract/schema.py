@@ -54,7 +54,7 @@ class Data:
     seq_len: int = option(4096, "tokens per sequence")
     packing: Literal["isolated", "concatenated"] = option(
         "isolated",
-        "documents that share a sequence do not see each other, and their positions restart; concatenated: they do",
+        "documents that share a sequence do not attend to each other, and their positions restart; concatenated: they do",
     )
     documents: Literal["auto", "whole", "split"] = option(
         "auto",

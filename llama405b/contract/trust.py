@@ -25,17 +25,17 @@ def refuse_others_writing(path: Path) -> None:
     if _is_foreign(info):
         raise UserError(f"{path}: {why}; copy it to a file of your own")
     who = "o" if info.st_mode & stat.S_IWOTH else "g"
-    raise UserError(f"{path}: {why}, and so run commands as you; run: chmod {who}-w {path}")
+    raise UserError(f"{path}: {why}, who could then run commands as you; run: chmod {who}-w {path}")
 
 
 def others_in(info: os.stat_result) -> str:
-    """Say who but this user (and root) can write a file, as ``everyone can write it``; '' if nobody can."""
+    """Say who but this user (and root) can write a file, as ``is writable by everyone``; '' if nobody can."""
     if _is_foreign(info):
         return f"belongs to another user ({user_of(info.st_uid)})"
     if info.st_mode & stat.S_IWOTH:
-        return "everyone can write it"
+        return "is writable by everyone"
     if info.st_mode & stat.S_IWGRP and not _private_group(info.st_gid, info.st_uid):
-        return "its group can write it"
+        return "is writable by its group"
     return ""
 
 

@@ -26,7 +26,7 @@ class Batches:
     """A shuffled, endless order of packed sequences, the same on any number of ranks."""
 
     mixture: Mixture
-    isolated: bool = True  # documents that share a sequence do not see each other
+    isolated: bool = True  # documents that share a sequence do not attend to each other
 
     @property
     def n_sequences(self) -> int:
@@ -148,6 +148,6 @@ def described(config: Data, batches: Batches) -> list[str]:
         if source.spans_N2 is not None:
             line += f"; whole documents, {100 * source.padding:.1f}% padding"
         if source.unread:
-            line += f"; {counted(source.unread, 'token is', 'tokens are', grouped=True)} left over"
+            line += f"; {counted(source.unread, 'token', grouped=True)} unused"
         lines.append(line)
     return lines

@@ -93,7 +93,7 @@ def register(piece: Tensor, done: int, total: int) -> None:
 def refused(done: int, total: int, why: str) -> UserError:
     """Say that CUDA does not pin as much memory as is needed."""
     return UserError(
-        f"--parallel.offload: CUDA pinned {done / GIB:.1f} of {total / GIB:.1f} GiB of this rank's CPU memory, then refused ({why}); "
+        f"--parallel.offload: cannot pin {total / GIB:.1f} GiB of this rank's CPU memory (CUDA stopped at {done / GIB:.1f} GiB: {why}); "
         "raise the limit of locked memory (ulimit -l) or the container's memory, or use more hosts"
     )
 

@@ -76,8 +76,8 @@ def choose_attention(config: Config, hf_config: LlamaConfig, me: Rank) -> Attent
 
 def _told(config: Config, name: str, difference: float) -> list[str]:
     isolated = config.data.packing == "isolated"
-    apart = "packed documents are kept apart; " if isolated else ""
-    lines = [f"attention was checked on this device: {apart}logits differ by {difference:.1g} from those of sdpa"]
+    what = "packed documents are kept apart" if isolated else "it computes what sdpa does"
+    lines = [f"attention verified on this device: {what} (logits within {difference:.1g})"]
     mask_gib = mask_bytes(name, config.training.micro_batch_size, config.data.seq_len) / 2**30
     if isolated and mask_gib >= LARGE_MASK_GIB:
         lines.append(
@@ -95,7 +95,7 @@ def check_attention(
 ) -> float:
     """Compare packed documents through one small layer with heads of the model's size, with the same documents alone through sdpa.
 
-    ``isolated``: whether documents that share a sequence do not see each other; else it is compared with one text.
+    ``isolated``: whether documents that share a sequence do not attend to each other; else it is compared with one text.
 
     Returns the largest difference of the logits.
 
@@ -125,9 +125,9 @@ def check_attention(
     bent = float((found - right).norm() / right.norm())
     if difference <= MOST[dtype] and bent <= MOST[dtype]:
         return difference
-    kept = "packed documents see each other" if isolated else "it does not compute what sdpa does"
+    fault = "packed documents attend to each other" if isolated else "it does not compute what sdpa does"
     found_out = f"logits differ by {difference:.2g}, gradients by {100 * bent:.2g}%"
-    raise BrokenError(f"with {attention} on {device.type} {kept} ({found_out})")
+    raise BrokenError(f"with {attention} on {device.type} {fault} ({found_out})")
 
 
 def _small(config: LlamaConfig) -> LlamaConfig:

@@ -84,7 +84,7 @@ def restore(chosen: Resume, check: Check, module: nn.Module, updater: Updater, c
         return 0
     done, path = load_checkpoint(chosen, check, module, updater, context)
     for each in chosen.passed_over:
-        journal.log(f"ignored {each}; renamed to …aside")
+        journal.log(f"skipped {each}; renamed to …aside")
         journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
     journal.log(f"resumed from {path}")
     journal.event(EventKind.RESUMED, step=done, path=path)

@@ -235,7 +235,7 @@ def test_18_bastion_down(hosts, refused):
 
 def test_19_hosts_file_that_others_may_write(refused, operator):
     (operator.path / "hosts").chmod(0o666)
-    refused(code=2, words=["hosts: everyone can write it", "chmod o-w hosts"])
+    refused(code=2, words=["hosts: is writable by everyone", "chmod o-w hosts"])
 
 
 def test_20_somebody_runs_it_already(hosts, operator):

@@ -64,7 +64,7 @@ def test_a_model_that_computes_nan_is_not_called_a_fault_of_attention():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_backend_that_cannot_isolate_is_refused(broken, dtype):
     config = LlamaConfig(hidden_size=256, **SHAPES[0])
-    with pytest.raises(BrokenError, match=r"with blind on cpu packed documents see each other \(logits differ by "):
+    with pytest.raises(BrokenError, match=r"with blind on cpu packed documents attend to each other \(logits differ by "):
         check_attention(config, "blind", CPU, dtype, isolated=True)
     assert check_attention(config, "blind", CPU, dtype, isolated=False) < 0.05
     for name in ("nan", "bent"):
@@ -101,7 +101,7 @@ def test_varlen_is_told_where_documents_end(monkeypatch, shape, knows_groups):
         "varlen_attn",
         lambda q, k, v, e, *more, **also: _by_document(q, k, v, e[[0, -1]], e, len(q), 0, **also),
     )
-    with pytest.raises(BrokenError, match="packed documents see each other"):
+    with pytest.raises(BrokenError, match="packed documents attend to each other"):
         check_attention(config, "varlen", CPU, torch.float32, isolated=True)
 
 

@@ -39,7 +39,7 @@ def test_cuda_that_refuses_is_said(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     piece = torch.empty(2 << 30, dtype=torch.uint8)
-    with pytest.raises(UserError, match=r"CUDA pinned 1\.0 of 8\.0 GiB .* raise the limit"):
+    with pytest.raises(UserError, match=r"cannot pin 8\.0 GiB .*stopped at 1\.0 GiB.* raise the limit"):
         host_memory.register(piece, 1 << 30, 8 << 30)
 
 

@@ -60,7 +60,7 @@ def test_a_record_that_cannot_be_trusted_or_written_is_named(hosts, tmp_path):
     host = hosts("gpu-1\n")[0]
     write_uses([(host, FOUND)])
     setup_path().chmod(0o666)
-    with pytest.raises(UserError, match="everyone can write it"):
+    with pytest.raises(UserError, match="is writable by everyone"):
         hosts("gpu-1\n")
     setup_path().unlink()
     setup_path().parent.rmdir()

@@ -80,7 +80,7 @@ def test_a_configuration_that_ssh_does_not_accept_is_refused_with_its_words(conf
 def test_a_configuration_that_others_can_write_is_refused(config, tmp_path):
     config("Host *\n")
     (tmp_path / "config").chmod(0o666)
-    with pytest.raises(HostError, match="everyone can write it, and so run commands as you; run: chmod o-w"):
+    with pytest.raises(HostError, match="is writable by everyone, who could then run commands as you; run: chmod o-w"):
         ssh_address(GPU_1)
 
 

@@ -91,13 +91,13 @@ def test_files_that_others_may_write_are_refused(tmp_path):
     path.chmod(0o644)
     refuse_others_writing(path)
     path.chmod(0o666)
-    with pytest.raises(UserError, match="everyone can write it"):
+    with pytest.raises(UserError, match="is writable by everyone"):
         refuse_others_writing(path)
     path.chmod(0o664)
     refuse_others_writing(path)  # the owner's own group
     if os.getuid() == 0:
         os.chown(path, 0, 1)
-        with pytest.raises(UserError, match="its group can write it"):
+        with pytest.raises(UserError, match="is writable by its group"):
             refuse_others_writing(path)
         os.chown(path, 12345, 0)
         path.chmod(0o644)
