@@ -64,7 +64,9 @@ def test_a_model_that_computes_nan_is_not_called_a_fault_of_attention():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_backend_that_cannot_isolate_is_refused(broken, dtype):
     config = LlamaConfig(hidden_size=256, **SHAPES[0])
-    with pytest.raises(BrokenError, match=r"with blind on cpu packed documents attend to each other \(logits differ by "):
+    with pytest.raises(
+        BrokenError, match=r"with blind on cpu packed documents attend to each other \(logits differ by "
+    ):
         check_attention(config, "blind", CPU, dtype, isolated=True)
     assert check_attention(config, "blind", CPU, dtype, isolated=False) < 0.05
     for name in ("nan", "bent"):

@@ -77,5 +77,5 @@ def test_torch_that_cannot_pin_is_said_in_a_sentence(monkeypatch):
         raise RuntimeError("CUDA error: out of memory\nmore words")
 
     monkeypatch.setattr(torch, "empty_like", refuse)
-    with pytest.raises(UserError, match=r"then refused \(CUDA error: out of memory\); raise the limit"):
+    with pytest.raises(UserError, match=r"CUDA error: out of memory\); raise the limit"):
         fill_for_fsdp(torch.nn.Linear(4, 4), 1, lambda *_: None)

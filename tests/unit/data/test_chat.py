@@ -168,7 +168,7 @@ def test_a_file_of_conversations_becomes_tokens(tokenizer, demo, tmp_path):
     again, lines = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache")
     assert np.array_equal(again, found)
     assert lines == [said]  # and nothing was tokenized
-    both, _ = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache", learn=("assistant", "user"))
+    both, _ = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache", train_on=("assistant", "user"))
     assert int(((both & NOT_LEARNT) == 0).sum()) > n_learnt
 
 
