@@ -7,6 +7,7 @@ then is copied into staging memory, and where that is full the update waits. Kno
 import collections
 import concurrent.futures
 import dataclasses
+import enum
 import os
 import threading
 import time
@@ -47,6 +48,20 @@ class Staging:
         self.free[buffer.numel()].append(buffer)
 
 
+class TensorState(enum.Enum):
+    """What has become of a tensor of the state."""
+
+    LIVE = enum.auto()  # neither read nor copied: it must not change
+    READING = enum.auto()  # from where it lives: it must not change
+    COPYING = enum.auto()  # it must not change
+    STAGED = enum.auto()  # copied, and not read: it may change, as from here on
+    READING_COPY = enum.auto()
+    DONE = enum.auto()
+
+
+BOUND = (TensorState.LIVE, TensorState.READING, TensorState.COPYING)  # an update must wait
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class TrackedTensor:
     """One tensor of the state."""
@@ -56,8 +71,7 @@ class TrackedTensor:
     entries: list[int] = dataclasses.field(default_factory=list)  # of the plan, that are read from it
     buffer: Tensor | None = None  # its copy
     arrived: Arrived = nothing  # in the buffer
-    busy: bool = False  # being read, or copied
-    done: bool = False
+    state: TensorState = TensorState.LIVE
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,14 +100,14 @@ class CopyOnUpdate:
         self.changing = self.starved = self.abandoned = False  # updates have begun; one waits for room; the save failed
         for unit in units:
             if unit.updated:
-                unit.updated.add_done_callback(self._tell)
+                unit.updated.add_done_callback(self._notify)
         gpu = next((piece.tensor.device for piece in self.live if piece.tensor.is_cuda), None)
         self.stream = torch.cuda.Stream(gpu) if gpu else None
         if self.stream:  # copies are cheap there, and room is not
             self.stream.wait_stream(torch.cuda.current_stream(gpu))
             for piece in self.pieces.values():
                 if (buffer := self._room(piece)) is not None:
-                    self._claim(piece)
+                    self._claim(piece, TensorState.COPYING)
                     self._stage(piece, buffer)
         self.began, self.next_update_s = time.perf_counter(), next_update_s
         if next_update_s is not None and self.stream is None:
@@ -141,7 +155,7 @@ class CopyOnUpdate:
         """Return once these may change: they have been read, or copied."""
         for tensor in tensors:
             if piece := self.pieces.get(tensor.data_ptr()):
-                self._let_go(piece)
+                self._release(piece)
 
     def abandon(self) -> None:
         """Let all of it change, and ``read`` end: the save failed."""
@@ -173,36 +187,38 @@ class CopyOnUpdate:
         """The first (0) or the last (-1) tensor that nobody has taken, once it has been updated."""
         while self.live:
             piece = self.live[end]
-            taken = piece.done or piece.busy or piece.buffer is not None
+            taken = piece.state is not TensorState.LIVE
             if not taken and piece.updated and not piece.updated.done():
                 return None
             del self.live[end]
             if taken:
                 continue
-            self._claim(piece)
+            self._claim(piece, TensorState.READING)
             return piece
         return None
 
     def _take_staged(self) -> TrackedTensor | None:
-        if not self.staged:
-            return None
-        piece = self.staged.popleft()
-        piece.busy = True
-        return piece
+        while self.staged:
+            piece = self.staged.popleft()
+            if piece.state is TensorState.STAGED:  # what is not in the plan is done already
+                piece.state = TensorState.READING_COPY
+                return piece
+        return None
 
-    def _claim(self, piece: TrackedTensor) -> None:
-        piece.busy = True
+    def _claim(self, piece: TrackedTensor, state: TensorState) -> None:
+        piece.state = state
         self.untouched_bytes -= piece.tensor.nbytes
 
-    def _let_go(self, piece: TrackedTensor) -> None:
+    def _release(self, piece: TrackedTensor) -> None:
         began, waited, buffer = time.perf_counter(), False, None
         with self.changed:
-            while not piece.done and piece.buffer is None:
+            while piece.state in BOUND:
                 self.changing = True
-                if not piece.busy and (buffer := self._room(piece)) is not None:
-                    self._claim(piece)
+                live = piece.state is TensorState.LIVE
+                if live and (buffer := self._room(piece)) is not None:
+                    self._claim(piece, TensorState.COPYING)
                     break
-                waited, self.starved = True, not piece.busy
+                waited, self.starved = True, live
                 self.changed.wait()
             self.starved = False
             if waited:
@@ -227,9 +243,9 @@ class CopyOnUpdate:
                 if piece is None:
                     self.changed.wait(self.next_update_s / PEEKS)
                     continue
-                buffer = self._room(piece)
+                piece.state, buffer = TensorState.COPYING, self._room(piece)
                 if buffer is None:
-                    piece.busy = False
+                    piece.state = TensorState.LIVE
                     self.untouched_bytes += piece.tensor.nbytes
                     self.live.append(piece)
                     return
@@ -242,20 +258,20 @@ class CopyOnUpdate:
         """Copy a tensor that nobody reads."""
         arrived = copy([(_as(piece.tensor, buffer), piece.tensor)], self.stream)
         with self.changed:
-            if piece.done:
+            if piece.state is TensorState.DONE:
                 self.staging.give_back(buffer)
                 return
-            piece.buffer, piece.arrived, piece.busy = buffer, arrived, False
+            piece.buffer, piece.arrived, piece.state = buffer, arrived, TensorState.STAGED
             self.staged.append(piece)
             self.stats.staged_bytes += buffer.numel()
             self.changed.notify_all()
 
     def _finish(self, piece: TrackedTensor) -> None:
-        if piece.done:
+        if piece.state is TensorState.DONE:
             return
-        if not piece.busy and piece.buffer is None:
-            self._claim(piece)
-        piece.done = True
+        if piece.state is TensorState.LIVE:
+            self.untouched_bytes -= piece.tensor.nbytes
+        piece.state = TensorState.DONE
         self.left -= 1
         if piece.buffer is not None:
             self.staging.give_back(piece.buffer)
@@ -263,7 +279,7 @@ class CopyOnUpdate:
             self.stats.straight_bytes += piece.tensor.nbytes
         self.changed.notify_all()
 
-    def _tell(self, _: object) -> None:
+    def _notify(self, _: object) -> None:
         with self.changed:
             self.changed.notify_all()
 
