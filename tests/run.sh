@@ -16,7 +16,7 @@ need_programs "${needed[@]}" || exit 2
 if [ "${1:-}" = --newest ]; then # beyond the bounds in pyproject.toml and the versions in constraints.txt
     shift
     need_newest || exit 2
-    exec .venv-newest/bin/python -m pytest -q -m "not slow and not gpu and not soak" tests/unit tests/train/test_{step,overlap,states,masters}.py "$@"
+    exec .venv-newest/bin/python -m pytest -q -m "not slow and not gpu and not soak" tests/unit tests/ranks/test_{step,overlap,states,masters}.py "$@"
 fi
 need_venv train,dev || exit 2
 if [ "${1:-}" = quick ]; then

@@ -1,7 +1,7 @@
 """How long a step takes: compute and communication of each unit of FSDP, and how much of one hides the other. Pure.
 
 T: tokens of a micro-batch on a GPU; S: sequence length. The form of the overlap is that of ``hidden_s``; the rates are in
-``coefficients.json``, which ``tests/fit_plan.py`` alone writes, from published measurements.
+``coefficients.json``, which ``scripts/fit_plan.py`` alone writes, from published measurements.
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ from llama405b.capacity.step_time import Rates, step_time
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.weights import parse_llama
 
-ROWS = Path(__file__).parent / "data/published.csv"
+ROWS = Path(__file__).parent.parent / "data/published.csv"
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 LLAMA3 = {f"llama3-{size}": PRESETS[f"llama3.1-{size}"] for size in ("8b", "70b", "405b")}
 LLAMA2 = {  # hidden, intermediate, layers, heads, heads of keys

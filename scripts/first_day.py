@@ -1,6 +1,6 @@
 """Type every command of docs/first-day.md, then of docs/checkpoints.md, on four blank hosts, and print what they print.
 
-    .venv/bin/python tests/first_day.py
+    PYTHONPATH=tests:tests/rigs .venv/bin/python scripts/first_day.py
 
 The hosts are network namespaces with an sshd each, so it needs root; /shared is a directory that they share. Before each
 ``status`` it waits for half a minute, in which the run gets somewhere. Exit code 1 if a command fails.

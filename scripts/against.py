@@ -1,6 +1,6 @@
 """Run the tests that are new since a commit against the code of that commit, and list those that pass there.
 
-    .venv/bin/python tests/against.py COMMIT [PYTEST ARGS]
+    .venv/bin/python scripts/against.py COMMIT [PYTEST ARGS]
 
 A test kept with a mend must fail without it: any that is listed proves nothing about what changed since. Exit code 1 if
 there is one. Tests whose id existed before are not run, even if they were changed.

@@ -2,7 +2,7 @@
 
 Nothing else writes them. In a checkout, with the project installed:
 
-    PYTHONPATH=tests python tests/fit_plan.py
+    PYTHONPATH=tests/rigs python scripts/fit_plan.py
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from llama405b.capacity.step_time import COEFFICIENTS, Rates
 from published import BYTES, read_rows
 
 DOCUMENT = Path(__file__).parent.parent / "docs/plan-accuracy.md"
-BEGIN, END = "<!-- the table: written by tests/fit_plan.py -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- the table: written by scripts/fit_plan.py -->", "<!-- end of the table -->"
 PRIORS = {"h100-80": 0.40, "h100-96-500w": 0.40, "a100-80": 0.55, "a100-40": 0.55}  # attention, of a GPU's FLOPs
 FIRST = {"interference": 0.2, "network": 0.9, "hop": 5.0, "triton": 0.7}
 SPANS = {

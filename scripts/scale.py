@@ -1,4 +1,6 @@
-"""Many hosts for a benchmark: ``python tests/scale.py N VERB …`` runs ``llama405b VERB …`` with N host names.
+"""Run ``llama405b VERB …`` with N host names, as a benchmark on many hosts.
+
+    PYTHONPATH=tests:tests/rigs .venv/bin/python scripts/scale.py N VERB …
 
 The names are aliases of four real hosts (network namespaces with an sshd each), written to ``hosts`` in a new directory
 where the command runs. With ``--gpus`` before VERB, nvidia-smi on them reports eight H100s. Needs root.

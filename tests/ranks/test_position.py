@@ -90,7 +90,7 @@ def _launch(work, number, world):
     }  # fmt: skip
     typed = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     env = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests", "RECORD": str(work / "record"), "LAUNCH": str(number),
+        "PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests/rigs", "RECORD": str(work / "record"), "LAUNCH": str(number),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo",
         "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "LLAMA405B_HOST": "h", "LLAMA405B_ATTEMPT": str(number + 1),
     }  # fmt: skip
