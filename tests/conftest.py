@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 import hosts_rig  # noqa: E402 - it asks this module for ROOT
+
+
+def pytest_collection_modifyitems(items):
+    """A test's kind is the folder it is in: unit, ranks or hosts."""
+    for item in items:
+        item.add_marker(item.path.relative_to(TESTS).parts[0])
 
 
 @pytest.fixture(scope="session", autouse=True)

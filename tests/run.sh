@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Set up everything, then run the tests.
-#   bash tests/run.sh [PYTEST ARGS]    the quick ones
-#   bash tests/run.sh quick            only the unit tests, in two minutes
-#   bash tests/run.sh --all            also slow ones and those on real hosts (root, sshd, namespaces, Slurm); what CI runs
+#   bash tests/run.sh [PYTEST ARGS]    unit tests, and those with real ranks
+#   bash tests/run.sh quick            only the unit tests, in 40 seconds
+#   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm); what CI runs
 #   bash tests/run.sh --newest         unit and step tests with the newest torch and transformers, in .venv-newest; never in CI
 #   bash tests/run.sh --soak           random kills, and all 126 layers against the memory tracker, for 20 minutes; never in CI
 set -uo pipefail
@@ -21,13 +21,15 @@ fi
 need_venv train,dev || exit 2
 if [ "${1:-}" = quick ]; then
     shift
-    exec .venv/bin/python -m pytest -q -m "not slow and not gpu and not soak" tests/unit "$@"
+    exec .venv/bin/python -m pytest -q -n auto --dist worksteal -m "unit and not slow" tests/unit "$@"
 fi
 bash tests/check.sh || exit 1
-marks=(-m "not slow and not gpu and not soak")
+# Two files at a time, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
+two=(-n 2 --dist loadfile --no-loadscope-reorder)
+marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}")
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu and not soak" --durations=25)
+    marks=(-m "not gpu and not soak" --durations=25 "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
 elif [ "${1:-}" = --soak ]; then
     shift

@@ -10,8 +10,6 @@ import pytest
 from conftest import ROOT
 from hosts_rig import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
-
 
 @pytest.mark.soak
 def test_fleet(hosts, operator):

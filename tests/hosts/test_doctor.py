@@ -5,11 +5,8 @@ import re
 import shlex
 import sys
 
-import pytest
-
 from hosts_rig import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 4
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from hosts_rig import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.seq_len", "64", "--checkpoint.every", "0"]
 
 

@@ -15,8 +15,6 @@ from conftest import ROOT
 from llama405b_tools.remote import processes
 from ops_rig import heartbeat, metrics, settings, standin, wait_for
 
-pytestmark = pytest.mark.slow
-
 
 def guard_log(work, run):
     path = work / "runs" / run / "guard.log"

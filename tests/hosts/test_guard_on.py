@@ -9,7 +9,6 @@ import pytest
 from hosts_rig import processes
 from ops_rig import STANDIN, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 2
 HOST_USERS = ("alice",)
 DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--data.max_bytes", "400000", "--data.seq_len", "64",

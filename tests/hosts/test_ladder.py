@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
 
-
-@pytest.mark.slow
 def test_the_ladder_is_climbed_on_one_rank_then_on_all(work, cli):
     done = cli(
         work, "bench", "gpu", "hosts", "--rungs", "start,collectives,copies,exact", "--out", "found", timeout=240

@@ -14,7 +14,6 @@ from conftest import ROOT
 LN_VOCAB = math.log(2048)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fresh_clone_trains_the_demo(tmp_path):
     clone = tmp_path / "clone"

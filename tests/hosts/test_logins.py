@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 2
 BASHRC = "/home/alice/.bashrc"
 

@@ -12,8 +12,6 @@ import pytest
 from conftest import ROOT
 from ops_rig import STANDIN, wait_for
 
-pytestmark = pytest.mark.slow
-
 TALK = """
 import os, sys, time
 rank = int(os.environ["LLAMA405B_FIRST_RANK"]) + int(os.environ["LOCAL_RANK"])

@@ -5,12 +5,9 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from conftest import ROOT
 from ops_rig import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
 SAVING = ["--training.max_steps", 16, "--checkpoint.every", 4, "--checkpoint.storage", "local"]
 

@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT
 from hosts_rig import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 HOST_USERS = ("root",)
 DEMO = "--preset demo --training.global_batch_size 12 --data.seq_len 64 --data.max_bytes 400000 --training.max_steps 2 --checkpoint.every 0"
 

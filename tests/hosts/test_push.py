@@ -9,14 +9,11 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from conftest import ROOT
 from hosts_rig import processes
 from ops_rig import wait_for
 from tiny_models import write_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 4
 MB = 1 << 20
 

@@ -8,14 +8,10 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from conftest import ROOT
 from hosts_rig import processes
 from llama405b.contract.config import DEMO_MODEL
 from ops_rig import STANDIN, wait_for
-
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
 

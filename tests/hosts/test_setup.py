@@ -8,7 +8,7 @@ import pytest
 
 from hosts_rig import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 N_HOSTS, BLANK = 4, True
 HOST_USERS = ("root", "alice", "bob", "root")
 DEMO = [

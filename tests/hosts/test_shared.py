@@ -5,13 +5,10 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from conftest import ROOT
 from hosts_rig import processes
 from ops_rig import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 HOST_USERS = ("root",)
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
 

@@ -15,7 +15,7 @@ from llama405b_tools.remote import slurm
 from ops_rig import STANDIN as FLAGS
 from ops_rig import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 N_HOSTS, HOST_USERS = 4, ("root",)
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 DEMO = "--preset demo --data.seq_len 64 --training.global_batch_size 8 --training.micro_batch_size 2"

@@ -8,7 +8,7 @@ import pytest
 
 from ops_rig import wait_for
 
-pytestmark = [pytest.mark.soak, pytest.mark.hosts, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 SEED, KILLS, STEPS = 20261122, 20, 300
 FLAGS = [
     "--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64",

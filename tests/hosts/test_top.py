@@ -14,7 +14,6 @@ from conftest import ROOT
 from llama405b_tools.remote import processes
 from ops_rig import STANDIN, Terminal, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS = 4
 INTERVAL_S = 1.0
 DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--training.micro_batch_size", "2", "--data.seq_len", "64",

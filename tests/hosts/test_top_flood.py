@@ -12,8 +12,6 @@ from conftest import ROOT
 from llama405b_tools.remote import processes
 from ops_rig import Terminal, wait_for
 
-pytestmark = pytest.mark.slow
-
 FLOOD = """
 import os, sys, time
 loud = os.environ["LLAMA405B_FIRST_RANK"] == "0"

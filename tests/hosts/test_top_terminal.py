@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT
 from ops_rig import Terminal, wait_for
 
-pytestmark = pytest.mark.slow
 TOP = [sys.executable, "-m", "llama405b_tools.cli", "top"]
 ENV = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "PATH": os.environ["PATH"]}
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}

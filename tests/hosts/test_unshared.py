@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.slow
 DEMO = ["--preset", "demo", "--training.global_batch_size", 4, "--data.seq_len", 64]
 REMEDY = "name a directory that all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
 

@@ -2,9 +2,6 @@
 
 import re
 
-import pytest
-
-pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 N_HOSTS, HOST_USERS = 2, ("root", "alice")
 DEMO = ["--preset", "demo", "--training.global_batch_size", 8, "--data.max_bytes", 400000, "--data.seq_len", 64]
 

@@ -16,7 +16,6 @@ from ops_rig import wait_for
 from ranks_rig import run_ranks
 
 
-@pytest.mark.slow
 def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path, cli):
     done = cli(tmp_path, "bench", "load", "--repeat", "1", "--json", timeout=280)
     assert done.returncode == 0, done.stderr
@@ -30,7 +29,6 @@ def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path, cli):
     assert set(report["ratios"]) == {"streamed/baseline", "streamed/careful", "local/plain"}
 
 
-@pytest.mark.slow
 def test_the_whole_ladder_is_climbed_rung_by_rung(tmp_path, cli):
     done = cli(tmp_path, "bench", "gpu", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -173,7 +173,6 @@ def _ends(work, ranks, number, draw):
     _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), lambda: "readers outlive their rank", 30)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_token_is_lost_or_seen_twice(work):
     directory, words = work

@@ -1,5 +1,6 @@
 """How the node runner waits for torchrun: what it looks at, how often, and what ends the wait. With a clock of its own."""
 
+import time
 import types
 
 import pytest
@@ -39,8 +40,8 @@ def waited(tmp_path, monkeypatch):
     def sleep(seconds):
         clock.now += seconds
 
-    monkeypatch.setattr(node_runner.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(node_runner.time, "sleep", sleep)
+    times = types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep, time=time.time)  # other threads have theirs
+    monkeypatch.setattr(node_runner, "time", times)
 
     def call(slurm_job, stopped_at=LASTS_S):
         clock.now, looks = 0.0, []

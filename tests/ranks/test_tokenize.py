@@ -106,7 +106,6 @@ def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_
         tokenised(ours, demo, tmp_path / "cache", report())
 
 
-@pytest.mark.slow
 def test_it_continues_after_a_kill_and_leaves_no_process(demo, texts):
     code = (
         "import sys\nfrom llama405b.data import tokenize\nfrom llama405b.commands import data\n"
