@@ -97,6 +97,17 @@ def cli():
 
 
 @pytest.fixture
+def warm_cli():
+    """``cli`` for verbs that need torch: it is imported already."""
+    from ranks_rig import run_program
+
+    def run(cwd, *args, timeout=120, env=None):
+        return run_program("llama405b_tools.cli:main", *args, cwd=cwd, env=env, timeout_s=timeout)
+
+    return run
+
+
+@pytest.fixture
 def work(tmp_path, cli):
     """A working directory with a hosts file; whatever runs in it is stopped at the end."""
     (tmp_path / "hosts").write_text(HOSTS)

@@ -11,12 +11,22 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from llama405b.commands import bench_load
 from llama405b.contract.rungs import Rung
 from ops_rig import wait_for
 from ranks_rig import run_ranks
 
 
-def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path, cli):
+def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path):
+    largest = bench_load.largest_unit(bench_load.write_random(tmp_path, 0.4)) * 4  # FP32
+    streamed, baseline = (bench_load._measure(form, tmp_path, 2, "fp32") for form in ("streamed", "baseline"))
+    assert streamed["shard_bytes"] == baseline["shard_bytes"] >= 0.35e9
+    assert streamed["peak_above_shards_bytes"] <= 2 * largest
+    assert streamed["peak_above_shards_bytes"] < baseline["peak_above_shards_bytes"] / 2
+
+
+@pytest.mark.soak
+def test_every_way_of_loading_a_gigabyte_is_measured(tmp_path, cli):
     done = cli(tmp_path, "bench", "load", "--repeat", "1", "--json", timeout=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -29,20 +39,35 @@ def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path, cli):
     assert set(report["ratios"]) == {"streamed/baseline", "streamed/careful", "local/plain"}
 
 
-def test_the_whole_ladder_is_climbed_rung_by_rung(tmp_path, cli):
-    done = cli(tmp_path, "bench", "gpu", timeout=240)
+BY_PROCESS = (Rung.START, Rung.COPIES)
+
+
+def test_the_ladder_is_climbed_rung_by_rung_in_a_process_each(tmp_path, warm_cli):
+    done = warm_cli(tmp_path, "bench", "gpu", "--rungs", ",".join(BY_PROCESS))
     assert done.returncode == 0, done.stdout + done.stderr
     climbed = [line.split()[:2] for line in done.stdout.partition("---")[0].splitlines()]
-    alone = [rung for rung in Rung if rung is not Rung.COLLECTIVES]
-    assert climbed == [[str(rung), "good,"] for rung in alone]
+    assert climbed == [[str(rung), "good,"] for rung in BY_PROCESS]
     results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "bench-gpu").glob("*.json")}
-    assert {result["rung"] for result in results.values()} == set(alone)
+    assert {result["rung"] for result in results.values()} == set(BY_PROCESS)
     named = {figure["name"] for result in results.values() for figure in result["figures"]}
-    assert {"pinned to device", "runs that agree", "hidden / bound", "registered to host", "forward", "down"} <= named
+    assert {"pinned to device", "registered to host"} <= named
 
 
-def test_a_rung_whose_process_dies_or_takes_too_long_has_failed(tmp_path, cli):
-    late = cli(tmp_path, "bench", "gpu", "--rungs", "exact", "--within", "0.2")
+def _climb(me, rungs):
+    from llama405b.commands.ladder import program
+
+    return [program._climbed(rung, me, 1) for rung in rungs]
+
+
+def test_one_rank_can_climb_every_other_rung(tmp_path):
+    [results] = run_ranks(1, _climb, [rung for rung in Rung if rung not in (*BY_PROCESS, Rung.COLLECTIVES)])
+    assert [(result.rung, result.fault) for result in results if result.fault] == []
+    named = {figure.name for result in results for figure in result.figures}
+    assert {"runs that agree", "hidden / bound", "forward", "down"} <= named
+
+
+def test_a_rung_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli):
+    late = warm_cli(tmp_path, "bench", "gpu", "--rungs", "exact", "--within", "0.2")
     assert late.returncode == 1
     assert "exact         FAILED after 0 s: no result after 0 s; use --parallel.overlap false" in late.stdout
     command = [sys.executable, "-m", "llama405b_tools.cli", "bench", "gpu", "--rungs", "exact,hiding"]
@@ -61,8 +86,8 @@ def test_a_rung_whose_process_dies_or_takes_too_long_has_failed(tmp_path, cli):
     wait_for(lambda: not Path(f"/proc/{second}").exists() or "Z" in Path(f"/proc/{second}/stat").read_text())
 
 
-def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path, cli):
-    done = cli(tmp_path, "bench", "gpu", "--rungs", "start,copies", env={"GLOO_SOCKET_IFNAME": "nosuch0"})
+def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path, warm_cli):
+    done = warm_cli(tmp_path, "bench", "gpu", "--rungs", "start,copies", env={"GLOO_SOCKET_IFNAME": "nosuch0"})
     assert done.returncode == 1
     assert re.search("start         FAILED after .* s: .*nosuch0.*; run `llama405b doctor`", done.stdout)
     assert "copies" not in done.stdout
@@ -88,8 +113,8 @@ def child_of(pid):
     return wait_for(found)
 
 
-def test_an_update_delays_no_unit_before_it(tmp_path, cli):
-    done = cli(tmp_path, "bench", "overlap", "--unit-ms", "2", "--steps", "1", "--trace", "t.json", "--json")
+def test_an_update_delays_no_unit_before_it(tmp_path, warm_cli):
+    done = warm_cli(tmp_path, "bench", "overlap", "--unit-ms", "2", "--steps", "1", "--trace", "t.json", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(case["backward"], case["update"]) for case in report["cases"][-1:]] == [(3.0, 2.0)]
@@ -107,14 +132,14 @@ def test_an_update_delays_no_unit_before_it(tmp_path, cli):
 @pytest.mark.parametrize(
     ("what", "ratio"), [(["step"], "ours / by hand"), (["optimizer", "--elements", "65536"], "update / triad")]
 )
-def test_a_step_and_the_optimizer_are_measured_beside_their_baselines(tmp_path, cli, what, ratio):
-    done = cli(tmp_path, "bench", *what, "--pairs", "1", timeout=120)
+def test_a_step_and_the_optimizer_are_measured_beside_their_baselines(tmp_path, warm_cli, what, ratio):
+    done = warm_cli(tmp_path, "bench", *what, "--pairs", "1", timeout=120)
     assert done.returncode == 0, done.stderr
     assert ratio in done.stdout
 
 
-def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path, cli):
-    done = cli(
+def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path, warm_cli):
+    done = warm_cli(
         tmp_path, "bench", "checkpoint", "--gb", "0.02", "--saves", "1", "--dir", tmp_path, "--json", timeout=120
     )
     assert done.returncode == 0, done.stderr
@@ -129,8 +154,8 @@ def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path, cli):
     "args",
     [["overlap", "--unit-ms", "0"], ["optimizer", "--pairs", "0"], ["step", "--pairs", "-1"]],
 )
-def test_a_number_out_of_range_is_refused(tmp_path, cli, args):
-    done = cli(tmp_path, "bench", *args)
+def test_a_number_out_of_range_is_refused(tmp_path, warm_cli, args):
+    done = warm_cli(tmp_path, "bench", *args)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert args[1] in done.stderr
 

@@ -1,9 +1,6 @@
 """The loss on held-out data: the same for any number of ranks and any batch, and where it is told."""
 
 import json
-import os
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -13,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from conftest import ROOT
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
 from llama405b.data.batches import Batches
@@ -21,7 +17,7 @@ from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
 from llama405b.distributed.ranks import Rank
 from llama405b.training.journal import Journal, read_metrics
-from ranks_rig import run_ranks
+from ranks_rig import run_program, run_ranks
 
 SEQ = 16
 CASES = [(1, 0), (3, 0), (4, 5), (20, 0)]  # sequences at a time, and at most
@@ -109,12 +105,7 @@ def _train(work, demo, *settings, world=1):
         "parallel.device": "cpu", "parallel.numerics": "fp32", "checkpoint.every": 0,
     }  # fmt: skip
     typed = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
-    command = ["-m", "llama405b_tools.cli", "train"]
-    if world > 1:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "llama405b.train"]
-    command = [sys.executable, *command, "--run-dir", "runs/r", *typed, *settings]
-    return subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return run_program("llama405b.train:run_and_leave", "--run-dir", "runs/r", *typed, *settings, cwd=work, world=world)
 
 
 @pytest.mark.parametrize("how", [("--evaluation.fraction", "0.1"), ("--evaluation.paths", "held.txt")])

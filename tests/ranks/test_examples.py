@@ -1,13 +1,11 @@
 """The example configurations run as they are, but for the model, the lengths and the device."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from conftest import ROOT
+from ranks_rig import run_program
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.toml"))
 TALKS = ["chat.toml", "demo-chat.toml", "two-boxes.toml"]
@@ -24,11 +22,15 @@ def test_it_runs(name, demo, tmp_path):
     if name in TALKS:  # the demo's tokenizer has no template
         small["data.chat_template"] = "examples/chat.jinja"
     typed = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "llama405b_tools.cli", "train", "--run-dir", tmp_path / "runs/r"]
-    done = subprocess.run(
-        [*command, "--config", f"examples/{name}", *typed],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_program(
+        "llama405b.train:run_and_leave",
+        "--run-dir",
+        tmp_path / "runs/r",
+        "--config",
+        f"examples/{name}",
+        *typed,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (tmp_path / "runs/r/metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in metrics] == [0, 1, 2]

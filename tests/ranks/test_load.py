@@ -1,10 +1,7 @@
 """Loading is exact: every rank's shard equals that slice of the files, bit for bit."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,8 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
-from conftest import ROOT
 from llama405b.contract.tensors import fingerprint_of, read_tensors
-from ranks_rig import run_ranks
+from ranks_rig import run_program, run_ranks
 from tiny_models import write_llama
 
 
@@ -268,10 +264,7 @@ def test_a_run_refuses_weights_that_are_not_finite(demo, corpus, tmp_path):
         "--training.max_steps=1",
         "--parallel.device=cpu",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "llama405b.train", "--run-dir", "x", *flags], cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_program("llama405b.train:run_and_leave", "--run-dir", "x", *flags, cwd=tmp_path)
     assert done.returncode == 2
     assert "llama405b train: model: model.norm.weight has weights that are NaN or infinite; " in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,12 +5,7 @@ Each word of the texts is another token, so that a target tells the document and
 
 import collections
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,14 +13,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from conftest import ROOT
+from ranks_rig import start_program
 from tiny_models import write_llama
 
 SEQ, GLOBAL, EPOCHS = 8, 6, 3
 TEXTS, CHATS = 60, 20  # sequences of each source
 PASSES = {"t": 2, "c": 6}  # with equal weights: 40 sequences of each in an epoch of 80
-WORLDS = (2, 3, 1, 1)  # ranks of each launch; all but the last are killed
-LAST = len(WORLDS) - 1
 STEPS = EPOCHS * (TEXTS + CHATS) // GLOBAL
 SPECIAL = ["<unk>", "<user>", "<assistant>", "<end>"]
 TEMPLATE = (
@@ -78,30 +71,19 @@ def work(tmp_path):
     return tmp_path, {number: word for word, number in vocabulary.items()}
 
 
-def _launch(work, number, world):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _launch(work, number, world, workers):
     flags = {
         "model.path": "model", "data.paths": "texts.jsonl,chats.jsonl", "data.weights": "1,1", "data.seq_len": SEQ,
         "data.documents": "split",
-        "data.workers": 4, "training.global_batch_size": GLOBAL, "training.epochs": EPOCHS, "parallel.device": "cpu",
+        "data.workers": workers, "training.global_batch_size": GLOBAL, "training.epochs": EPOCHS, "parallel.device": "cpu",
         "parallel.numerics": "fp32", "checkpoint.every": 3,
     }  # fmt: skip
     typed = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    env = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{ROOT}/tools:{ROOT}/tests/rigs", "RECORD": str(work / "record"), "LAUNCH": str(number),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo",
-        "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1", "LLAMA405B_HOST": "h", "LLAMA405B_ATTEMPT": str(number + 1),
+    env = {
+        "RECORD": str(work / "record"), "LAUNCH": str(number), "LLAMA405B_HOST": "h", "LLAMA405B_ATTEMPT": str(number + 1),
     }  # fmt: skip
-    command = [sys.executable, "-m", "recorded_train", "--run-dir", "runs/r", "--resume", "auto", *typed]
-    with (work / "log").open("a") as log:
-        return [
-            subprocess.Popen(
-                command, cwd=work, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=log, stderr=log
-            )
-            for rank in range(world)
-        ]
+    argv = ("--run-dir", "runs/r", "--resume", "auto", *typed)
+    return start_program("recorded_train:main", *argv, cwd=work, env=env, world=world, output=work)
 
 
 def _recorded(work):
@@ -153,32 +135,34 @@ def _expected(records, name):
     return [word for word, learnt in flat[:kept] if learnt]
 
 
-def _ends(work, ranks, number, draw):
-    """Let a launch train; kill one of its ranks at some step, or let the last one end. Nothing of it is left."""
+def _ends(work, ranks, until, workers):
+    """Let a launch train; kill one of its ranks after a step, or let the last one end. Nothing of it is left."""
     family = set()
-    log = lambda: (work / "log").read_text()[-3000:]  # noqa: E731
+    log = lambda: "".join((work / name).read_text()[-3000:] for name in ("out", "err"))  # noqa: E731
     try:
-        until = 9 * (number + 1) + draw.randint(1, 6) if number < LAST else STEPS
-        _wait(lambda: max(_recorded(work), default=0) >= until or ranks[0].poll() is not None, log)
+        _wait(lambda: max(_recorded(work), default=0) >= until or ranks[0].exitcode is not None, log)
         family = _children([rank.pid for rank in ranks])
-        if number < LAST:
-            assert len(family) >= 5 * len(ranks), log()  # four readers of each, and their server
-            ranks[draw.randrange(len(ranks))].send_signal(signal.SIGKILL)
+        if until < STEPS:
+            assert len(family) >= (workers + 1) * len(ranks), log()  # the readers of each, and their server
+            ranks[-1].kill()
         else:
-            assert ranks[0].wait(60) == 0, log()
+            ranks[0].join(60)
+            assert ranks[0].exitcode == 0, log()
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.join()
     _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), lambda: "readers outlive their rank", 30)
 
 
 @pytest.mark.timeout(600)
-def test_no_token_is_lost_or_seen_twice(work):
+@pytest.mark.parametrize(("worlds", "workers"), [((2, 3), 2), pytest.param((2, 3, 1, 1), 4, marks=pytest.mark.soak)])
+def test_no_token_is_lost_or_seen_twice(work, worlds, workers):
     directory, words = work
     draw = random.Random(11)
-    for number, world in enumerate(WORLDS):
-        _ends(directory, _launch(directory, number, world), number, draw)
+    for number, world in enumerate(worlds):
+        until = 9 * (number + 1) + draw.randint(1, 6) if number < len(worlds) - 1 else STEPS
+        _ends(directory, _launch(directory, number, world, workers), until, workers)
     steps = _recorded(directory)
     assert sorted(steps) == list(range(1, STEPS + 1))
     found = collections.Counter(words[token] for targets in steps.values() for token in targets)

@@ -1,15 +1,12 @@
 """A run whose data has a few documents that are nothing like the rest."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 
-from conftest import ROOT
 from llama405b.training.journal import read_metrics
+from ranks_rig import run_program
 
 ODD = set(range(0, 300, 25))
 WORDS = ("one", "two", "three", "four")
@@ -27,10 +24,7 @@ def _train(demo, place, choice):
         "evaluation.fraction": 0.0,
     }  # fmt: skip
     words = [f"--{key}={value}" for key, value in flags.items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "llama405b.train", "--preset", "demo", "--run-dir", "x", *words], cwd=place,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_program("llama405b.train:run_and_leave", "--preset", "demo", "--run-dir", "x", *words, cwd=place)
     events = [json.loads(line) for line in (place / "x/events/rank-0.jsonl").read_text().splitlines()]
     return done, [event for event in events if event["kind"] == "spike"], read_metrics(place / "x/metrics.jsonl")
 

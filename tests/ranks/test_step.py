@@ -1,7 +1,6 @@
 """The numerics and communication of a step, on real ranks."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -10,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from conftest import ROOT
 from llama405b.model.batch import Batch
-from ranks_rig import run_ranks
+from ranks_rig import run_program, run_ranks
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
 
@@ -223,8 +221,7 @@ def train(demo, place, prompt, steps):
     flags = {"model.path": demo, "data.paths": place / "d.jsonl", "data.seq_len": 8, "training.global_batch_size": 1,
              "training.micro_batch_size": 1, "training.max_steps": steps, "checkpoint.every": 0}  # fmt: skip
     words = [f"--{key}={value}" for key, value in flags.items()]
-    done = subprocess.run([sys.executable, "-m", "llama405b.train", "--preset", "demo", "--run-dir", "x", *words], cwd=place,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
+    done = run_program("llama405b.train:run_and_leave", "--preset", "demo", "--run-dir", "x", *words, cwd=place)
     events = [json.loads(line) for line in (place / "x/events/rank-0.jsonl").read_text().splitlines()]
     metrics = place / "x/metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

@@ -1,8 +1,14 @@
-"""Run a function on N real ranks (processes, gloo), with a hard timeout; ends only the processes it started."""
+"""Run a function, or one of our programs, on N real ranks (processes, gloo), with a hard timeout; ends only the processes it started.
 
+Ranks come from a fork server, which imports once what each needs: that would take them four CPU seconds each.
+"""
+
+import contextlib
+import importlib
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,13 +20,7 @@ import torch.multiprocessing as mp
 
 def run_ranks(world, target, *args, timeout_s=150, may_fail=False):
     """Return ``[target(me, *args) for each rank]``; raises the first rank's exception text."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("forkserver")  # the server imports once what every rank needs
-    context.set_forkserver_preload(
-        ["transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim"]
-    )
+    port, context = free_port(), _fork_server()
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
             context.Process(target=_rank, args=(rank, world, port, scratch, dict(os.environ), target, args))
@@ -52,17 +52,93 @@ def run_ranks(world, target, *args, timeout_s=150, may_fail=False):
         return [value for _, value in results]
 
 
-def _rank(rank, world, port, scratch, environment, target, args):
-    os.environ.update(
-        environment,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        GLOO_SOCKET_IFNAME="lo",
-        LLAMA405B_HOST=f"host-{rank}",
+def run_program(program, *argv, cwd, env=None, world=1, timeout_s=150):
+    """Run ``module:function`` as a program on each rank, as torchrun would; returns the completed process.
+
+    Its exit code is that of the first rank with one; its output is that of all.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = start_program(program, *argv, cwd=cwd, env=env, world=world, output=scratch)
+        deadline = time.monotonic() + timeout_s
+        try:
+            for rank in ranks:
+                rank.join(max(0.0, deadline - time.monotonic()))
+            codes = [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        stdout, stderr = (Path(scratch, name).read_text() for name in ("out", "err"))
+    assert None not in codes, f"{program} did not end within {timeout_s} s: {stdout}{stderr}"
+    return subprocess.CompletedProcess(argv, next(filter(None, codes), 0), stdout, stderr)
+
+
+def start_program(program, *argv, cwd, env=None, world=1, output):
+    """Start a program on each rank; returns the processes. ``output``: the directory of the files ``out`` and ``err``."""
+    environment, port = os.environ | (env or {}), free_port()
+    if world > 1:
+        environment |= {"LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    words = [str(word) for word in argv]
+    processes = [
+        _fork_server().Process(
+            target=_program, args=(rank, world, port, environment, str(cwd), str(output), program, words)
+        )
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _fork_server():
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim", "llama405b.train"]
     )
+    return context
+
+
+def _place(rank, world, port):
+    return {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+    }  # fmt: skip
+
+
+def _program(rank, world, port, environment, cwd, output, program, argv):
+    """Become the program, which may leave by ``os._exit``."""
+    os.environ.clear()
+    os.environ.update(environment | (_place(rank, world, port) if world > 1 else {}))
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    for number, name in ((1, "out"), (2, "err")):
+        with Path(output, name).open("ab") as file:
+            os.dup2(file.fileno(), number)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = [program, *argv]
+    module, _, function = program.partition(":")
+    code = 1
+    try:
+        code = getattr(importlib.import_module(module), function)() or 0
+    except SystemExit as leaving:
+        code = leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _rank(rank, world, port, scratch, environment, target, args):
+    os.environ.update(environment | _place(rank, world, port), GLOO_SOCKET_IFNAME="lo", LLAMA405B_HOST=f"host-{rank}")
     import torch
 
     torch.set_num_threads(1)
