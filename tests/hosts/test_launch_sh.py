@@ -1,4 +1,4 @@
-"""The first command of the README, run in a fresh clone without a .venv until the demo ends."""
+"""The first command of the README, run in a fresh clone without a .venv until the demo ends, after fewer steps."""
 
 import json
 import math
@@ -18,6 +18,12 @@ LN_VOCAB = math.log(2048)
 def test_fresh_clone_trains_the_demo(tmp_path):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True, timeout=60)
+    demo = clone / "llama405b/contract/presets/demo.toml"
+    shorter, count = re.subn(
+        r"(max_steps|every) = (200|100)\b", lambda found: f"{found[1]} = {int(found[2]) * 2 // 5}", demo.read_text()
+    )
+    assert count == 2
+    demo.write_text(shorter)
     elsewhere = [each for each in os.environ["PATH"].split(":") if not Path(each, "llama405b").exists()]
     env = os.environ | {"PATH": ":".join(elsewhere)}  # a user's: the program is in no directory of it
     done = subprocess.run(
@@ -29,11 +35,11 @@ def test_fresh_clone_trains_the_demo(tmp_path):
     assert (before["step"], before["evaluation_loss"]) == (0, pytest.approx(LN_VOCAB, abs=0.3))
     losses = [each["loss"] for each in steps]
     assert losses[0] == pytest.approx(LN_VOCAB, abs=0.3)
-    assert sum(losses[-10:]) / 10 < 0.7 * LN_VOCAB
-    assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-00000100", "step-00000200"]
+    assert sum(losses[-10:]) / 10 < 0.85 * LN_VOCAB
+    assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == ["step-00000040", "step-00000080"]
     summary = done.stdout[done.stdout.rindex("\n\n") :]
     assert re.search(
-        r"steps 1-200, loss 7\.\d+ -> [34]\.\d+ .*, evaluation 7\.\d+ -> 4\.\d+ after step 200, .* tokens/s on 2 ranks of 2 hosts",
+        r"steps 1-80, loss 7\.\d+ -> [345]\.\d+ .*, evaluation 7\.\d+ -> [45]\.\d+ after step 80, .* tokens/s on 2 ranks of 2 hosts",
         summary,
     )
     assert "checkpoint: runs/" in summary
@@ -42,7 +48,7 @@ def test_fresh_clone_trains_the_demo(tmp_path):
     top = [clone / program, "top", "--run", name, "--once"]
     shown = subprocess.run(top, cwd=clone, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert re.search(rf"^{name} DONE .*\nstep 200/200 100%", shown.stdout)
+    assert re.search(rf"^{name} DONE .*\nstep 80/80 100%", shown.stdout)
 
     again = subprocess.run(
         ["bash", str(clone / "launch.sh"), "my-hosts", "--preset", "demo", "--dry-run"],
