@@ -72,7 +72,7 @@ def test_every_rank_once_in_order_filtered_folded_and_saved(hosts2, cli):
 
 def test_the_first_error_with_its_traceback(hosts2, cli):
     end = "def f():\n    raise RuntimeError('out of luck')\nif rank == 3: f()\ntime.sleep(60)"
-    assert cli(hosts2, "launch", "--run", "x", "--follow", *talk(hosts2, end=end)).returncode == 1
+    assert cli(hosts2, "launch", "--run", "x", "--follow", *STANDIN, *talk(hosts2, end=end)).returncode == 1
     done = cli(hosts2, "logs", "--first-error")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
@@ -80,7 +80,7 @@ def test_the_first_error_with_its_traceback(hosts2, cli):
     assert "Traceback (most recent call last):" in done.stdout
     assert "RuntimeError: out of luck" in done.stdout
     killed = "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
-    assert cli(hosts2, "launch", "--run", "y", "--follow", *talk(hosts2, end=killed)).returncode == 1
+    assert cli(hosts2, "launch", "--run", "y", "--follow", *STANDIN, *talk(hosts2, end=killed)).returncode == 1
     assert "node-a: exited 1: rank 1 was killed by SIGSEGV" in cli(hosts2, "logs", "--run", "y", "--first-error").stdout
 
 
@@ -93,9 +93,9 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
         cwd=hosts2, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for(lambda: "rank 0 line 5" in cli(hosts2, "logs", "--run", "g").stdout)
-    for pid in subprocess.run(
-        ["pgrep", "-f", "llama405b_tools.remote.agent stream"], capture_output=True, text=True, check=False
-    ).stdout.split():
+    mine = ("pgrep", "-P", str(follower.pid), "-f", "llama405b_tools.remote.agent stream")  # others run beside it
+    streams = subprocess.run(mine, capture_output=True, text=True, check=True).stdout.split()
+    for pid in streams:
         os.kill(int(pid), signal.SIGKILL)
     out, _ = follower.communicate(timeout=120)
     assert follower.returncode == 0
