@@ -129,7 +129,7 @@ def _mutated(me, directory, root, form, mutate):
     for each in FORMS[form]:
         module, updater = build(me, directory, **each)
         if each["overlap"]:
-            slow(updater, 0.02)
+            slow(updater, 0.06)  # longer than what follows, on a busy machine, too
             mutate(updater)
         path = root / f"{each['overlap']}" / "step-00000001"
         seen = [take(me, module, updater, 1)]

@@ -144,6 +144,7 @@ def imports_in_functions():
                             yield str(path.relative_to(ROOT)), node.module
 
 
+@pytest.mark.slow
 def test_what_functions_import_is_heavy():
     ours = {(file, name) for file, name in imports_in_functions() if name.startswith("llama405b")}
     assert ours == DOORS

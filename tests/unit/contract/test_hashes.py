@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 
+from llama405b.contract import hashes as of_hashes
 from llama405b.contract.hashes import Hashes
 
 
@@ -16,12 +17,15 @@ def test_files_that_arrive_at_once_are_all_noted(tmp_path):
     assert sorted(Hashes(tmp_path).files) == sorted(names)
 
 
-def test_the_largest_model_can_be_noted(tmp_path):
+def test_the_largest_model_can_be_noted(tmp_path, monkeypatch):
     blocks = tuple(f"{n:064x}" for n in range(70))
     hashes, names = Hashes(tmp_path), [f"model-{n:05}-of-00191.safetensors" for n in range(1, 192)]
     for name in names:
         (tmp_path / name).touch()
-        hashes.add(name, blocks)
+        with monkeypatch.context() as patch:
+            if name != names[-1]:
+                patch.setattr(of_hashes, "write_json", lambda *_: None)  # each writes them all: the last one does
+            hashes.add(name, blocks)
     assert all(Hashes(tmp_path).of(name).blocks == blocks for name in (names[0], names[-1]))
 
 

@@ -50,6 +50,7 @@ def test_headers_tell_what_transformers_wrote(demo, tiny_tied):
         assert llama.parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_model_flops_are_those_that_torch_counts(demo, tiny_tied):
     for directory in (demo, tiny_tied):
         model = LlamaForCausalLM.from_pretrained(directory, attn_implementation="eager")

@@ -20,11 +20,14 @@ def rank(number, world):
     return Rank(number, world, number, "h", torch.device("cpu"))
 
 
-def test_every_world_size_sees_the_same_global_batch():
+@pytest.mark.parametrize(
+    "cases", [((1, 0), (2, 0), (3, 0)), pytest.param(((2, 2),), marks=pytest.mark.slow)], ids=["alone", "workers"]
+)
+def test_every_world_size_sees_the_same_global_batch(cases):
     batches = packed(np.arange(1000, dtype=np.uint32), 10, seed=3)
     assert batches.n_sequences == 99
     whole = torch.cat([batches.read(range(begin, begin + 6)).ids_BS for begin in (114, 120)])
-    for world, workers in ((1, 0), (2, 0), (3, 0), (2, 2)):
+    for world, workers in cases:
         readers = [Reader(batches, rank(r, world), 6, 1, 114, workers) for r in range(world)]
         found = [each.ids_BS for _ in range(2) for reader in readers for each in next(reader)]
         assert torch.equal(torch.cat(found), whole)

@@ -60,6 +60,7 @@ def test_a_step_whose_connection_breaks_has_failed(work, monkeypatch):
         work.take("localhost", Step("checking", "", "delete .venv"), locked=False)
 
 
+@pytest.mark.slow
 def test_too_little_disk_is_told_with_the_numbers_before_pip_fills_it(work, tmp_path):
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     (tmp_path / ".llama405b-python").write_text(f"{sys.executable}\n")
@@ -90,6 +91,7 @@ def _written(path):
     return path.read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
     fake, began = tmp_path / "python3.12", tmp_path / "began"
     wait = f"sleep 600 & echo $$ $! >{began}; wait"

@@ -59,6 +59,7 @@ def _answer(state):
     return state["text"], state["fields"]
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_replaced_when_it_is_well_again(smi, tmp_path):
     smi("hang")
     asked = sampler.Smi(RETRY_S)
@@ -70,6 +71,7 @@ def test_one_that_hangs_is_replaced_when_it_is_well_again(smi, tmp_path):
     asked.end()
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_be_killed_do_not_pile_up(smi, tmp_path, monkeypatch):
     smi("hang")
     monkeypatch.setattr(sampler.Query, "kill", lambda query: None)  # the driver does not let go

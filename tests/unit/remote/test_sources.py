@@ -77,6 +77,7 @@ def big(tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_what_differs_is_sent_again_from_its_block_on(big, tmp_path):
     to = tmp_path / "to"
     to.mkdir()
@@ -117,6 +118,7 @@ def test_a_file_that_changed_after_it_was_noted_does_not_arrive(big, tmp_path):
     assert not (tmp_path / "to/big").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(0, 140 << 20), (0, 90 << 20), (90 << 20, 0), (30 << 20, 90 << 20)])
 def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
     content = (big / "big").read_bytes()
@@ -159,6 +161,7 @@ def test_the_parts_of_all_hosts_are_the_whole(tmp_path, world, each):
     assert seen == {name: info.shape[0] for name, info in whole.items()}
 
 
+@pytest.mark.slow
 def test_a_part_is_verified_by_the_blocks_of_the_whole(tmp_path):
     model = tmp_path / "m"
     model.mkdir()

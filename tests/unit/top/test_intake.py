@@ -69,7 +69,7 @@ def test_the_pane_says_how_many_lines_are_missing_and_keeps_some_of_every_host()
     pane.command = "llama405b logs my-hosts"
     pane.take("quiet", [(float(i), "f", f"calm {'x' * i}") for i in range(KEPT_OF_HOST)], 0)
     pane.settle(100.0)
-    pane.take("loud", [(200.0, "f", "y" * i) for i in range(2 * KEPT)], 0)
+    pane.take("loud", [(200.0, "f", "y" * (i % 90)) for i in range(2 * KEPT)], 0)
     pane.drop("loud", 1_234_567, 200.0)
     last = pane.shown()[-1]
     assert (last.where, last.hosts) == ("loud", {"loud"})

@@ -29,6 +29,7 @@ def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):
     assert last.t == events[-1].t
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [["--once"], ["--json"], pytest.param(["--watch", "0.2"], marks=pytest.mark.slow)])
 def test_output_that_nobody_reads_or_that_has_no_room(form):
     demo = [sys.executable, "-m", "llama405b_tools.cli", "top", "--replay", "demo", *form]
