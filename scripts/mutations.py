@@ -1,0 +1,83 @@
+"""Break the product on purpose, one place at a time, and say whether the tests that are to see it do.
+
+    .venv/bin/python scripts/mutations.py [WORDS]
+
+Each mutation of mutations.toml is tried in a copy of this checkout, with the tests that it names alone; ``WORDS``: only those whose text or
+tests have them. Exit code 1 if one survives, or does not apply any more. The tests named are those that were once longer:
+when one is merged, shortened, or started with a stand-in, this tells whether it still sees what it is for. About 15 minutes.
+"""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("llama405b", "tools/llama405b_tools")
+LEFT_OUT = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "runs", "models")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A text that stands once in the product, what stands there instead, and the tests of which one must fail then."""
+
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def read_mutations() -> list[Mutation]:
+    """Those of mutations.toml."""
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["mutation"]
+    return [Mutation(each["old"], each["new"], tuple(f"tests/{test}" for test in each["tests"])) for each in tables]
+
+
+def main(words: str) -> int:
+    """Try the mutations, and print what became of each; returns 1 if one was not killed."""
+    chosen = [each for each in read_mutations() if words in " ".join((each.old, *each.tests))]
+    alive = 0
+    with tempfile.TemporaryDirectory(prefix="l4mutations-") as scratch:
+        copy = Path(scratch) / "checkout"
+        shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        for mutation in chosen:
+            outcome, seconds = tried(mutation, copy)
+            alive += outcome != "killed"
+            print(f"{outcome:14} {seconds:4.0f} s  {shown(mutation)}", flush=True)
+    print(f"{len(chosen) - alive} of {len(chosen)} killed")
+    return int(alive > 0)
+
+
+def tried(mutation: Mutation, copy: Path) -> tuple[str, float]:
+    """What became of a mutation, and the seconds that took."""
+    began = time.monotonic()
+    places = [path for part in PACKAGES for path in (copy / part).rglob("*.py") if mutation.old in path.read_text()]
+    if len(places) != 1 or places[0].read_text().count(mutation.old) != 1:
+        return "DOES NOT APPLY", 0.0
+    before = places[0].read_text()
+    places[0].write_text(before.replace(mutation.old, mutation.new))
+    try:
+        code = run_tests(mutation.tests, copy)
+    finally:
+        places[0].write_text(before)
+    return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN ({code})"), time.monotonic() - began
+
+
+def run_tests(tests: tuple[str, ...], copy: Path) -> int:
+    """Pytest's exit code: 1 if a test failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu and not soak", *tests]
+    env = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'tools'}"}
+    return subprocess.run(command, cwd=copy, env=env, capture_output=True, check=False).returncode
+
+
+def shown(mutation: Mutation) -> str:
+    old, new = (" ".join(text.split()) for text in (mutation.old, mutation.new))
+    return f"{old}  ->  {new or '(nothing)'}  ({', '.join(test.removeprefix('tests/') for test in mutation.tests)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main(" ".join(sys.argv[1:])))
