@@ -8,13 +8,14 @@ when one is merged, shortened, or started with a stand-in, this tells whether it
 """
 
 import dataclasses
-import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import tomllib
+import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,7 @@ def main(words: str) -> int:
     with tempfile.TemporaryDirectory(prefix="l4mutations-") as scratch:
         copy = Path(scratch) / "checkout"
         shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
+        install(copy)
         for mutation in chosen:
             outcome, seconds = tried(mutation, copy)
             alive += outcome != "killed"
@@ -67,11 +69,17 @@ def tried(mutation: Mutation, copy: Path) -> tuple[str, float]:
     return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN ({code})"), time.monotonic() - began
 
 
+def install(copy: Path) -> None:
+    """Make a copy an environment in which it is what is installed, beside the packages of this one: hosts start what is."""
+    venv.create(copy / ".venv", symlinks=True)
+    [packages] = (copy / ".venv/lib").glob("python*/site-packages")
+    (packages / "copy.pth").write_text(f"{copy}\n{copy / 'tools'}\n{sysconfig.get_path('purelib')}\n")
+
+
 def run_tests(tests: tuple[str, ...], copy: Path) -> int:
     """Pytest's exit code: 1 if a test failed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu and not soak", *tests]
-    env = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'tools'}"}
-    return subprocess.run(command, cwd=copy, env=env, capture_output=True, check=False).returncode
+    command = [copy / ".venv/bin/python", "-m", "pytest", "-x", "-q", "-m", "not gpu and not soak", *tests]
+    return subprocess.run(command, cwd=copy, capture_output=True, check=False).returncode
 
 
 def shown(mutation: Mutation) -> str:

@@ -19,7 +19,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_home(tmp_path_factory):
-    """What setup recorded on this machine is no test's, and the other way round."""
+    """What setup recorded on this machine is no test's, and the other way round; nor is the size of a terminal."""
+    for name in ("COLUMNS", "LINES"):  # pytest-xdist's workers have some
+        os.environ.pop(name, None)
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 

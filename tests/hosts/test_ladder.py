@@ -4,13 +4,11 @@ import json
 
 
 def test_the_ladder_is_climbed_on_one_rank_then_on_all(work, cli):
-    done = cli(
-        work, "bench", "gpu", "hosts", "--rungs", "start,collectives,copies,exact", "--out", "found", timeout=240
-    )
+    done = cli(work, "bench", "gpu", "hosts", "--rungs", "start,collectives,copies", "--out", "found", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.partition("--- paste")[0].splitlines()
-    alone = ["start", "copies", "exact"]
-    together = ["start", "collectives", "copies", "exact"]
+    alone = ["start", "copies"]
+    together = ["start", "collectives", "copies"]
     assert [line.split()[0] for line in lines] == ["one", *alone, "all", *together]
     assert all("good, " in line for line in lines if line.startswith(" "))
     found = [json.loads(path.read_text()) for path in sorted((work / "found").glob("*.json"))]
