@@ -64,11 +64,15 @@ def main(argv: Sequence[str]) -> int:
 
 def ending_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
     """Return why this rank ends, as a value."""
-    kind, peer, detail = CauseKind.RANK_EXIT, None, str(error)
+    kind = CauseKind.RANK_EXIT
+    peer = None
+    detail = str(error)
     if is_lost_peer(error):
         kind, detail = CauseKind.LOST_PEER, detail[:300]
     elif isinstance(error, FollowedError):
-        kind, peer, detail = CauseKind.FOLLOWED, error.peer, error.words
+        kind = CauseKind.FOLLOWED
+        peer = error.peer
+        detail = error.words
     elif isinstance(error, NonFiniteError):
         kind = CauseKind.NOT_FINITE
     elif isinstance(error, SpikeError):

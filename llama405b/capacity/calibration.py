@@ -166,7 +166,9 @@ class Calibration:
 
     def _paced(self, cluster: Cluster) -> Cluster:
         """The cluster with the rates that were measured alone."""
-        alone, sheet, one_host = self.alone, cluster.gpu, self.load.hosts == 1
+        alone = self.alone
+        sheet = cluster.gpu
+        one_host = self.load.hosts == 1
         rates = dataclasses.replace(_all_of(sheet), host_bytes_per_s=alone.host_update)
         peers, nic = sheet.peers_bytes_per_s * Rates.read().peers, cluster.nic_bytes_per_s
         if alone.gather:

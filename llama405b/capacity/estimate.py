@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from llama405b.capacity.files import BYTES, Loading, Saving, loading, saving
+from llama405b.capacity.files import BYTES, LoadingCost, SavingCost, loading, saving
 from llama405b.capacity.hardware import GIB, USUAL, Gpu, read_gpus
 from llama405b.capacity.memory import NORMS, Job, Peak, norm_elements, peak
 from llama405b.capacity.setting import Setting, Shape
@@ -164,8 +164,8 @@ class Estimate:
     weights_bytes: int  # of disk, for the files in BF16
     checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
     time: StepTime | None  # None: unknown for these numerics
-    loading: Loading
-    saving: Saving
+    loading: LoadingCost
+    saving: SavingCost
     runtime_bytes: float  # of a GPU, beside the peak
 
     @property
@@ -261,7 +261,7 @@ def describe_needs(load: Load) -> list[str]:
     ]
 
 
-def _saving(found: Saving) -> str:
+def _saving(found: SavingCost) -> str:
     return (
         f"save         {_gib(found.n_bytes)} per host, {found.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, beside training; "
         "what is not written when its next update comes takes CPU memory, or delays it"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llama405b.capacity.files import Saving
+from llama405b.capacity.files import SavingCost
 from llama405b.contract.cadence import Cadence, share_that_counts
 
 RESTART_S = 60.0  # to notice a failure, end all ranks and start them anew, before anything is read; a prior
@@ -24,7 +24,7 @@ class Goodput:
         return self.share >= LEAST
 
 
-def goodput(saving: Saving, cadence: Cadence, step_s: float, mtbf_s: float, whole_s: float) -> Goodput | None:
+def goodput(saving: SavingCost, cadence: Cadence, step_s: float, mtbf_s: float, whole_s: float) -> Goodput | None:
     """Predict it; ``mtbf_s``: between failures of the run; ``whole_s``: of its steps, which are all lost if it never saves; 0: unknown.
 
     A failure undoes what came after the last save that was whole, which is younger than the last that began by as long as one takes.

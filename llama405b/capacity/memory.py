@@ -117,7 +117,9 @@ class _Step:
 
     def walk(self) -> Peak:
         """Walk through it; layers between the second and the second but last change nothing that these do not show."""
-        job, pieces, layers = self.job, self.pieces, self.job.llama.layers
+        job = self.job
+        pieces = self.pieces
+        layers = self.job.llama.layers
         hidden = job.compute * job.tokens * job.llama.hidden
         root = pieces.embedding if job.llama.tied or not job.embedding_apart else 0
         if root:
@@ -166,7 +168,9 @@ class _Step:
 
     def _layer(self, layer: int, hidden: float) -> None:
         """A layer's backward. With halves, attention is gathered during the MLP's, whose unit is reduced before attention's."""
-        job, pieces, following = self.job, self.pieces, self.job.compute * bool(layer)
+        job = self.job
+        pieces = self.pieces
+        following = self.job.compute * bool(layer)
         if not job.halves:
             self._regather(pieces.layer, following * pieces.layer)
             for part, weights, more in self.moments:
@@ -240,8 +244,12 @@ def _saved(job: Job) -> float:
 
 def _moments(job: Job) -> list[tuple[str, float, float]]:
     """A layer's backward, product by product: bytes of its weights' gradients so far, and of what else it holds."""
-    llama, size, saved = job.llama, job.compute * job.tokens, _saved(job)
-    u, g, q = size * llama.hidden, size * llama.intermediate, size * llama.heads * llama.head_dim
+    llama = job.llama
+    size = job.compute * job.tokens
+    saved = _saved(job)
+    u = size * llama.hidden
+    g = size * llama.intermediate
+    q = size * llama.heads * llama.head_dim
     k = size * llama.kv_heads * llama.head_dim
     weight, out = (job.compute * llama.hidden * n for n in (llama.intermediate, llama.heads * llama.head_dim))
     wide = job.compute == 2

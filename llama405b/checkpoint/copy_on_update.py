@@ -89,7 +89,9 @@ class CopyOnUpdate:
 
     def __init__(self, units: Sequence[Unit], staging: Staging, next_update_s: float | None = None) -> None:
         """``next_update_s``: when updates are expected to come; None: unknown, so nothing is copied ahead of them."""
-        self.staging, self.stats, self.changed = staging, SnapshotStats(), threading.Condition()
+        self.staging = staging
+        self.stats = SnapshotStats()
+        self.changed = threading.Condition()
         self.pieces = {
             t.data_ptr(): TrackedTensor(t, unit.updated) for unit in units for t in unit.tensors if t.numel()
         }
@@ -210,7 +212,9 @@ class CopyOnUpdate:
         self.untouched_bytes -= piece.tensor.nbytes
 
     def _release(self, piece: TrackedTensor) -> None:
-        began, waited, buffer = time.perf_counter(), False, None
+        began = time.perf_counter()
+        waited = False
+        buffer = None
         with self.changed:
             while piece.state in BOUND:
                 self.changing = True
@@ -261,7 +265,9 @@ class CopyOnUpdate:
             if piece.state is TensorState.DONE:
                 self.staging.give_back(buffer)
                 return
-            piece.buffer, piece.arrived, piece.state = buffer, arrived, TensorState.STAGED
+            piece.buffer = buffer
+            piece.arrived = arrived
+            piece.state = TensorState.STAGED
             self.staged.append(piece)
             self.stats.staged_bytes += buffer.numel()
             self.changed.notify_all()

@@ -36,12 +36,12 @@ from llama405b.contract.replicas import replicas
 OLD = r"tmp-old(-[0-9a-f]{8})?"  # how the names end of what is being deleted
 
 
-def parts_of(path: Path) -> list[Path]:
+def directories_of(path: Path) -> list[Path]:
     """Where a checkpoint may be on this host: what its ranks wrote, and copies of other hosts' parts."""
     return [path, *replicas(path.parent, path.name)]
 
 
-def best_of(manifests: Iterable[Manifest]) -> Manifest | None:
+def best_manifest(manifests: Iterable[Manifest]) -> Manifest | None:
     """Return that of the checkpoint with the least evaluation loss; the oldest of several, None if none was evaluated."""
     losses = [(each.evaluation_loss, each.step, each) for each in manifests if each.evaluation_loss is not None]
     return min(losses, key=lambda entry: entry[:2], default=(None, 0, None))[2]
@@ -52,7 +52,9 @@ class Directory:
 
     def __init__(self, root: Path, run: RunDir, host: str, attempt: int) -> None:
         """``run``: its name marks checkpoints as its own, and its files describe them."""
-        self.root, self.run, self.host = root, run, host
+        self.root = root
+        self.run = run
+        self.host = host
         self.holder = Holder(root, run.name, f"{host}:{run.path.resolve()}", attempt)
 
     def partial(self, final: Path) -> Path:
@@ -149,7 +151,7 @@ class Directory:
             OSError: Something cannot be deleted, the first of it; all else is.
         """
         own = {path: manifest for path, manifest in self.own().items() if step_of(path) <= step}
-        best = best_of(own.values()) if keep_best else None
+        best = best_manifest(own.values()) if keep_best else None
         faults = []
         doomed = [old for old in list(own)[:-keep] if step_of(old) not in spared and own[old] is not best]
         for old in [*self._leftovers(OLD), *doomed]:
@@ -168,7 +170,7 @@ class Directory:
     def set_aside(self, paths: Sequence[Path]) -> None:
         """Rename checkpoints so that ``auto`` does not find them."""
         mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
-        for old in [part for path in paths for part in parts_of(path) if part.exists()]:
+        for old in [part for path in paths for part in directories_of(path) if part.exists()]:
             old.rename(old.with_name(f"{old.name}.{mark}"))
 
     def finish(self) -> None:

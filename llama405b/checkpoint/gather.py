@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llama405b.checkpoint.directory import parts_of
+from llama405b.checkpoint.directory import directories_of
 from llama405b.checkpoint.store import CheckpointView, Store
 from llama405b.contract.checkpoints import DATA_FILE
 from llama405b.contract.errors import UserError
@@ -29,7 +29,9 @@ class Gathered:
     """A checkpoint as this rank reads it: where it is, or links to that beside copies of what was lacking."""
 
     def __init__(self, store: Store, found: CheckpointView, progress: Progress) -> None:
-        self.store, self.found, self.progress = store, found, progress
+        self.store = store
+        self.found = found
+        self.progress = progress
         self.path = found.path
         self.rank, self.owner = store.me.rank, store.owner_of[store.me.rank]
         self.made: list[Path] = []
@@ -118,7 +120,7 @@ class Gathered:
     def _at(self, name: str) -> Path:
         """Where this host has a file, its own or a copy."""
         size = self.found.manifest.files[name].bytes
-        places = [part / name for part in parts_of(self.found.path)]
+        places = [part / name for part in directories_of(self.found.path)]
         return next(place for place in places if place.is_file() and place.stat().st_size == size)
 
     def _send(self, name: str, to: int) -> None:

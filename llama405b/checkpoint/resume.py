@@ -35,7 +35,9 @@ class Resume:
             UserError: A named checkpoint is missing or incomplete; ``auto`` finds checkpoints but none that is complete, or
             a newer one cannot be read, or none where this run has saved some; or the directory holds checkpoints of another run.
         """
-        self.store, self.wanted, self.weights_only = store, wanted, weights_only
+        self.store = store
+        self.wanted = wanted
+        self.weights_only = weights_only
         self.found: CheckpointView | None = None
         self.passed_over: list[PassedOver] = []
         self.untried = store.present()  # the newest last
@@ -84,7 +86,9 @@ class Resume:
     def _leave_out(self, gathered: Gathered, failed: CheckpointException) -> bool:
         """Do without the files that turned out to be damaged, if other hosts have copies of them."""
         assert self.found
-        own, held, owner_of = list(self.found.own), list(self.found.held), self.store.owner_of
+        own = list(self.found.own)
+        held = list(self.found.held)
+        owner_of = self.store.owner_of
         for rank, cause in failed.failures.items():
             assert isinstance(cause[0], DamagedError)
             file, owner = cause[0].file, owner_of[rank]

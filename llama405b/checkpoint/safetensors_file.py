@@ -27,7 +27,9 @@ def write_tensors(
     Raises:
         OSError: The disk is full, or cannot be written.
     """
-    partial, digest, begin = partial_of(path), hashlib.sha256(), 0
+    partial = partial_of(path)
+    digest = hashlib.sha256()
+    begin = 0
     entries: dict[str, object] = {}
     for name, shape in shapes.items():
         end = begin + math.prod(shape) * DTYPE_BYTES[NAMES[dtype]]

@@ -47,7 +47,10 @@ class Saving:
 
     def __init__(self, store: Store, staging_bytes: int | None = None, replication: Replication | None = None) -> None:
         """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some."""
-        self.store, self.me, self.staging_bytes, self.replication = store, store.me, staging_bytes, replication
+        self.store = store
+        self.me = store.me
+        self.staging_bytes = staging_bytes
+        self.replication = replication
         self.staging: Staging | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.under_way: Future[Saved] | None = None
@@ -91,7 +94,9 @@ class Saving:
         """
         if self.under_way is None:
             return None
-        began, under_way, self.under_way = time.monotonic(), self.under_way, None
+        began = time.monotonic()
+        under_way = self.under_way
+        self.under_way = None
         try:
             saved = under_way.result()
             blocked_s = self.blocked_s + saved.stats.waited_s + time.monotonic() - began

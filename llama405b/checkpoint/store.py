@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llama405b.capacity.room import room_fault
 from llama405b.checkpoint.digests import Fault, PassedOver, check_files, open_manifest, warning_of
-from llama405b.checkpoint.directory import Directory, best_of, parts_of
+from llama405b.checkpoint.directory import Directory, best_manifest, directories_of
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
@@ -78,7 +78,12 @@ class Store:
         ``shared``: all hosts see one directory; or else each has its own, by the same name.
         """
         self.keep_best = keep_best
-        self.root, self.keep, self.me, self.run, self.say, self.shared = root, keep, me, run, say, shared
+        self.root = root
+        self.keep = keep
+        self.me = me
+        self.run = run
+        self.say = say
+        self.shared = shared
         events = read_records(RunEvent, run.events("rank-0"), last=MAX_EVENTS)
         own = {event.path: (event.time, event.digest) for event in events if event.digest}
         newest: dict[str, tuple[float, str]] = {}
@@ -145,7 +150,7 @@ class Store:
 
     def best_loss(self) -> float:
         """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""
-        best = best_of(self.directory.own().values()) if self.is_owner else None
+        best = best_manifest(self.directory.own().values()) if self.is_owner else None
         losses = collectives.all_gather_objects(best.evaluation_loss if best else None, float | None)
         return min((loss for loss in losses if loss is not None), default=math.inf)
 
@@ -272,7 +277,7 @@ class Store:
     def _manifest_of(self, path: Path, owner: int) -> Manifest:
         mine: Manifest | None = None
         if self.me.rank == owner:
-            opened = [open_manifest(part, self.saved) for part in parts_of(path)]
+            opened = [open_manifest(part, self.saved) for part in directories_of(path)]
             mine = next(each for each in opened if isinstance(each, Manifest))
         manifest = collectives.broadcast_object_from(owner, mine, Manifest | None)
         assert manifest
@@ -280,8 +285,11 @@ class Store:
 
     def _see(self, path: Path) -> LocalView:
         """What of a checkpoint is in this rank's directory: its own part, and copies of others'."""
-        parts = [path] if self.shared else [part for part in parts_of(path) if part.exists()]
-        own, copies, digest, warning = list[str](), set[str](), "", ""
+        parts = [path] if self.shared else [part for part in directories_of(path) if part.exists()]
+        own = list[str]()
+        copies = set[str]()
+        digest = ""
+        warning = ""
         fault: PassedOver | None = None
         for part in parts:
             opened = open_manifest(part, self.saved)

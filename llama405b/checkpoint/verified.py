@@ -66,7 +66,9 @@ class VerifiedReader(TensorReader):
         of_file: dict[str, list[ReadItem]] = collections.defaultdict(list)
         for item in plan.items:
             of_file[self.storage_data[item.storage_index].relative_path].append(item)
-        done, total, lock = 0, sum(self._length(item) for item in plan.items), threading.Lock()
+        done = 0
+        total = sum(self._length(item) for item in plan.items)
+        lock = threading.Lock()
 
         def read(items: list[ReadItem]) -> None:
             nonlocal done

@@ -34,7 +34,9 @@ class SealingWriter(dcp.FileSystemWriter):
 
     def __init__(self, path: Path, rank: int, frozen: CopyOnUpdate) -> None:
         super().__init__(path, overwrite=False)
-        self.directory, self.rank, self.frozen = path, rank, frozen
+        self.directory = path
+        self.rank = rank
+        self.frozen = frozen
         self.digests: dict[str, FileDigest] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

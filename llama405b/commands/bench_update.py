@@ -129,7 +129,9 @@ class _Device(torch.autograd.Function):
 class _Unit(nn.Linear):
     def __init__(self, number: int, case: Case, trace: Trace) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
-        self.number, self.case, self.trace = number, case, trace
+        self.number = number
+        self.case = case
+        self.trace = trace
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Device.apply(super().forward(x), self)

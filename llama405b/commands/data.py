@@ -18,7 +18,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Config, Data
 from llama405b.contract.verb_parsers import data_parser
-from llama405b.data.batches import Batches, batches_of, described, described_as_held_out
+from llama405b.data.batches import Batches, batches_of, describe_held_out, describe_reading
 from llama405b.data.demo_model import make_demo
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.tokenize import tokenize
@@ -86,13 +86,15 @@ def _tokenize(config: Data, tokenizer: Path, out: Path, workers: int) -> None:
 def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     report = Report(lambda *_: None, lambda: None, print)
     files = [tokenised(part, tokenizer_dir, CACHE, report) for part in config.data.by_source]
-    batches, evaluation, held = batches_of(config.data, CACHE, files), config.evaluation, list[str]()
+    batches = batches_of(config.data, CACHE, files)
+    evaluation = config.evaluation
+    held = list[str]()
     if evaluation.every and not evaluation.paths:
         batches, held_out = batches.hold_out(evaluation.fraction)
-        held = described_as_held_out(config.data, held_out)
+        held = describe_held_out(config.data, held_out)
     marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
     decode = read_tokenizer(tokenizer_dir).decode
-    for line in (*held, *described(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
+    for line in (*held, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
         print(line)
 
 

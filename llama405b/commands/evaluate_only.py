@@ -33,7 +33,7 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     """
     bind_to_numa_node(config, context)
     files = bring_model_files(config, context)
-    chosen = choose(config, resume, files, context)
+    chosen = choose_checkpoint(config, resume, files, context)
     context.phase(Phase.DATA)
     held_out = open_held_out(config, files, context)
     if context.me.is_rank0:
@@ -65,7 +65,7 @@ def refuse_trained(run: RunDir) -> None:
         raise UserError(f"--run-dir: {run.path} is the directory of a run that trained; name another one")
 
 
-def choose(config: Config, resume: str, files: Path, context: RankContext) -> Resume | None:
+def choose_checkpoint(config: Config, resume: str, files: Path, context: RankContext) -> Resume | None:
     """Return the checkpoint at the path ``resume``; None for the model itself. Its directory is not taken, as nothing is written there.
 
     Raises:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     n = (64 << 20) if me.on_gpu else (4 << 20)  # elements
     on_device = UPDATE_BYTES * n / slowest(me, device_update(n, me))
     in_host = UPDATE_BYTES * n * args.load.ranks_per_host / slowest(me, host_update(n))
-    gather, scatter, hop_s = measure_collectives(args.load, me)
+    gather, scatter, hop_s = time_collectives(args.load, me)
     found = Alone(
         layer, on_device, in_host, measure_copies(me), gather, scatter, hop_s, disk(args.checkpoints, args.load, me)
     )
@@ -144,7 +144,7 @@ def measure_copies(me: Rank) -> float:
     )
 
 
-def measure_collectives(load: Load, me: Rank) -> tuple[float, float, float]:
+def time_collectives(load: Load, me: Rank) -> tuple[float, float, float]:
     """Measure an all-gather and a reduce-scatter of a unit, and a small all-gather; see ``Alone``, 0 with one rank."""
     if me.world == 1:
         return 0.0, 0.0, 0.0

@@ -129,7 +129,7 @@ def check_paths(
                 for number, record in itertools.islice(records, 1):
                     document = document_of(record, names)
                     if document is None and not skip:
-                        raise refusal(f"{file}:{number}", unusable(record), remedy_of(record))
+                        raise refusal(f"{file}:{number}", unusable(record), remedy_of_form(record))
                     if isinstance(document, Chat) and not has_template:
                         raise UserError(f"{file}:{number}: {NO_TEMPLATE}")
 
@@ -236,7 +236,7 @@ def refusal(where: object, why: str, remedy: str = "") -> UserError:
     return UserError(f"{where}: {why}; correct it, or {remedy or skip}")
 
 
-def remedy_of(record: object) -> str:
+def remedy_of_form(record: object) -> str:
     """What to do about the first record of a file, if it is no document."""
     return CONVERT if isinstance(record, NotUtf8) else NAME_FIELDS
 

@@ -36,7 +36,9 @@ class DirectFile:
         Raises:
             OSError: It cannot be written.
         """
-        self.path, self.written, self.fill = path, begin, fill
+        self.path = path
+        self.written = begin
+        self.fill = fill
         self.held = begin % ALIGNED  # bytes in the buffer; the file has what comes before them
         self.buffer = mmap.mmap(-1, BUFFER_BYTES)  # aligned to a page
         self.memory = memoryview(self.buffer)

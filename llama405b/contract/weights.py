@@ -64,7 +64,9 @@ class Llama:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's name in a checkpoint, and its shape (out features first)."""
-        hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden = self.hidden
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
         mlp = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}

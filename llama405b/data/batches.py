@@ -120,7 +120,7 @@ def batches_of(config: Data, cache: Path, files: list[TokenFile], named: str = "
     return Batches(Mixture.of(sources, config.seed, config.weights), isolated=config.packing == "isolated")
 
 
-def described_as_held_out(config: Data, held_out: Batches) -> list[str]:
+def describe_held_out(config: Data, held_out: Batches) -> list[str]:
     """Say what is held out of each source."""
     lines = []
     for part, source in zip(config.by_source, held_out.mixture.sources, strict=True):
@@ -137,7 +137,7 @@ def described_as_held_out(config: Data, held_out: Batches) -> list[str]:
     return lines
 
 
-def described(config: Data, batches: Batches) -> list[str]:
+def describe_reading(config: Data, batches: Batches) -> list[str]:
     """Say what an epoch has of each source, and how full its sequences are."""
     mixture, lines = batches.mixture, []
     for part, source, count in zip(config.by_source, mixture.sources, mixture.counts, strict=True):

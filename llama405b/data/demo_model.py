@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from llama405b.contract.corpus import STDLIB, Form, expand
 from llama405b.contract.document import Text
 from llama405b.contract.errors import UserError
-from llama405b.data.documents import Documents, Part
+from llama405b.data.documents import Documents, FilePart
 
 VOCAB = 2048
 TOKENIZER_TEXT_BYTES = 2_000_000
@@ -63,7 +63,7 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    source = Documents([(Part(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES, skip=True)
+    source = Documents([(FilePart(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES, skip=True)
     texts = (found.document.text for found in source if isinstance(found.document, Text))
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

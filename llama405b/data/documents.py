@@ -15,18 +15,18 @@ from llama405b.contract.corpus import (
     reading,
     record_of,
     refusal,
-    remedy_of,
+    remedy_of_form,
     text_of,
 )
 from llama405b.contract.document import Document, NotUtf8, Text, document_of, unusable
 from llama405b.contract.reader import Json
 from llama405b.data.hub import hub_files
-from llama405b.data.tables import rows_of
+from llama405b.data.tables import table_rows
 
 COUNT_BYTES = 16 << 20
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A file, or the lines that begin between two bytes of it."""
 
     file: File
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         return (self.end or self.file.stat().st_size) - self.begin
 
 
-class Place(NamedTuple):
+class DocumentPlace(NamedTuple):
     """Where a document is."""
 
     file: File
@@ -54,7 +54,7 @@ class Found(NamedTuple):
     """A document, and where it is."""
 
     document: Document
-    place: Place
+    place: DocumentPlace
 
 
 class Documents:
@@ -68,19 +68,23 @@ class Documents:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Part, Form]],
+        parts: Sequence[tuple[FilePart, Form]],
         max_bytes: int = 0,
         *,
         skip: bool = False,
         names: Sequence[str] = (),
     ) -> None:
         """``skip``, ``names``: as ``data.bad_records`` and ``data.fields`` say it."""
-        self.parts, self.skip, self.names = parts, skip, names
+        self.parts = parts
+        self.skip = skip
+        self.names = names
         self.n_good = 0
         self.max_bytes = max_bytes or float("inf")
         self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
         self.done_bytes = 0
-        self.n_bad, self.first_bad, self.remedy = 0, "", ""
+        self.n_bad = 0
+        self.first_bad = ""
+        self.remedy = ""
 
     def __iter__(self) -> Iterator[Found]:
         """Yield the documents in the order of the files."""
@@ -95,7 +99,7 @@ class Documents:
                 room -= found.document.n_chars
             before = self.done_bytes
 
-    def refuse(self, where: Place, why: str, remedy: str = NAME_FIELDS) -> None:
+    def refuse(self, where: DocumentPlace, why: str, remedy: str = NAME_FIELDS) -> None:
         """Count a record that cannot be used; ``remedy``: if there was none before that can.
 
         Raises:
@@ -107,7 +111,7 @@ class Documents:
         if self.n_bad == 1:
             self.first_bad, self.remedy = f"{where}: {why}", remedy
 
-    def _documents_of(self, part: Part, form: Form) -> Iterator[tuple[Found, int]]:
+    def _documents_of(self, part: FilePart, form: Form) -> Iterator[tuple[Found, int]]:
         """Each document, and the bytes of the part that have been read."""
         file, begin, end = part
         if form is Form.TABLE:
@@ -121,31 +125,31 @@ class Documents:
                 return
             after = _first_line(raw, begin)
             for number, record in _lines(raw, end) if end else numbered(raw, form):
-                if found := self._found(_sound(record), Place(file, number, after)):
+                if found := self._found(_sound(record), DocumentPlace(file, number, after)):
                     yield found, raw.tell() - begin
 
     def _rows_of(self, file: File) -> Iterator[tuple[Found, int]]:
         with reading(file) as raw:  # whose errors it names
             size = file.stat().st_size
-            for number, (row, share) in enumerate(rows_of(raw, self.names), 1):
-                if found := self._found(row, Place(file, number)):
+            for number, (row, share) in enumerate(table_rows(raw, self.names), 1):
+                if found := self._found(row, DocumentPlace(file, number)):
                     yield found, int(share * size)
 
     def _whole(self, text: str, file: File) -> Found | None:
         if bad := NotUtf8.of(text):
-            self.refuse(Place(file, bad.line), str(bad), remedy_of(bad))
+            self.refuse(DocumentPlace(file, bad.line), str(bad), remedy_of_form(bad))
             return None
-        return Found(Text("", text), Place(file))
+        return Found(Text("", text), DocumentPlace(file))
 
-    def _found(self, record: Any, place: Place) -> Found | None:
+    def _found(self, record: Any, place: DocumentPlace) -> Found | None:
         document = document_of(record, self.names)
         if document is None:
-            self.refuse(place, unusable(record), remedy_of(record))
+            self.refuse(place, unusable(record), remedy_of_form(record))
             return None
         return Found(document, place)
 
 
-def parts_of(paths: Iterable[str]) -> list[Part]:
+def file_parts(paths: Iterable[str]) -> list[FilePart]:
     """Return the files that ``data.paths`` names, each whole; those of the Hub are only read when their turn comes.
 
     Raises:
@@ -153,10 +157,10 @@ def parts_of(paths: Iterable[str]) -> list[Part]:
         RunError: The Hub cannot be reached.
     """
     files = (file for path in paths for file in (hub_files(path) if path.startswith(HUB) else expand([path])))
-    return [Part(file) for file in files]
+    return [FilePart(file) for file in files]
 
 
-def with_forms(parts: Iterable[Part]) -> Iterator[tuple[Part, Form]]:
+def with_forms(parts: Iterable[FilePart]) -> Iterator[tuple[FilePart, Form]]:
     """Tell the form of each part's file.
 
     Raises:

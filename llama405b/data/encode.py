@@ -119,7 +119,9 @@ class Encoder:
 
         ``parses``: special tokens that texts spell, too.
         """
-        self.tokenizer, self.texts, self.progress = tokenizer, texts, progress
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.progress = progress
         self.template, self.counts = Template(tokenizer, learn), Counts()
         self.spelling = Spelling(tokenizer, parses=parses)
         self.lead = _lead(self.spelling)
@@ -149,7 +151,9 @@ class Encoder:
                 yield tokens_N
             self.progress(batch[-1].done_bytes, self.texts.total_bytes)
         texts, counts = self.texts, self.counts
-        counts.skipped, counts.first_skipped, counts.remedy = texts.n_bad, texts.first_bad, texts.remedy
+        counts.skipped = texts.n_bad
+        counts.first_skipped = texts.first_bad
+        counts.remedy = texts.remedy
 
     def _encoded(self, batch: Sequence[_Piece]) -> list[list[int]]:
         """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""

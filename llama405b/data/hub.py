@@ -26,7 +26,7 @@ CLIENT = re.compile(r"httpx|httpcore|requests|urllib3")
 RANGE_BYTES = 8 << 20  # asked for at a time, at least
 
 
-class Stat(NamedTuple):
+class HubStat(NamedTuple):
     """What is asked of a file's ``stat``."""
 
     st_size: int
@@ -55,9 +55,9 @@ class HubFile:
         """What its name ends in."""
         return PurePosixPath(self.path).suffix
 
-    def stat(self) -> Stat:
+    def stat(self) -> HubStat:
         """Its size."""
-        return Stat(self.size)
+        return HubStat(self.size)
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         """Open its bytes; they are asked for in ranges as they are read, and again if the network fails for seconds.

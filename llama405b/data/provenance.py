@@ -30,13 +30,13 @@ class Span(NamedTuple):
         return f"{self.file} {self.first}" + (f"-{self.last}" if self.last > self.first else "")
 
 
-def write_files(tokens: Path, files: Iterable[FileOffset]) -> None:
+def write_offsets(tokens: Path, files: Iterable[FileOffset]) -> None:
     """Write the list beside a token file."""
     text = "".join(json.dumps(entry) + "\n" for entry in files)
     tokens.with_suffix(SUFFIX).write_text(text, encoding="utf-8")
 
 
-def read_files(tokens: Path) -> tuple[FileOffset, ...]:
+def read_offsets(tokens: Path) -> tuple[FileOffset, ...]:
     """Return the list beside a token file; nothing if it is not there."""
     return _files(tokens.with_suffix(SUFFIX))
 
@@ -51,7 +51,7 @@ def documents_at(mixture: Mixture, indices: Iterable[int]) -> Iterator[str]:
 def documents_in(source: Source, place: int) -> list[Span]:
     """Return the documents of a sequence; none if the list of files is not there."""
     name = getattr(source.tokens_N, "filename", None)
-    files = read_files(Path(name)) if name else ()
+    files = read_offsets(Path(name)) if name else ()
     parts = source.ranges(*source.span(place))
     return [span for begin, end in parts for span in _documents_between(source.tokens_N, files, begin, end)]
 

@@ -32,7 +32,10 @@ class Reader:
         self, batches: Batches, me: Rank, global_batch: int, micro: int, position: int = 0, workers: int = 0
     ) -> None:
         """``position``: sequences that were read before, over all ranks; ``workers``: processes that read ahead; 0: a thread."""
-        self.batches, self.me, self.global_batch, self.micro = batches, me, global_batch, micro
+        self.batches = batches
+        self.me = me
+        self.global_batch = global_batch
+        self.micro = micro
         self.position = position
         each = global_batch // me.dp.size
         rows = _Rows(batches, each)

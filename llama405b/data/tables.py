@@ -18,7 +18,7 @@ ROWS = 1000  # at a time: a row of text may have megabytes
 READ_BYTES = 1 << 20  # of a column at a time, where a row group is not read at once
 
 
-def rows_of(
+def table_rows(
     raw: BinaryIO, fields: Sequence[str] = (), *, at_once: bool = True
 ) -> Iterator[tuple[Row | NotUtf8, float]]:
     """Yield each row, and the share of the file that has been read; what cannot be a document's is None.
@@ -41,7 +41,7 @@ def rows_of(
 
 def first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[Row | NotUtf8]:
     """Yield rows as ``rows_of``, for who wants the first ones alone."""
-    return (row for row, _ in rows_of(raw, fields, at_once=False))
+    return (row for row, _ in table_rows(raw, fields, at_once=False))
 
 
 def _of_parquet(file: BinaryIO, names: Collection[str], *, at_once: bool) -> Iterator[tuple[Row | NotUtf8, float]]:

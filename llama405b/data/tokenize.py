@@ -20,10 +20,10 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.schema import Data
-from llama405b.data.documents import Part, parts_of
+from llama405b.data.documents import FilePart, file_parts
 from llama405b.data.encode import Counts, FileOffset
 from llama405b.data.parent_watch import end_with
-from llama405b.data.provenance import read_files, write_files
+from llama405b.data.provenance import read_offsets, write_offsets
 from llama405b.data.tokens import Report, TokenFile, Tokenized, encoded, read_tokenizer, rules_of, stem_of
 
 PART_BYTES = 64 << 20  # of text
@@ -43,7 +43,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
         raise UserError(
             "data.weights: sources are mixed by the run; tokenize each by itself, with --data.paths and --out"
         )
-    tokenizer, files = read_tokenizer(tokenizer_dir), parts_of(config.paths)
+    tokenizer, files = read_tokenizer(tokenizer_dir), file_parts(config.paths)
     rules, texts = rules_of(config, tokenizer), stem_of(files, config, tokenizer)
     before = read_record(Tokenized, out / TOKENIZED)
     if before and before.texts == texts and TokenFile(TOKENS, before.n_tokens).is_whole(out):
@@ -56,9 +56,9 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
         raise RunError(f"{out}: the tokens cannot be written ({reason_of(error)}); make room there") from None
 
 
-def _shared_out(files: Iterable[Part]) -> Iterator[list[Part]]:
+def _shared_out(files: Iterable[FilePart]) -> Iterator[list[FilePart]]:
     """Share files out in their order; those whose lines are documents in pieces, a job each."""
-    job, size = list[Part](), 0
+    job, size = list[FilePart](), 0
     for each in files:
         splits = each.size > PART_BYTES and is_splittable(each.file)
         if job and (splits or size >= PART_BYTES):
@@ -66,7 +66,7 @@ def _shared_out(files: Iterable[Part]) -> Iterator[list[Part]]:
             job, size = [], 0
         if splits:
             for begin in range(0, each.size, PART_BYTES):
-                yield [Part(each.file, begin, min(begin + PART_BYTES, each.size))]
+                yield [FilePart(each.file, begin, min(begin + PART_BYTES, each.size))]
             continue
         job.append(each)
         size += each.size
@@ -75,7 +75,7 @@ def _shared_out(files: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def _in_processes(
-    jobs: Sequence[Sequence[Part]], config: Data, tokenizer_dir: Path, cache: Path, workers: int, told: Told
+    jobs: Sequence[Sequence[FilePart]], config: Data, tokenizer_dir: Path, cache: Path, workers: int, told: Told
 ) -> list[TokenFile]:
     sizes = [sum(part.size for part in job) for job in jobs]
     done, n_tokens = 0, 0
@@ -103,7 +103,7 @@ def _begin(pid: int) -> None:
     end_with(pid)
 
 
-def _tokenise(job: Sequence[Part], config: Data, tokenizer_dir: Path, cache: Path) -> TokenFile:
+def _tokenise(job: Sequence[FilePart], config: Data, tokenizer_dir: Path, cache: Path) -> TokenFile:
     silent = Report(lambda *_: None, lambda: None, lambda _: None)
     return encoded(job, config, _tokenizer(tokenizer_dir), cache, silent)
 
@@ -114,9 +114,12 @@ def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _put_together(
-    jobs: Sequence[Sequence[Part]], made: Sequence[TokenFile], out: Path, rules: str, texts: str
+    jobs: Sequence[Sequence[FilePart]], made: Sequence[TokenFile], out: Path, rules: str, texts: str
 ) -> Tokenized:
-    counts, files, first, before = Counts(), list[FileOffset](), 0, 0
+    counts = Counts()
+    files = list[FileOffset]()
+    first = 0
+    before = 0
     (out / TOKENIZED).unlink(missing_ok=True)
     with (out / f".{TOKENS}").open("wb") as whole:
         for job, each in zip(jobs, made, strict=True):
@@ -128,7 +131,7 @@ def _put_together(
                 before = 0  # documents of the same file
             files += [
                 begins._replace(token=first + begins.token, before=before + begins.before)
-                for begins in read_files(part)
+                for begins in read_offsets(part)
             ]
             counts, before = counts + its, before + its.documents
             first += each.n_tokens
@@ -136,7 +139,7 @@ def _put_together(
         whole.flush()
         os.fsync(whole.fileno())
     (out / f".{TOKENS}").rename(out / TOKENS)
-    write_files(out / TOKENS, files)
+    write_offsets(out / TOKENS, files)
     found = Tokenized(rules, texts, first, counts)
     write_json(out / TOKENIZED, found)
     shutil.rmtree(out / PARTS)

@@ -25,9 +25,9 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Data
-from llama405b.data.documents import Documents, Part, parts_of, with_forms
+from llama405b.data.documents import Documents, FilePart, file_parts, with_forms
 from llama405b.data.encode import Counts, Encoder
-from llama405b.data.provenance import write_files
+from llama405b.data.provenance import write_offsets
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank
 
@@ -115,13 +115,13 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
     tokenizer = read_tokenizer(tokenizer_dir)
     if is_tokenized(config.paths):
         return _made(Path(config.paths[0]), rules_of(config, tokenizer), report)
-    tokens = encoded(parts_of(config.paths), config, tokenizer, cache, report)
+    tokens = encoded(file_parts(config.paths), config, tokenizer, cache, report)
     (read_record(Counts, (cache / tokens.name).with_suffix(".json")) or Counts()).refuse_nothing()
     return tokens
 
 
 def encoded(
-    parts: Sequence[Part], config: Data, tokenizer: PreTrainedTokenizerBase, cache: Path, report: Report
+    parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokenizerBase, cache: Path, report: Report
 ) -> TokenFile:
     """Return the token file of these parts of files, created if it does not exist or is not whole.
 
@@ -146,7 +146,7 @@ def encoded(
     tokens = _written(encoder, cache, stem)
     with contextlib.suppress(OSError):  # they are only told
         write_json((cache / tokens.name).with_suffix(".json"), encoder.counts)
-        write_files(cache / tokens.name, encoder.files)
+        write_offsets(cache / tokens.name, encoder.files)
     report.say(str(encoder.counts))
     return tokens
 
@@ -179,7 +179,7 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
 
 
-def stem_of(parts: Sequence[Part], config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
+def stem_of(parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the name of these parts' tokens begins with."""
     stats = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns, *((begin, end) if end else ()))

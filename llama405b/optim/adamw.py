@@ -62,7 +62,7 @@ class Settings:
     eps: float
 
 
-def settings_of(optimizer: torch.optim.AdamW) -> list[Settings]:
+def group_settings(optimizer: torch.optim.AdamW) -> list[Settings]:
     """Return the present settings of each parameter group."""
     return [
         Settings(group["lr"], group["betas"], group["weight_decay"], group["eps"]) for group in optimizer.param_groups

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, refused
-from llama405b.optim.adamw import Settings, nothing_to_keep, settings_of, start_moments, state_tensors, update_adamw
+from llama405b.optim.adamw import Settings, group_settings, nothing_to_keep, start_moments, state_tensors, update_adamw
 from llama405b.optim.fp32_masters import master_pairs
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
@@ -75,13 +75,11 @@ class OffloadedAll:
         Raises:
             ValueError: A unit is gathered before its pre-forward hook.
         """
-        self.master, self.optimizer, self.on_long_wait, self.overlap, self.factor = (
-            master,
-            optimizer,
-            on_long_wait,
-            overlap,
-            1.0,
-        )
+        self.master = master
+        self.optimizer = optimizer
+        self.on_long_wait = on_long_wait
+        self.overlap = overlap
+        self.factor = 1.0
         self.done, self.told = UpdateWork(), UpdateWork()
         self.before_update: BeforeUpdate = nothing_to_keep
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -135,7 +133,7 @@ class OffloadedAll:
 
     def update(self) -> None:
         """See ``Updater``: returns at once, unless nothing is to be hidden."""
-        step = UpdateParams(settings_of(self.optimizer), self.factor, self.before_update)
+        step = UpdateParams(group_settings(self.optimizer), self.factor, self.before_update)
         for part in self.parts:
             sums, part.sums = part.sums, []
             part.pending = self.worker.submit(self._update, part, sums, step)
@@ -223,7 +221,9 @@ def fill_for_fsdp(model: nn.Module, sets: int, progress: Progress) -> None:
         UserError: CUDA cannot pin that much.
     """
     parameters = list(model.parameters())
-    total, done, blocks = sum(local(p).nbytes for p in parameters) * (1 + sets), 0, []
+    total = sum(local(p).nbytes for p in parameters) * (1 + sets)
+    done = 0
+    blocks = []
     for parameter in parameters:
         weight = local(parameter)
         try:

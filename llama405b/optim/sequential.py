@@ -17,7 +17,10 @@ class Sequential:
         self, model: nn.Module, master: nn.Module, optimizer: torch.optim.AdamW, *, reuses_gradients: bool = False
     ) -> None:
         """``master``: see ``master_model``."""
-        self.model, self.master, self.optimizer, self.reuses_gradients = model, master, optimizer, reuses_gradients
+        self.model = model
+        self.master = master
+        self.optimizer = optimizer
+        self.reuses_gradients = reuses_gradients
         self.before_update: BeforeUpdate = nothing_to_keep
         self.masters = list(master_pairs(model, master))
 

@@ -235,7 +235,9 @@ class _Filler:
     """Fills a rank's shards, unit by unit; two units are under way, so that one is sent while another is read."""
 
     def __init__(self, files: _Files, me: Rank) -> None:
-        self.files, self.me, self.stage = files, me, Stage(me.device)
+        self.files = files
+        self.me = me
+        self.stage = Stage(me.device)
         # Two buffers for all sends or receives, in turns: malloc would leave a hole for each unit.
         self.buffers = [torch.empty(0, dtype=torch.uint8, device=me.device) for _ in range(2)]
 
@@ -318,7 +320,9 @@ class _Filler:
 
         Wider dtypes come first, so that each tensor is aligned to its element size; pieces are aligned to 16.
         """
-        begin, spans, layout = 0, {}, self.files.layout
+        begin = 0
+        spans = {}
+        layout = self.files.layout
         for name in sorted(unit, key=lambda name: -DTYPE_BYTES[layout[name].dtype]):
             start, stop = self._rows(name, shard)
             size = (stop - start) * layout[name].row_bytes

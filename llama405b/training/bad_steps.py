@@ -23,7 +23,9 @@ class BadSteps:
         self, settings: Training, detector: SpikeDetector, reader: Reader, journal: Journal, first_step: int
     ) -> None:
         """``first_step``: of this attempt."""
-        self.settings, self.detector, self.reader = settings, detector, reader
+        self.settings = settings
+        self.detector = detector
+        self.reader = reader
         self.journal, self.first_step = journal, first_step
         self.n_empty = 0  # steps with nothing to learn, in this attempt
 

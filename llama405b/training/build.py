@@ -15,7 +15,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
 from llama405b.contract.schema import Config, Training
-from llama405b.data.batches import Batches, described
+from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
 from llama405b.distributed.numa import bind
@@ -31,7 +31,7 @@ from llama405b.training.evaluate import Evaluator
 from llama405b.training.loop import Trainer
 from llama405b.training.loss_spikes import SpikeDetector
 from llama405b.training.model_files import bring_model_files
-from llama405b.training.open_checkpoints import log_changes, open_checkpoints, restore
+from llama405b.training.open_checkpoints import log_changes, open_checkpoints, resume_run
 from llama405b.training.requests import Requests, StopSignal
 
 
@@ -41,8 +41,8 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     Raises:
         UserError: The model, the data or a checkpoint cannot be used.
     """
-    began, me, journal = time.monotonic(), context.me, context.journal
-    config = on_ranks(config, me.dp.size)
+    began = time.monotonic()
+    config = on_ranks(config, context.me.dp.size)
     bind_to_numa_node(config, context)
     files = bring_model_files(config, context)
     context.phase(Phase.DATA)
@@ -53,20 +53,20 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     def check(found: CheckpointView) -> None:
         log_changes(begin(found), found, config, context)
 
-    n_bytes = Load.of(llama, config, me.world).checkpoint_bytes
+    n_bytes = Load.of(llama, config, context.me.world).checkpoint_bytes
     saving, chosen = open_checkpoints(config, resume, n_bytes, context, check)
     if saving.store.is_owner:
         write_atomic(context.run.config, to_toml(config))
     context.phase(Phase.LOAD)
     module, master = build_model(config, files, context, from_checkpoint=chosen.found is not None)
-    updater = build_optimizer(config, module, master, context)
-    torch.manual_seed(config.training.seed + me.rank)
-    done = restore(chosen, check, module, updater, context)
+    updater = build_update(config, module, master, context)
+    torch.manual_seed(config.training.seed + context.me.rank)
+    done = resume_run(chosen, check, module, updater, context)
     if saving.replication:
         saving.replication.begin(done)
     start = begin(chosen.found)
     log_reading(config, batches, start, context)
-    journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
+    context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
     reader = build_reader(config, batches, start, context)
     detector = build_spike_detector(config.training, start, context)
     return Trainer(
@@ -77,14 +77,14 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         reader=reader,
         steps=range(done + 1, start.steps + 1),
         flops_per_token=llama.flops_per_token(config.data.seq_len),
-        bad_steps=BadSteps(config.training, detector, reader, journal, done + 1),
+        bad_steps=BadSteps(config.training, detector, reader, context.journal, done + 1),
         checkpointer=Checkpointer(
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
         requests=Requests(context, stop),
         evaluator=build_evaluator(config, module, held_out, context) if held_out else None,
-        evaluates_first=chosen.found is None and not collectives.broadcast_object(journal.began_evaluated),
-        tokens=journal.tokens,
+        evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
+        tokens=context.journal.tokens,
     )
 
 
@@ -94,13 +94,15 @@ def bind_to_numa_node(config: Config, context: RankContext) -> None:
         context.log(bound)
 
 
-def build_optimizer(config: Config, module: nn.Module, master: nn.Module, context: RankContext) -> Updater:
+def build_update(config: Config, module: nn.Module, master: nn.Module, context: RankContext) -> Updater:
     """Build what updates the weights; with a GPU, pin the CPU memory that it needs.
 
     Raises:
         UserError: CUDA cannot pin as much memory as this needs.
     """
-    parallel, heartbeat, device = config.parallel, context.heartbeat, context.me.device
+    parallel = config.parallel
+    heartbeat = context.heartbeat
+    device = context.me.device
     if context.me.on_gpu and parallel.updates_on_cpu:
         context.phase(Phase.PIN)
         if parallel.offload == "all":
@@ -139,7 +141,7 @@ def build_evaluator(config: Config, module: nn.Module, held_out: Batches, contex
 
 def log_reading(config: Config, batches: Batches, start: Beginning, context: RankContext) -> None:
     """Log what an epoch has, and what a step reads of it."""
-    for line in described(config.data, batches):
+    for line in describe_reading(config.data, batches):
         context.log(line)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
     n_micro = counted(accumulation(config.training, context.me.dp.size), "micro-batch", "micro-batches")

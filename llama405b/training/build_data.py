@@ -5,7 +5,7 @@ from pathlib import Path
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config, Data
-from llama405b.data.batches import Batches, described_as_held_out, open_batches
+from llama405b.data.batches import Batches, describe_held_out, open_batches
 from llama405b.model.batch import IGNORE_INDEX
 from llama405b.training.context import RankContext
 
@@ -49,7 +49,7 @@ def _open_apart(config: Config, files: Path, context: RankContext) -> Batches:
 def _hold_out(batches: Batches, config: Config, context: RankContext) -> tuple[Batches, Batches]:
     """Documents of the data itself."""
     batches, held_out = batches.hold_out(config.evaluation.fraction)
-    for line in described_as_held_out(config.data, held_out):
+    for line in describe_held_out(config.data, held_out):
         context.log(line)
     return batches, _with_targets(held_out)
 

@@ -15,7 +15,7 @@ from llama405b.contract.records import Phase, RequestKind, RunRequest
 from llama405b.contract.schema import Checkpoint
 from llama405b.optim.updater import Updater
 from llama405b.training.context import RankContext
-from llama405b.training.requests import Wishes
+from llama405b.training.requests import AfterStep
 
 
 class Checkpointer:
@@ -31,8 +31,12 @@ class Checkpointer:
         restart_s: float,
     ) -> None:
         """``restart_s``: what it takes to come as far as the first step, for ``auto``."""
-        self.saving, self.updater, self.identity = saving, updater, identity
-        self.settings, self.context, self.restart_s = settings, context, restart_s
+        self.saving = saving
+        self.updater = updater
+        self.identity = identity
+        self.settings = settings
+        self.context = context
+        self.restart_s = restart_s
         self.cadence = settings.cadence
         self.last_began = time.monotonic()  # the last save; at first, this attempt
         self.cost_s: float | None = None  # what the last save made training wait
@@ -68,7 +72,7 @@ class Checkpointer:
     def after_step(
         self,
         step: int,
-        wishes: Wishes,
+        wishes: AfterStep,
         requests: Sequence[RunRequest],
         reached: Reached,
         *,
@@ -108,7 +112,9 @@ class Checkpointer:
         """
         if self.busy:
             self.context.phase(Phase.CHECKPOINT)
-        outcome, step, self.step = self.saving.finish(), self.step, 0
+        outcome = self.saving.finish()
+        step = self.step
+        self.step = 0
         journal = self.context.journal
         if isinstance(outcome, Saved):
             self.failed = 0

@@ -48,7 +48,9 @@ class Trainer:
             UserError: A checkpoint could not be written, or most steps have nothing to learn.
             RunError: The loss or the gradient is not finite; the last checkpoint is intact.
         """
-        journal, heartbeat, timeouts = self.context.journal, self.context.heartbeat, self.config.timeouts
+        journal = self.context.journal
+        heartbeat = self.context.heartbeat
+        timeouts = self.config.timeouts
         if self.evaluator and self.evaluates_first:
             loss, words = self.evaluator.evaluate()
             journal.log(f"evaluation before step 1: {words}")

@@ -70,7 +70,7 @@ def log_changes(beginning: Beginning, found: CheckpointView, config: Config, con
         context.log(changed)
 
 
-def restore(chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext) -> int:
+def resume_run(chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext) -> int:
     """Load the chosen checkpoint, or an older one if it is damaged, and report it; returns the steps that are done.
 
     Raises:

@@ -37,7 +37,7 @@ class StopSignal:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wishes:
+class AfterStep:
     """What one rank wants after a step; the greatest of all ranks' is what all of them do."""
 
     stop: int = 0
@@ -74,14 +74,14 @@ class Requests:
         except OSError:
             return []
 
-    def wishes(self, requests: Iterable[RunRequest]) -> Wishes:
+    def wishes(self, requests: Iterable[RunRequest]) -> AfterStep:
         """Return what this rank wants for these."""
         steps = dict.fromkeys(RequestKind, 0)
         for request in requests:
             steps[request.kind] = max(steps[request.kind], 1, min(request.steps, MAX_STEPS))
-        return Wishes(stop=int(self.stop.received), **{kind.value: n for kind, n in steps.items()})
+        return AfterStep(stop=int(self.stop.received), **{kind.value: n for kind, n in steps.items()})
 
-    def after_step(self, step: int, wishes: Wishes, requests: Sequence[RunRequest], *, ending: bool) -> None:
+    def after_step(self, step: int, wishes: AfterStep, requests: Sequence[RunRequest], *, ending: bool) -> None:
         """Do what all ranks wish, and answer; ``requests``: the new ones, on rank 0."""
         run, me = self.context.run, self.context.me
         for kind, wished, write in (

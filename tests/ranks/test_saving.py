@@ -148,7 +148,7 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
     from llama405b.contract.schema import Checkpoint
     from llama405b.distributed import collectives
     from llama405b.training.checkpointer import Checkpointer
-    from llama405b.training.requests import Wishes
+    from llama405b.training.requests import AfterStep
 
     module, updater = build(me, directory, offload="optimizer", overlap=True)
     store, saving = _saving(me, root)
@@ -172,7 +172,7 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
         while saver.busy and not slow_s:  # steps are longer than saves
             time.sleep(0.01)
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
-        wishes = Wishes(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saver.busy))
+        wishes = AfterStep(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saver.busy))
         try:
             saver.after_step(step, collectives.all_reduce_max_fields(wishes), asked, Reached(0), ending=step == steps)
         except UserError as refused:

@@ -19,7 +19,7 @@ from llama405b.contract.corpus import TOKENIZED, TOKENS
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data import tokenize as of_tokenize
-from llama405b.data.provenance import documents_in, read_files
+from llama405b.data.provenance import documents_in, read_offsets
 from llama405b.data.sources import open_source
 from llama405b.data.tokens import Report, tokenised
 
@@ -57,7 +57,7 @@ def test_they_are_the_tokens_that_a_run_would_make(demo, texts, capsys):
     assert "; 1 record left out, the first: " in lines[-2]
     whole = (texts.parent / "cache" / expected.name).read_bytes()
     assert (texts.parent / "made" / TOKENS).read_bytes() == whole
-    assert read_files(texts.parent / "made" / TOKENS) == read_files(texts.parent / "cache" / expected.name)
+    assert read_offsets(texts.parent / "made" / TOKENS) == read_offsets(texts.parent / "cache" / expected.name)
     assert sorted(path.name for path in (texts.parent / "made").iterdir()) == ["tokens.bin", "tokens.files", TOKENIZED]
 
     made = tokenised(Data(paths=("made",), bad_records="skip"), demo, texts.parent / "none", report())
@@ -79,7 +79,7 @@ def test_a_large_file_of_records_is_shared_out_in_pieces(demo, texts, capsys):
     assert "2 records left out, the first: texts/3.jsonl:301: not " in capsys.readouterr().out
     cache, made = texts.parent / "cache" / expected.name, texts.parent / "made" / TOKENS
     assert made.read_bytes() == cache.read_bytes()
-    assert len(read_files(made)) > len(read_files(cache)) + 5  # pieces
+    assert len(read_offsets(made)) > len(read_offsets(cache)) + 5  # pieces
     sources = [open_source(file, 64, "split", truncate=False) for file in (cache, made)]
     first, second = ([str(span) for place in range(s.n_sequences) for span in documents_in(s, place)] for s in sources)
     assert first == second

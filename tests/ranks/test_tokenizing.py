@@ -33,7 +33,7 @@ def _tokenise_for_long(me, corpus, demo, caches):
     """Rank 0 reads text for longer than a collective may block; returns how often each rank told that it is alive."""
     from llama405b.contract.document import Text
     from llama405b.data import encode, tokens
-    from llama405b.data.documents import Found, Place
+    from llama405b.data.documents import DocumentPlace, Found
     from llama405b.distributed import ranks
 
     ranks.set_timeout(TIMEOUT_S)
@@ -44,7 +44,7 @@ def _tokenise_for_long(me, corpus, demo, caches):
             began = time.monotonic()
             while time.monotonic() < began + TIMEOUT_S + 4:
                 time.sleep(0.05)
-                yield Found(Text("", "text " * 50), Place(Path("slow.txt")))
+                yield Found(Text("", "text " * 50), DocumentPlace(Path("slow.txt")))
             yield from super().__iter__()
 
     tokens.Documents, encode.ENCODE_PIECES = Slow, 2

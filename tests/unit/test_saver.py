@@ -9,7 +9,7 @@ from llama405b.contract.checkpoints import Reached
 from llama405b.contract.errors import FAILED, RunError, UserError
 from llama405b.contract.schema import Checkpoint
 from llama405b.training.checkpointer import Checkpointer
-from llama405b.training.requests import Wishes
+from llama405b.training.requests import AfterStep
 
 FULL = "c: cannot be written (No space left on device)"
 
@@ -42,7 +42,7 @@ def _train(fails, last, **more):
     saver = Checkpointer(Disk(fails), None, None, Checkpoint(every="1", **more), context, restart_s=1.0)
     for step in range(1, last + 1):
         try:
-            saver.after_step(step, Wishes(save=1), [], Reached(0), ending=step == last)
+            saver.after_step(step, AfterStep(save=1), [], Reached(0), ending=step == last)
         except RunError as ended:
             return lines, step, ended
     return lines, last, None

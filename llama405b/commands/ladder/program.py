@@ -138,7 +138,9 @@ def _in_child(rung: Rung, results: Connection, device: str) -> None:
 
 def _climbed(rung: Rung, me: Rank, n_hosts: int) -> RungResult:
     """Climb one rung; what fails is a result."""
-    began, figures, fault = time.monotonic(), [], ""
+    began = time.monotonic()
+    figures = []
+    fault = ""
     try:
         figures = CLIMB[rung](me)
     except Exception as error:  # noqa: BLE001 - whatever CUDA, NCCL or the memory says

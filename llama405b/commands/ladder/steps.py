@@ -102,7 +102,9 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
 def _steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[list[float], Timed]:
     """Take steps; returns their losses, and what the last ``STEPS`` took."""
     module, updater = _build(what, parallel, me)
-    losses, laps_of, works = [], [], []
+    losses = []
+    laps_of = []
+    works = []
     for step in range(count):
         timer = StepTimer(me.device)
         x = what.tokens(me, step)

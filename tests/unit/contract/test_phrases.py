@@ -10,7 +10,7 @@ from llama405b.contract.config import accumulation
 from llama405b.contract.errors import FAILED, GOOD, UserError, code_for
 from llama405b.contract.phrases import and_more, counted, given, last_of, reason_of
 from llama405b.contract.schema import Data, Training
-from llama405b.data.batches import Batches, described
+from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.sources import Mixture, Source
 from llama405b.training.evaluate import Evaluated
 
@@ -49,6 +49,6 @@ def test_one_sequence_is_singular_wherever_it_is_told():
     assert str(Evaluated(1.0, 1, 1)) == "loss 1.0000, perplexity 2.72 (1 target in 1 sequence)"
     assert str(Evaluated(1.0, 8192, 32)).endswith("(8,192 targets in 32 sequences)")
     one = Batches(Mixture.of([Source(np.arange(17, dtype=np.uint32), 16)], 0))
-    assert described(Data(), one)[0].startswith("data: 1 sequence of 16 tokens")
+    assert describe_reading(Data(), one)[0].startswith("data: 1 sequence of 16 tokens")
     with pytest.raises(UserError, match="global_batch_size: 1 sequence cannot be divided into"):
         accumulation(Training(global_batch_size=1), 2)

@@ -9,11 +9,11 @@ import pytest
 
 from llama405b.contract.corpus import Form, expand
 from llama405b.contract.errors import UserError
-from llama405b.data.documents import Documents, Part, with_forms
+from llama405b.data.documents import Documents, FilePart, with_forms
 
 
 def read(*files, max_bytes=0, skip=False):
-    return Documents(list(with_forms(map(Part, files))), max_bytes, skip=skip)
+    return Documents(list(with_forms(map(FilePart, files))), max_bytes, skip=skip)
 
 
 def documents_of(*files):
@@ -163,7 +163,7 @@ def test_after_a_good_record_such_bytes_may_be_skipped_and_their_line_is_named(t
         list(read(tmp_path / "b.txt", tmp_path / "a.txt"))
     lines = b'{"text": "x"}\n' * 3 + b'{"text": "\xff"}\n'
     (tmp_path / "c.jsonl").write_bytes(lines)
-    part = Part(tmp_path / "c.jsonl", 10, len(lines))
+    part = FilePart(tmp_path / "c.jsonl", 10, len(lines))
     with pytest.raises(UserError, match=r"c.jsonl:4: the byte 0xff after '.*\"' is not UTF-8"):
         list(Documents([(part, Form.RECORDS)]))
 

@@ -11,7 +11,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, FileOffset
-from llama405b.data.provenance import documents_in, write_files
+from llama405b.data.provenance import documents_in, write_offsets
 from llama405b.data.reader import Reader
 from llama405b.data.sources import Mixture, open_source
 from llama405b.distributed.ranks import Rank
@@ -101,9 +101,9 @@ def test_where_no_document_is_short_enough_the_end_of_the_longest_is_held_out(tm
     last = max(max(documents, key=len))
     assert sorted(read(held).tolist()) == list(range(last - 49, last + 1))
     assert not {*read(kept).tolist()} & {*read(held).tolist()}
-    from llama405b.data.batches import described_as_held_out
+    from llama405b.data.batches import describe_held_out
 
-    [said] = described_as_held_out(Data(paths=("a.txt",)), held)
+    [said] = describe_held_out(Data(paths=("a.txt",)), held)
     assert said == "evaluation: the longest document's end held out, 50 tokens in 5 sequences"
 
 
@@ -136,14 +136,14 @@ def test_many_documents_are_held_out_rather_than_a_long_one(tmp_path):
 
 
 def test_it_is_said_what_is_held_out(tmp_path):
-    from llama405b.data.batches import described_as_held_out
+    from llama405b.data.batches import describe_held_out
 
     for name in "ab":
         file_of(tmp_path / f"{name}.bin", [5] * 200)
     config = Data(paths=("a.txt", "b.txt"), weights=(1, 1))
     _, held = batches_of(tmp_path / "a.bin", tmp_path / "b.bin").hold_out(0.1)
     expected = [f"evaluation: 20 documents of {name}.txt held out, 100 tokens in 10 sequences" for name in "ab"]
-    assert described_as_held_out(config, held) == expected
+    assert describe_held_out(config, held) == expected
 
 
 def test_at_least_a_sequence_is_held_out_and_no_target_of_it_is_lost(tmp_path):
@@ -159,7 +159,7 @@ def test_at_least_a_sequence_is_held_out_and_no_target_of_it_is_lost(tmp_path):
 
 def test_documents_of_what_is_left_are_named(tmp_path):
     documents = file_of(tmp_path / "a.bin", [5] * 60)
-    write_files(tmp_path / "a.bin", [FileOffset(0, "talk.jsonl", 0)])
+    write_offsets(tmp_path / "a.bin", [FileOffset(0, "talk.jsonl", 0)])
     both = batches_of(tmp_path / "a.bin", documents="whole").hold_out(0.3)
     assert [each.mixture.sources[0].n_documents for each in both] == [42, 18]
     for batches in both:
