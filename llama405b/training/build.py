@@ -8,7 +8,6 @@ from torch import nn
 
 from llama405b.capacity.estimate import Load
 from llama405b.checkpoint.compatibility import Beginning, beginning
-from llama405b.checkpoint.store import CheckpointView
 from llama405b.contract import weights
 from llama405b.contract.config import accumulation, on_ranks, to_toml
 from llama405b.contract.files import write_atomic
@@ -49,10 +48,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     batches, held_out = open_data(config, files, context)
     llama = weights.read_llama(files, config.model.layers)
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
-
-    def check(found: CheckpointView) -> None:
-        log_changes(begin(found), found, config, context)
-
+    check = functools.partial(log_changes, begin=begin, config=config, context=context)
     n_bytes = Load.of(llama, config, context.me.world).checkpoint_bytes
     saving, chosen = open_checkpoints(config, resume, n_bytes, context, check)
     if saving.store.is_owner:

@@ -60,13 +60,15 @@ def open_checkpoints(
     return Saving(store, settings.staging_bytes, replication), chosen
 
 
-def log_changes(beginning: Beginning, found: CheckpointView, config: Config, context: RankContext) -> None:
-    """Log what changes with a resume; ``beginning``: where the run goes on from ``found``.
+def log_changes(
+    found: CheckpointView, *, begin: Callable[[CheckpointView], Beginning], config: Config, context: RankContext
+) -> None:
+    """Log what changes with a resume; ``begin`` tells where the run goes on from a checkpoint.
 
     Raises:
         UserError: Something changes, and is not allowed to.
     """
-    if changed := changes_at(found, beginning.identity, config.checkpoint.allow_changes):
+    if changed := changes_at(found, begin(found).identity, config.checkpoint.allow_changes):
         context.log(changed)
 
 
