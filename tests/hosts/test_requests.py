@@ -7,9 +7,9 @@ import pytest
 from llama405b.contract import reader
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import RequestKind
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.remote.messages.end import Asked, AskRequest
+from llama405b_tools.hosts.hosts_file import read_hosts
+from llama405b_tools.remote.messages.stopping import Asked, AskRequest
 from ops_rig import heartbeat, settings, wait_for
 
 

@@ -8,13 +8,13 @@ from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Result
-from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.machine.network import Rdma
 from llama405b_tools.remote import agent
-from llama405b_tools.remote.messages.end import CUT, Ended
-from llama405b_tools.remote.messages.guard import Noted
-from llama405b_tools.remote.messages.launch import LaunchFacts, Reach, RunPlace
+from llama405b_tools.remote.messages.guard_notes import Noted
+from llama405b_tools.remote.messages.host_run import HostRun, StatusReply
+from llama405b_tools.remote.messages.probe import LaunchFacts, Reach, RunPlace
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
-from llama405b_tools.remote.messages.status import HostRun, StatusReply
+from llama405b_tools.remote.messages.stopping import CUT, Ended
 from llama405b_tools.remote.messages.stream import News, NodeNews
 
 

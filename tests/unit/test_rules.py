@@ -54,11 +54,11 @@ def test_the_rules_hold(tree):
         ("tools/llama405b_tools/run/plan.py", "import time", "Pure modules"),
         ("tools/llama405b_tools/top/state/cluster.py", "import os", "Pure modules"),
         ("tools/llama405b_tools/verbs/stop.py", "import paramiko", "Only hosts.ssh"),
-        ("tools/llama405b_tools/verbs/logs.py", "import libtmux", "Only run.attach"),
+        ("tools/llama405b_tools/verbs/logs.py", "import libtmux", "Only run.tmux_windows"),
         ("tools/llama405b_tools/verbs/top.py", "import textual", "Only top.app"),
         (
             "tools/llama405b_tools/run/judge.py",
-            "from llama405b_tools.logs import reader",
+            "from llama405b_tools.logs import log_reader",
             "The tools' rooms are layers",
         ),
         (
@@ -72,7 +72,7 @@ def test_the_rules_hold(tree):
             "The trainer's rooms are layers",
         ),
         (
-            "tools/llama405b_tools/run/start.py",
+            "tools/llama405b_tools/run/start_everywhere.py",
             "def f():\n    from llama405b_tools.run import guard",
             "No circle between siblings",
         ),

@@ -12,8 +12,7 @@ from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b.contract.phrases import did_you_mean, short
 from llama405b_tools.run import screen
-from llama405b_tools.text.clean import without_controls
-from llama405b_tools.text.symbols import substitute
+from llama405b_tools.text.clean import substitute, without_controls
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "plan": (

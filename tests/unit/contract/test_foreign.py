@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from conftest import ROOT
 from llama405b.distributed.peer_errors import is_lost_peer, says_lost_peer
-from llama405b_tools.machine.torchrun import ended_by, root_cause
+from llama405b_tools.machine.program_output import ended_by, root_cause
 
 FOREIGN = ROOT / "tests/data/foreign"
 

@@ -3,8 +3,7 @@
 import pytest
 
 from llama405b.contract.causes import Cause, CauseKind, words
-from llama405b_tools.run.endings import failure_words, state_words
-from llama405b_tools.run.judge import Failure, Standing, State
+from llama405b_tools.run.judge import Failure, Standing, State, failure_words, state_words
 
 FULL = {
     "host": "a", "rank": 3, "peer": 1, "signal": 9, "exit_code": 1, "phase": "train", "step": 7, "age_s": 61.0, "count": 2,

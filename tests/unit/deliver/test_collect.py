@@ -4,7 +4,7 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver.collect import choose
-from llama405b_tools.remote.messages.pieces import Piece, Pieces
+from llama405b_tools.remote.messages.transfer import Piece, Pieces
 
 NEEDED = ("a", "b", "manifest.json")
 

@@ -7,7 +7,7 @@ import pytest
 import llama405b
 from conftest import ROOT
 from llama405b.contract.errors import UserError
-from llama405b_tools.deliver import setup
+from llama405b_tools.deliver import install
 
 
 @pytest.fixture
@@ -18,18 +18,18 @@ def installed_elsewhere(monkeypatch, tmp_path):
 
 def test_a_program_sends_the_checkout_that_it_runs_from_or_is_started_in(request, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert setup.project_root() == ROOT
+    assert install.project_root() == ROOT
     request.getfixturevalue("installed_elsewhere")
     monkeypatch.chdir(ROOT)
-    assert setup.project_root() == Path.cwd()
+    assert install.project_root() == Path.cwd()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"not a checkout of the project, .* run setup in one"):
-        setup.project_root()
+        install.project_root()
 
 
 def test_wheels_cannot_be_fetched_without_pip(installed_elsewhere, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="has no pip to fetch the wheels; install this program with pip"):
-        setup.make_wheelhouse(ROOT)
-    assert not (tmp_path / setup.WHEELHOUSE).exists()
+        install.make_wheelhouse(ROOT)
+    assert not (tmp_path / install.WHEELHOUSE).exists()

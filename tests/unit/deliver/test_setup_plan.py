@@ -3,8 +3,8 @@ import subprocess
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.deliver import plan
-from llama405b_tools.deliver.plan import Wishes
+from llama405b_tools.deliver import setup_plan
+from llama405b_tools.deliver.setup_plan import Wishes
 
 BARE = {
     "arch": "x86_64",
@@ -20,13 +20,14 @@ BARE = {
 
 def lines(facts=None, **wishes):
     return {
-        step.name: step.line for step in plan.plan(BARE | (facts or {}), Wishes(stamp="s", **wishes), "3.12 x86_64")
+        step.name: step.line
+        for step in setup_plan.plan(BARE | (facts or {}), Wishes(stamp="s", **wishes), "3.12 x86_64")
     }
 
 
 def test_facts_come_from_a_plain_shell():
-    facts = plan.parse_facts(
-        subprocess.run(["sh", "-s"], input=plan.FACTS, capture_output=True, text=True, check=True).stdout
+    facts = setup_plan.parse_facts(
+        subprocess.run(["sh", "-s"], input=setup_plan.FACTS, capture_output=True, text=True, check=True).stdout
     )
     assert facts["arch"] in ("x86_64", "aarch64")
     assert facts["has_tar"] == "yes"
@@ -46,7 +47,7 @@ def test_the_systems_python_where_it_will_do():
 )
 def test_uv_where_it_will_not(facts, python):
     facts = {key: value for key, value in (BARE | facts).items() if value or key == "driver"}
-    steps = {s.name: s.line for s in plan.plan(facts, Wishes(stamp="s"), "")}
+    steps = {s.name: s.line for s in setup_plan.plan(facts, Wishes(stamp="s"), "")}
     assert f"uv venv -q --allow-existing --seed --python {python} .venv" in steps["making .venv"]
     assert "astral.sh/uv/install.sh" in steps["making .venv"]
 
@@ -63,28 +64,28 @@ def test_torchs_build_follows_the_driver(driver, build):
 
 def test_programs_by_root_or_sudo_or_not_at_all():
     bare = {key: value for key, value in BARE.items() if key not in ("has_tmux", "has_ip")}
-    root = plan.plan(bare | {"uid": "0"}, Wishes(), "")[0]
-    _, _, apt = root.line.partition(f"; done; {plan.WHOLE}")
+    root = setup_plan.plan(bare | {"uid": "0"}, Wishes(), "")[0]
+    _, _, apt = root.line.partition(f"; done; {setup_plan.WHOLE}")
     assert apt.startswith("apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=")
     assert apt.endswith(" install -y -qq tmux iproute2")
-    assert "sudo -n apt-get" in plan.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
+    assert "sudo -n apt-get" in setup_plan.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
     by_hand = "run there as root: apt-get update && apt-get install -y tmux iproute2"
     with pytest.raises(UserError, match=by_hand):
-        plan.plan(bare, Wishes(), "")
+        setup_plan.plan(bare, Wishes(), "")
     with pytest.raises(UserError, match="run there as root: dnf install -y tmux iproute"):
-        plan.plan(
+        setup_plan.plan(
             {key: value for key, value in bare.items() if key != "has_apt-get"} | {"has_dnf": "yes"}, Wishes(), ""
         )
 
 
 def test_apt_is_not_waited_for_where_it_is_not_in_use():
-    line = plan.APT_IS_FREE.replace("/var/lib/apt/lists/lock", "/no/such/lock")
+    line = setup_plan.APT_IS_FREE.replace("/var/lib/apt/lists/lock", "/no/such/lock")
     assert subprocess.run(["sh", "-c", line], capture_output=True, timeout=60, check=True).stdout == b""
 
 
 def test_without_a_gpu_the_small_pytorch_is_taken_where_it_can_be_had():
     def step(facts):
-        [found] = [s for s in plan.plan(BARE | facts, Wishes(stamp="s"), "") if s.name == "installing packages"]
+        [found] = [s for s in setup_plan.plan(BARE | facts, Wishes(stamp="s"), "") if s.name == "installing packages"]
         return found
 
     small = step({"cpu_index": "yes"})
@@ -100,7 +101,7 @@ def test_other_ways():
     assert lines(module="module load python/3.12")["checking"].startswith("module load python/3.12 && ")
     assert "conda run -n 'my env'" in lines(conda="my env")["finding the conda environment"]
     assert "--no-index --find-links .wheelhouse " in lines(offline=".wheelhouse")["installing packages"]
-    container = plan.plan(BARE | {"has_apptainer": "yes"}, Wishes(container="docker://x/y:1"), "")
+    container = setup_plan.plan(BARE | {"has_apptainer": "yes"}, Wishes(container="docker://x/y:1"), "")
     assert "exec apptainer exec --nv" in container[0].line
 
 
@@ -119,11 +120,11 @@ def test_what_cannot_be_had(facts, wishes, words):
 
 
 def test_a_package_is_compiled_once_and_its_wheel_installed():
-    folder, make, install = plan.build_package("flash-attn>=2.7")
+    folder, make, install = setup_plan.build_package("flash-attn>=2.7")
     assert make.line.startswith(f"ls {folder}/*.whl")  # a wheel that is there is not built again
     assert (
         f"pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new 'flash-attn>=2.7'"
         in make.line
     )
     assert install.line.endswith(f"--no-deps --no-index {folder}/*.whl")
-    assert plan.build_package("other")[0] != folder
+    assert setup_plan.build_package("other")[0] != folder

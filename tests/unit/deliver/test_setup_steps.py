@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from llama405b_tools.deliver import plan
-from llama405b_tools.deliver.plan import Step, Wishes
+from llama405b_tools.deliver import setup_plan
+from llama405b_tools.deliver.install import Work
 from llama405b_tools.deliver.progress import StepProgress
-from llama405b_tools.deliver.setup import Work
+from llama405b_tools.deliver.setup_plan import Step, Wishes
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
@@ -65,7 +65,7 @@ def test_too_little_disk_is_told_with_the_numbers_before_pip_fills_it(work, tmp_
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     (tmp_path / ".llama405b-python").write_text(f"{sys.executable}\n")
     facts = {"arch": "x86_64", "python": "3.12", "venv": "yes", "has_tmux": "yes", "has_ip": "yes", "driver": "580.1"}
-    steps = {step.name: step for step in plan.plan(facts, Wishes(), "")}
+    steps = {step.name: step for step in setup_plan.plan(facts, Wishes(), "")}
     assert list(steps).index("checking the disk") == list(steps).index("installing packages") - 1
     enough = steps["checking the disk"]
     work.take("localhost", Step(enough.name, enough.line.replace(" 4.9", " 0.1"), enough.remedy), locked=True)
@@ -118,7 +118,7 @@ def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
 
 def test_a_package_manager_is_not_cut_off(work, tmp_path):
     facts = {"arch": "x86_64", "uid": "0", "python": "3.12", "venv": "yes", "has_dnf": "yes", "has_ip": "yes"}
-    step = plan.plan(facts, Wishes(), "")[0]
+    step = setup_plan.plan(facts, Wishes(), "")[0]
     assert "dnf install -y tmux" in step.line
     stand_in = "echo $$ >pid; while [ ! -e go ]; do sleep 0.05; done; echo whole >done"
     step = Step(step.name, step.line.replace("dnf install -y tmux", stand_in), step.remedy)

@@ -17,7 +17,7 @@ from llama405b_tools.doctor.rules.findings import Peers
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
 from llama405b_tools.doctor.visit import Visit, needs_of
 from llama405b_tools.hosts.inventory import parse_hosts
-from llama405b_tools.machine import fabric, gpus
+from llama405b_tools.machine import gpus, network
 
 DATA = ROOT / "tests/data/doctor"
 FIELDS = [
@@ -29,7 +29,7 @@ FIELDS = [
 
 
 def rdma(name):
-    return reader.loads(fabric.Rdma, (DATA / name).read_text(), name)
+    return reader.loads(network.Rdma, (DATA / name).read_text(), name)
 
 
 def smi(name):
@@ -300,21 +300,21 @@ def test_the_same_fault_of_many_hosts_is_said_once():
 
 def test_what_nccl_is_told():
     ports = rdma("infiniband.json").ports
-    env = fabric.nccl_env(ports, "eth0")
+    env = network.nccl_env(ports, "eth0")
     assert env["NCCL_IB_HCA"] == ("=mlx5_0:1,mlx5_1:1", "2 InfiniBand ports of 400 Gb/s are up; slower: mlx5_3")
     assert env["NCCL_SOCKET_IFNAME"][0] == "eth0"
     assert "NCCL_IB_GID_INDEX" not in env
-    roce = fabric.nccl_env(rdma("roce.json").ports, "eth0")
+    roce = network.nccl_env(rdma("roce.json").ports, "eth0")
     assert roce["NCCL_IB_HCA"][0] == "=mlx5_0:1,mlx5_1:1"
     assert roce["NCCL_IB_GID_INDEX"][0] == "3"
-    assert set(fabric.nccl_env([], "eth0")) == {"NCCL_SOCKET_IFNAME"}
-    assert not fabric.has_rdma([])
+    assert set(network.nccl_env([], "eth0")) == {"NCCL_SOCKET_IFNAME"}
+    assert not network.has_rdma([])
 
 
 def test_the_line_by_which_nccl_falls_back():
     fallen = "h:1:1 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.5<0>"
-    assert fabric.socket_line(f"x\n{fallen}\ny") == fallen
-    assert fabric.socket_line("h:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.5<0>") == ""
+    assert network.socket_line(f"x\n{fallen}\ny") == fallen
+    assert network.socket_line("h:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.5<0>") == ""
 
 
 def test_the_odd_one_out():

@@ -6,11 +6,10 @@ import pytest
 
 from llama405b.capacity.hardware import GIB, gpu_like, read_gpus
 from llama405b.contract.errors import UserError
-from llama405b_tools.doctor.host_facts import HostFacts, Memory
-from llama405b_tools.doctor.machines import machines_of
+from llama405b_tools.doctor.host_facts import HostFacts, Memory, machines_of
 from llama405b_tools.hosts.inventory import parse_hosts
-from llama405b_tools.machine.fabric import Rdma, RdmaPort
 from llama405b_tools.machine.gpus import SmiAnswer
+from llama405b_tools.machine.network import Rdma, RdmaPort
 
 GPUS = read_gpus()
 HOSTS = parse_hosts("a\nb\n", "hosts")

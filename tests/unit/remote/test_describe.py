@@ -11,7 +11,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.remote import describe, locks
-from llama405b_tools.remote.messages.status import StatusRequest
+from llama405b_tools.remote.messages.host_run import StatusRequest
 
 
 def test_checkpoints_of_another_user_do_not_hide_the_run(tmp_path, monkeypatch):

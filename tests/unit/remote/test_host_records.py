@@ -15,9 +15,9 @@ from llama405b_tools.remote import guarding, processes
 from llama405b_tools.remote.describe import status
 from llama405b_tools.remote.ending import end, record_blame
 from llama405b_tools.remote.guarding import machine_id, take_note
-from llama405b_tools.remote.messages.end import EndRequest
-from llama405b_tools.remote.messages.guard import GuardNote
-from llama405b_tools.remote.messages.status import StatusRequest
+from llama405b_tools.remote.messages.guard_notes import GuardNote
+from llama405b_tools.remote.messages.host_run import StatusRequest
+from llama405b_tools.remote.messages.stopping import EndRequest
 from llama405b_tools.run import guard_record
 
 PLAN = Plan("r", 2, 5.0, "r-2-x", "a:1", ("-m", "mine"), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))

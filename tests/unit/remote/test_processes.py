@@ -13,7 +13,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b_tools.remote import ending, hostprobe, processes
 from llama405b_tools.remote.locks import take_lock
-from llama405b_tools.remote.messages.end import OrphansRequest
+from llama405b_tools.remote.messages.stopping import OrphansRequest
 from llama405b_tools.remote.streaming import _Secrets
 from llama405b_tools.remote.torchrun import MARKER
 

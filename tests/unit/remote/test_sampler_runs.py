@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.remote import carried, processes, sampler
+from llama405b_tools.remote import processes, sampler, standalone
 from llama405b_tools.remote.guarding import machine_id
 
 
@@ -42,7 +42,7 @@ def told(tmp_path):
 
     def start(also="", **more):
         child = subprocess.Popen(
-            ["sh", "-c", carried.command("sampler").replace("python3", sys.executable, 1)],
+            ["sh", "-c", standalone.command("sampler").replace("python3", sys.executable, 1)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=65536,
         )  # fmt: skip
         children.append(child)
@@ -54,7 +54,7 @@ def told(tmp_path):
             "workdir": str(tmp_path),
             "host": "a",
         } | more
-        child.stdin.write(carried.standard_input("sampler", request) + also)
+        child.stdin.write(standalone.standard_input("sampler", request) + also)
         child.stdin.flush()
 
         def hear(text="", of=lambda run: (run["name"], run["others"])):

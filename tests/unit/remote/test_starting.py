@@ -20,9 +20,9 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.records import GuardState, NodeState, NodeStatus, StopMark
 from llama405b_tools.remote import describe, ending, guarding, launch_facts, processes, starting, tmux
-from llama405b_tools.remote.messages.end import CUT, EndRequest
-from llama405b_tools.remote.messages.launch import PlaceFault, RunPlace
+from llama405b_tools.remote.messages.probe import PlaceFault, RunPlace
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Started, StartFault, StartRequest
+from llama405b_tools.remote.messages.stopping import CUT, EndRequest
 from llama405b_tools.remote.tmux import tmux_socket
 
 

@@ -10,7 +10,7 @@ from run_rig import ended, metrics, plan, take
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import Phase
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.remote.messages.stream import NodeNews
 from llama405b_tools.run import follow
 from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch, watch_run

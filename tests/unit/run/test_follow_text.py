@@ -8,7 +8,7 @@ from run_rig import ended, metrics, plan, take
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import EvaluationMetrics, Phase
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, Silence, Watch, summarise
 
 

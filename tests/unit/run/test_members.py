@@ -13,7 +13,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Blame, GuardState, NodeState, NodeStatus
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding, processes
-from llama405b_tools.remote.messages.status import StatusReply
+from llama405b_tools.remote.messages.host_run import StatusReply
 from llama405b_tools.run.judge import Standing
 from llama405b_tools.run.query import ask_hosts, failures_of, states_of
 from llama405b_tools.verbs import status, stop

@@ -2,8 +2,8 @@
 
 import pytest
 
-from llama405b_tools.remote.messages.guard import Disk, Noted
-from llama405b_tools.run.notices import disk_words
+from llama405b_tools.remote.messages.guard_notes import Disk, Noted
+from llama405b_tools.run.guard_record import disk_words
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.plan import OWN_THREADS, Node, Plan, check_run_name
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import agent_command
-from llama405b_tools.machine.fabric import Rdma, RdmaPort
-from llama405b_tools.machine.sameness import disagreements
+from llama405b_tools.hosts.outcomes import disagreements
+from llama405b_tools.machine.network import Rdma, RdmaPort
 from llama405b_tools.remote.tmux import tmux_session
 from llama405b_tools.remote.torchrun import node_env, torchrun_argv
 from llama405b_tools.run.plan import HostPart, Launching, Terms, build_plan, first_ranks

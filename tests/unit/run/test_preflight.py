@@ -13,17 +13,14 @@ from llama405b.contract.plan import Node, Plan
 from llama405b.contract.resuming import settings_of
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.hosts.inventory import Host, parse_hosts
-from llama405b_tools.machine.addresses import Address
-from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.machine.network import Address, Rdma
 from llama405b_tools.remote import launch_facts
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
+from llama405b_tools.remote.messages.probe import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
 from llama405b_tools.run import jobs, preflight
-from llama405b_tools.run.expect import expected, misfit
-from llama405b_tools.run.loading import loading_note
+from llama405b_tools.run.forecast import expected, loading_note, misfit, room_faults
 from llama405b_tools.run.preflight import Way
 from llama405b_tools.run.rehearse import trial_of
 from llama405b_tools.run.request import parse
-from llama405b_tools.run.room import room_faults
 
 A = Host("a", "hosts:1")
 LARGE = parse_llama(json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"], "405B")

@@ -52,7 +52,7 @@ def test_what_one_message_says_is_printed_at_once(monkeypatch, tmp_path):
         plan = launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet)
         said = News(entries=((0.0, "a/0/stdout.log", "1\n2"), (0.0, "a/0/stdout.log", "3")))
         fleet.fakes["a"].lives, fleet.fakes["b"].lives = [[said, over("a")]], [[over("b")]]
-        monkeypatch.setattr("llama405b_tools.run.live.show", lambda text, **_: shown.append(text) or True)
+        monkeypatch.setattr("llama405b_tools.run.screen.show", lambda text, **_: shown.append(text) or True)
         watch_run(fleet, plan)
     assert shown == ["1\n2\n3\n"]
 

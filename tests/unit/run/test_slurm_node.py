@@ -6,9 +6,9 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
-from llama405b_tools.machine.addresses import Address
+from llama405b_tools.machine.network import Address
 from llama405b_tools.remote.launch_facts import place_of
-from llama405b_tools.remote.messages.launch import RunPlace
+from llama405b_tools.remote.messages.probe import RunPlace
 from llama405b_tools.run import jobs, slurm_node
 from llama405b_tools.run.jobs import JobRequest
 from llama405b_tools.run.plan import Terms

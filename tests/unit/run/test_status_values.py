@@ -14,12 +14,11 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.records import NodeState, Phase
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.logs import first_error
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.remote.messages.stream import News, NodeNews
 from llama405b_tools.run import judge
-from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import Limits, watch_run
-from llama405b_tools.run.judge import Failure, Standing
+from llama405b_tools.run.judge import Failure, Standing, failure_words
 from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, states_of
 from llama405b_tools.verbs import status
 

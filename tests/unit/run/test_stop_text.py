@@ -6,8 +6,8 @@ from fakes import FakeHost
 from run_rig import metrics, plan
 
 from llama405b.contract.records import Phase
-from llama405b_tools.remote.messages.end import Ended
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
+from llama405b_tools.remote.messages.stopping import Ended
 from llama405b_tools.verbs.stop import print_saved
 
 HINT = "; it was still saving: --grace 120s would have given it more time"

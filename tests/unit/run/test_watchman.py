@@ -19,7 +19,7 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding
-from llama405b_tools.remote.messages.guard import GuardNote
+from llama405b_tools.remote.messages.guard_notes import GuardNote
 from llama405b_tools.remote.messages.stream import News
 from llama405b_tools.run import follow, guard, guard_record
 from llama405b_tools.run.guard import GuardOrder, Watchman

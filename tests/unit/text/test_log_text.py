@@ -8,9 +8,9 @@ import pytest
 
 from llama405b_tools.text.blocks import Blocks, time_of
 from llama405b_tools.text.clean import clean, hide, hide_in_json, pieces_of
+from llama405b_tools.text.figures import table
 from llama405b_tools.text.fold import Fold, fold_names, text_of, where_of
 from llama405b_tools.text.merge import Entry, Merge
-from llama405b_tools.text.tables import table
 
 TRACE = """Traceback (most recent call last):
   File "x.py", line 1, in <module>

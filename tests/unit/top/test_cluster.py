@@ -13,7 +13,7 @@ from conftest import ROOT
 from llama405b_tools.remote import sampler
 from llama405b_tools.text.clean import CONTROLS
 from llama405b_tools.top.draw import panels
-from llama405b_tools.top.sources import Live
+from llama405b_tools.top.event_sources import Live
 from llama405b_tools.top.state import picture, simulate
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, HostState

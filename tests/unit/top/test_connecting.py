@@ -6,7 +6,7 @@ import pytest
 
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import parse_hosts
-from llama405b_tools.top.sources import Live
+from llama405b_tools.top.event_sources import Live
 
 DEAD = 130
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.top.sources import Recorder, replay
+from llama405b_tools.top.event_sources import Recorder, replay
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.gz"])

@@ -6,9 +6,9 @@ import types
 
 import pytest
 
-from llama405b_tools.top import sources
+from llama405b_tools.top import event_sources
+from llama405b_tools.top.event_sources import Live, SourceEvent
 from llama405b_tools.top.session import Session, guard_shown
-from llama405b_tools.top.sources import Live, SourceEvent
 from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import GuardShown, HostState, Level, Verdict
 from llama405b_tools.verbs import top
@@ -90,7 +90,7 @@ class Frozen:
 
 def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
     for module, name, value in (
-        (thresholds, "QUIET_S", 0.3), (thresholds, "QUIET_FRAMES", 0), (thresholds, "PING_S", 0.02), (sources, "RETRY_S", 0.01),
+        (thresholds, "QUIET_S", 0.3), (thresholds, "QUIET_FRAMES", 0), (thresholds, "PING_S", 0.02), (event_sources, "RETRY_S", 0.01),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     fleet = types.SimpleNamespace(hosts={"a": None}, forgotten=[], workdir=lambda name: "/w")
@@ -108,7 +108,7 @@ def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
 
 
 def test_a_host_is_given_longer_each_time_until_it_is_heard():
-    quiet = sources._Quiet(2.0)
+    quiet = event_sources._Quiet(2.0)
     now, waits = T0, []
     for _ in range(7):
         quiet.opened(now)

@@ -21,7 +21,7 @@ from llama405b_tools.bench.fleet import fleet
 from llama405b_tools.bench.logs import logs
 from llama405b_tools.bench.predicted import predicted
 from llama405b_tools.bench.top import LEAST_S, top
-from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.verbs.arguments import add_hosts
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from llama405b.contract.errors import RunError
 from llama405b.contract.hashes import BlockHasher
 from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.messages.chain import NextHop
+from llama405b_tools.remote.file_sources import CHUNK, Directory, list_files
+from llama405b_tools.remote.messages.transfer import NextHop
 from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
-from llama405b_tools.remote.sources import CHUNK, Directory, list_files
-from llama405b_tools.text.tables import table
+from llama405b_tools.text.figures import table
 
 PORT, TOKEN = 29_417, "bench"
 N_FILES = 4

@@ -16,11 +16,11 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
-from llama405b_tools.remote.messages.launch import LaunchFacts, ProbeRequest
+from llama405b_tools.remote.messages.probe import LaunchFacts, ProbeRequest
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartRequest
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
-from llama405b_tools.run.start import stop_this
-from llama405b_tools.text.tables import table
+from llama405b_tools.run.start_everywhere import stop_this
+from llama405b_tools.text.figures import table
 
 
 def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> int:

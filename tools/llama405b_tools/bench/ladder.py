@@ -12,8 +12,8 @@ from llama405b.contract import rungs
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import FAILED, GOOD
 from llama405b.contract.rungs import RungResult
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
 from llama405b_tools.run.ladder import climb_on

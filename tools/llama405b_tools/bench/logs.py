@@ -9,7 +9,7 @@ from pathlib import Path
 from llama405b.contract.errors import UserError
 from llama405b_tools.bench.rig import RUN, SETTLE_S, checked, least, ssh_argv, stub_launch
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.text.tables import table
+from llama405b_tools.text.figures import table
 
 
 def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, TypeVar
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.transport import Stream
 from llama405b_tools.run import request as asked
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
-from llama405b_tools.run.start import stop_this
-from llama405b_tools.text.shell import shell_path
+from llama405b_tools.run.start_everywhere import stop_this
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -25,9 +25,9 @@ from llama405b.contract.records import Heartbeat, Phase
 from llama405b_tools.bench.rig import RUN, least, ssh_argv, stub_run
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.text.shell import shell_path
-from llama405b_tools.text.tables import table
-from llama405b_tools.top import sources
+from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.text.figures import table
+from llama405b_tools.top import event_sources
 from llama405b_tools.top.state.frames import Frame
 
 LEAST_S = 5.0
@@ -152,7 +152,7 @@ def _delay(fleet: Fleet, shown: Top, step: int) -> float:
 def _sampler(fleet: Fleet, seconds: float) -> tuple[float, float]:
     """Return CPU seconds per second and megabytes of one sampler, by its own count."""
     found: list[Frame] = []
-    with contextlib.closing(sources.Live(fleet, RUN, INTERVAL_S)) as live:
+    with contextlib.closing(event_sources.Live(fleet, RUN, INTERVAL_S)) as live:
         end = live.now() + seconds
         while live.now() < end:
             arrived = [event.frame for event in live.events(end) if event.frame is not None]

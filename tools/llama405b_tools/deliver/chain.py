@@ -17,7 +17,8 @@ from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
-from llama405b_tools.remote.messages.chain import (
+from llama405b_tools.remote.file_sources import Source
+from llama405b_tools.remote.messages.transfer import (
     LOOK,
     Hop,
     NextHop,
@@ -27,7 +28,6 @@ from llama405b_tools.remote.messages.chain import (
     RelaySees,
     SendRequest,
 )
-from llama405b_tools.remote.sources import Source
 
 READY_S, SILENT_S = 30.0, 180.0
 

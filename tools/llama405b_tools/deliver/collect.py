@@ -8,10 +8,10 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.phrases import and_more, counted
 from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.progress import show_progress
-from llama405b_tools.deliver.push import pass_down
+from llama405b_tools.deliver.push_files import pass_down
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
-from llama405b_tools.remote.messages.pieces import Pieces, PiecesRequest
+from llama405b_tools.remote.messages.transfer import Pieces, PiecesRequest
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.text.fold import fold_names
 

@@ -9,7 +9,7 @@ from rich import progress
 from rich.console import Console
 
 from llama405b.contract.phrases import given
-from llama405b_tools.deliver.plan import Step
+from llama405b_tools.deliver.setup_plan import Step
 from llama405b_tools.text.fold import fold_names
 
 SAY_EVERY_S = 10.0  # if standard output is not a terminal

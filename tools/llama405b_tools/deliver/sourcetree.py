@@ -14,8 +14,8 @@ from pathlib import Path
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import last_of
+from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.transport import Connection, HostError, Result
-from llama405b_tools.text.shell import shell_path
 
 MANIFEST = ".llama405b-code"  # on the host: the files of the last push, in sha256sum's format
 TIMEOUT_S = 300.0

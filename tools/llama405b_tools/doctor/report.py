@@ -8,9 +8,8 @@ from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
 from llama405b_tools.doctor.visit import Visit
 from llama405b_tools.text.clean import clean
-from llama405b_tools.text.figures import DASH
+from llama405b_tools.text.figures import DASH, table
 from llama405b_tools.text.fold import fold_names
-from llama405b_tools.text.tables import table
 
 HEADINGS = ("host", "fit", "address", "ssh", "clock", "GPUs", "RDMA", "RAM", "workdir free", "write", "python", "torch")
 

@@ -16,10 +16,10 @@ from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
-from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import watch_run
+from llama405b_tools.run.judge import failure_words
 from llama405b_tools.run.launch import launch
-from llama405b_tools.run.start import stop_this
+from llama405b_tools.run.start_everywhere import stop_this
 
 TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # tolerated below the median: device, link (CPUs are shared)
 

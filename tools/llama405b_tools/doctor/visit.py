@@ -18,7 +18,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote import carried
+from llama405b_tools.remote import standalone
 
 FACTS_TIMEOUT_S, PEERS_TIMEOUT_S, HASH_TIMEOUT_S = 45.0, 20.0, 3600.0
 DEFAULT_PORT = 29_400  # torchrun's default
@@ -96,8 +96,8 @@ class _Questions:
             "within_s": timeout_s - spare_s,
             "mark": self.shared if name == self.head else "",
         }
-        stdin = carried.standard_input("hostprobe", request)
-        self.dialogues[name] = Dialogue(connection.stream(carried.command("hostprobe"), stdin))
+        stdin = standalone.standard_input("hostprobe", request)
+        self.dialogues[name] = Dialogue(connection.stream(standalone.command("hostprobe"), stdin))
         return self.dialogues[name].answer(HostFacts, timeout_s)
 
     def peers(self, name: str, facts: Mapping[str, HostFacts], candidates: Mapping[str, list[str]]) -> PeersReply:

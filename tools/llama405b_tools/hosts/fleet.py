@@ -17,11 +17,11 @@ from llama405b.contract import reader
 from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.hosts.printed_commands import file_of, to_type
 from llama405b_tools.hosts.ssh_config import options_of
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
-from llama405b_tools.hosts.typed import file_of, to_type
-from llama405b_tools.machine import shells
-from llama405b_tools.text.shell import shell_path
+from llama405b_tools.machine import program_output
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -137,11 +137,11 @@ class Fleet:
             return HostError(
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
             )
-        if shells.NO_MODULE.search(said):
+        if program_output.NO_MODULE.search(said):
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
-        if shells.NO_DIRECTORY.search(said):
+        if program_output.NO_DIRECTORY.search(said):
             return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
-        if cannot_run or shells.NO_PROGRAM.search(said):
+        if cannot_run or program_output.NO_PROGRAM.search(said):
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
         if not said:
             return HostError("the connection was lost, or the program on the host ended")

@@ -1,12 +1,16 @@
-"""What the login shell's start-up files do before a command runs: they may print, read, never end, or start another shell."""
+"""Login shells: lines that all of them read alike, and what their start-up files do before a command runs.
 
+These may print, read, never end, or start another shell.
+"""
+
+import re
+import shlex
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.text.shell import in_sh
 
 SHELL_TIMEOUT_S = 30.0  # for the start-up files, which may load modules
 SLOW_S = 5.0  # after this, it is found out whether they started another shell
@@ -81,3 +85,17 @@ def _read_on(channel: Channel, name: str, said: bytearray, deadline: float) -> N
         said += byte
         if len(said) > MOST_BYTES:
             raise HostError(f"{FILES} print without end; {INTERACTIVE}")
+
+
+def shell_path(path: str) -> str:
+    """Quote a path for a shell line; the host expands ``~/``."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+def in_sh(line: str) -> str:
+    """Return a command that runs a line in sh, whatever the login shell is that reads it: bash, zsh, csh, tcsh or fish.
+
+    They agree on single quotes only where those hold no quote, backslash or '!'.
+    """
+    quoted = re.sub(r"['\\!]", r"'\\\g<0>'", line)
+    return f"exec sh -c '{quoted}'"

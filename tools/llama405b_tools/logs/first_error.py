@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.remote.messages.status import HostRun
+from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.run import judge
-from llama405b_tools.run.endings import failure_words
-from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.run.query import Seen, failures_of
 from llama405b_tools.run.streams import Streams, Unreachable
 from llama405b_tools.text.clean import clean

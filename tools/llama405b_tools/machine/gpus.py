@@ -53,7 +53,7 @@ BF16_TFLOPS = {  # dense, from NVIDIA's data sheets; the first name contained in
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuReport:
     """One GPU; None for what nvidia-smi does not report."""
 
     index: int
@@ -100,7 +100,7 @@ class SmiAnswer:
     fabric_manager: str = ""  # from systemctl: active, inactive, failed
 
 
-def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
+def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[GpuReport], str]:
     """Return the GPUs in nvidia-smi's answer, and what is wrong with the answer as a whole ('' if nothing)."""
     if text is None:
         return [], ""
@@ -120,7 +120,7 @@ def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[Gpu], str]:
     return list(found.values()), "; ".join(other[:2])
 
 
-def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
+def _gpu(line: str, fields: Sequence[str]) -> GpuReport | None:
     told = [value.strip() for value in line.split(",")]
     if len(told) != len(fields):
         return None
@@ -131,7 +131,7 @@ def _gpu(line: str, fields: Sequence[str]) -> Gpu | None:
     if BROKEN.search(line):
         broken = [name for name, value in values.items() if BROKEN.search(value)]
     memory_mib, limit_w = _int(values.get("memory.total"), MOST_MIB), _float(values.get("power.limit"), MOST_W)
-    return Gpu(
+    return GpuReport(
         index=int(values["index"]),
         name=values.get("name", ""),
         memory_mib=memory_mib,

@@ -37,7 +37,7 @@ ACTIONS = {  # action: module and function, imported on demand: most of an agent
     "connect": ("run.guard_on", "connect_to_all"),  # these two need paramiko, for the host's own connections
     "begin": ("run.guard_on", "begin"),
     "relay": ("remote.relay", "relay"),
-    "pieces": ("remote.pieces", "pieces"),
+    "pieces": ("remote.describe", "pieces"),
     "send": ("remote.relay", "send_from_here"),
 }
 

@@ -14,8 +14,8 @@ from typing import Protocol
 from llama405b.contract import reader
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, n_blocks
 from llama405b.contract.phrases import reason_of
-from llama405b_tools.remote.messages.chain import NextHop
-from llama405b_tools.remote.sources import Source
+from llama405b_tools.remote.file_sources import Source
+from llama405b_tools.remote.messages.transfer import NextHop
 
 CONNECT_S, STALL_S = 3.0, 120.0
 

@@ -1,10 +1,11 @@
-"""What this host knows about its runs. Standard library."""
+"""What this host knows about its runs, and has of their checkpoints. Standard library."""
 
 import contextlib
+import itertools
 import time
 from pathlib import Path
 
-from llama405b.contract.checkpoints import newest_complete
+from llama405b.contract.checkpoints import MANIFEST, committed, newest_complete, read_manifest, step_of
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
@@ -19,11 +20,12 @@ from llama405b.contract.records import (
     NodeStatus,
     StopMark,
 )
-from llama405b.contract.replicas import Copied
+from llama405b.contract.replicas import OF, Copied
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.guarding import heard_guard
 from llama405b_tools.remote.locks import is_alive, run_of, runs
-from llama405b_tools.remote.messages.status import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.host_run import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.transfer import Piece, Pieces, PiecesRequest
 from llama405b_tools.remote.tmux import tmux_socket
 
 NEWEST_RUNS = 20
@@ -134,3 +136,26 @@ def _last_metrics(path: Path) -> Metrics | EvaluationMetrics | None:
             last: Metrics | EvaluationMetrics = loads(METRICS_LINE, line, path.name)
             return last
     return None
+
+
+def pieces(request: PiecesRequest) -> Pieces:
+    """List them: of this host's own part of each checkpoint, and of its copies of others' parts."""
+    run = run_of(request.run)
+    root = checkpoints_of(run, read_plan(run)).absolute()
+    if not root.is_dir():
+        return Pieces("")
+    paths = itertools.chain(committed(root), *(committed(copies) for copies in sorted(root.glob(f"{OF}*"))))
+    found = [_piece(path, request.run) for path in paths]
+    return Pieces(str(root), tuple(piece for piece in found if piece))
+
+
+def _piece(path: Path, run: str) -> Piece | None:
+    try:
+        manifest, digest = read_manifest((path / MANIFEST).read_bytes())
+    except (OSError, MalformedError):
+        return None
+    if manifest.run not in ("", run):
+        return None
+    needed = {name: seal.bytes for name, seal in manifest.files.items() if seal.weights}
+    here = [name for name, size in needed.items() if (path / name).is_file() and (path / name).stat().st_size == size]
+    return Piece(step_of(path), digest, str(path), (*here, MANIFEST), (*needed, MANIFEST))

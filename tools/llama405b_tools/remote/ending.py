@@ -18,7 +18,7 @@ from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages.end import (
+from llama405b_tools.remote.messages.stopping import (
     CUT,
     RUNNER_ENDS_S,
     Asked,

@@ -15,7 +15,7 @@ from llama405b.contract.plan import read_plan
 from llama405b.contract.records import GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.guard import Disk, GuardNote, MachineName, MachineRequest, Noted
+from llama405b_tools.remote.messages.guard_notes import Disk, GuardNote, MachineName, MachineRequest, Noted
 from llama405b_tools.remote.tmux import END_WITHIN_S, guard_socket, remove_dead_sockets
 
 SESSION = "guard"

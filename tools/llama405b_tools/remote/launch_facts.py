@@ -35,12 +35,11 @@ from llama405b.contract.phrases import given, last_of
 from llama405b.contract.plan import read_plan
 from llama405b.contract.tensors import read_tensors
 from llama405b.contract.trust import user_of
-from llama405b_tools.machine.addresses import Address
-from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.machine.network import Address, Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import stop_mark
 from llama405b_tools.remote.locks import is_alive, run_of, runs
-from llama405b_tools.remote.messages.launch import (
+from llama405b_tools.remote.messages.probe import (
     InputCheck,
     LaunchFacts,
     PlaceFault,

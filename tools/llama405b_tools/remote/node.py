@@ -25,15 +25,14 @@ from llama405b.contract.files import append_line, read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Heartbeat, NodeState, NodeStatus
-from llama405b_tools.machine import fabric
-from llama405b_tools.machine.torchrun import ended_by, root_cause
+from llama405b_tools.machine import network
+from llama405b_tools.machine.program_output import ended_by, root_cause
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
-from llama405b_tools.remote.masking import LogMask
-from llama405b_tools.remote.messages.end import KILL_AFTER_S
+from llama405b_tools.remote.messages.stopping import KILL_AFTER_S
 from llama405b_tools.remote.replicate import LAST
-from llama405b_tools.remote.secrets import read_secrets
+from llama405b_tools.remote.secrets import LogMask, read_secrets
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.remote.tmux import remove_own_socket
 from llama405b_tools.remote.torchrun import MARKER, SETUP_FAILED, node_env, setup_argv, torchrun_argv
@@ -211,7 +210,7 @@ class NodeRunner:
             Path(node.env[place]).mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if k not in ("TMUX", "TMUX_PANE", "PYTHONPATH")}
         if self.plan.refuse_sockets:
-            env |= fabric.NCCL_DEBUG_LINES
+            env |= network.NCCL_DEBUG_LINES
         env |= self.secrets | node_env(self.plan, self.host, str(self.run.path))
         torchrun = torchrun_argv(self.plan, self.host, str(logs))
         torchrun[0] = str(Path(torchrun[0]).expanduser())
@@ -257,8 +256,8 @@ class NodeRunner:
 
     def look_for_sockets(self, data: bytes, child: "subprocess.Popen[bytes]") -> None:
         """End the run if NCCL falls back to TCP and the plan forbids that: it would train at a crawl."""
-        if self.plan.refuse_sockets and not self.fell_back and fabric.SOCKETS.encode() in data:
-            self.fell_back = fabric.socket_line(data.decode("utf-8", "replace"))
+        if self.plan.refuse_sockets and not self.fell_back and network.SOCKETS.encode() in data:
+            self.fell_back = network.socket_line(data.decode("utf-8", "replace"))
             if self.fell_back:
                 child.terminate()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b_tools.machine import bsd_ps
+from llama405b_tools.machine import program_output
 from llama405b_tools.remote.torchrun import MARKER
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -29,7 +29,7 @@ def start_time(pid: int) -> int | None:
     if sys.platform == "darwin":
         ps = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
         done = subprocess.run(ps, env={"LC_ALL": "C", "PATH": os.defpath}, capture_output=True, text=True, check=False)
-        return bsd_ps.began_at(done.stdout)
+        return program_output.began_at(done.stdout)
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
     except OSError:

@@ -22,8 +22,8 @@ from llama405b.contract.direct import DirectFile
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, Hashes, n_blocks
 from llama405b.contract.units import size_words
 from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.messages.chain import NextHop
-from llama405b_tools.remote.sources import CHUNK, FileList, blocks_before
+from llama405b_tools.remote.file_sources import CHUNK, FileList, blocks_before
+from llama405b_tools.remote.messages.transfer import NextHop
 
 P = ParamSpec("P")
 AHEAD = 6  # buffers queued for the disk, the hashes or the next host

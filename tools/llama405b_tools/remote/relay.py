@@ -13,8 +13,9 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
+from llama405b_tools.remote.file_sources import open_source
 from llama405b_tools.remote.launch_facts import addresses
-from llama405b_tools.remote.messages.chain import (
+from llama405b_tools.remote.messages.transfer import (
     LOOK,
     Hop,
     NextHop,
@@ -25,7 +26,6 @@ from llama405b_tools.remote.messages.chain import (
     SendRequest,
 )
 from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
-from llama405b_tools.remote.sources import open_source
 
 
 def relay(request: RelayRequest) -> None:

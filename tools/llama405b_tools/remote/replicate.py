@@ -31,10 +31,10 @@ from llama405b.contract.reader import MalformedError
 from llama405b.contract.replicas import OF, Copied, Endpoint, Ring
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
-from llama405b_tools.remote.messages.chain import NextHop
+from llama405b_tools.remote.file_sources import Directory
+from llama405b_tools.remote.messages.transfer import NextHop
 from llama405b_tools.remote.receiver import Receiver
 from llama405b_tools.remote.secrets import write_private
-from llama405b_tools.remote.sources import Directory
 
 LAST = b"last\n"
 LOOK_EVERY_S = 0.5

@@ -17,7 +17,6 @@ from llama405b_tools.remote import ending, processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of, runs, take_lock
-from llama405b_tools.remote.messages.end import EndRequest
 from llama405b_tools.remote.messages.start import (
     ANSWER_WITHIN_S,
     KEEP,
@@ -28,6 +27,7 @@ from llama405b_tools.remote.messages.start import (
     StartFault,
     StartRequest,
 )
+from llama405b_tools.remote.messages.stopping import EndRequest
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.remote.tmux import start_session, tmux_session, tmux_socket
 

@@ -8,14 +8,14 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.ending import record_blame
-from llama405b_tools.remote.messages.end import ANSWER_S, Ended, EndRequest
+from llama405b_tools.remote.messages.stopping import ANSWER_S, Ended, EndRequest
 from llama405b_tools.run import jobs
 from llama405b_tools.run.query import ask_hosts, host_of, plan_here
 from llama405b_tools.run.screen import show

@@ -18,8 +18,8 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run.endings import failure_words
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
+from llama405b_tools.run.judge import failure_words
 from llama405b_tools.run.ladder import end_everywhere
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest

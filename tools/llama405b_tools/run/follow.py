@@ -17,16 +17,14 @@ from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, EvaluationMetrics, Metrics, Phase
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.printed_commands import front_door
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote.messages.end import Ended
+from llama405b_tools.remote.messages.stopping import Ended
 from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
 from llama405b_tools.run import judge
-from llama405b_tools.run.endings import failure_words, not_ended
-from llama405b_tools.run.judge import Failure, Heard
-from llama405b_tools.run.live import PlainPrinter, Printer, printer
-from llama405b_tools.run.screen import NobodyReadsError, show
-from llama405b_tools.run.start import stop_this
+from llama405b_tools.run.judge import Failure, Heard, failure_words, not_ended
+from llama405b_tools.run.screen import NobodyReadsError, PlainPrinter, Printer, printer, show
+from llama405b_tools.run.start_everywhere import stop_this
 from llama405b_tools.run.streams import Arrival, Streams, Unreachable
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.fold import fold_ranks

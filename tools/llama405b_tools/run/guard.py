@@ -28,20 +28,28 @@ from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
-from llama405b_tools.hosts.typed import front_door, hosts_argument
+from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.guarding import end_own_session, machine_id
-from llama405b_tools.remote.messages.guard import GuardNote, Noted
-from llama405b_tools.remote.messages.status import PlanRequest
-from llama405b_tools.run.endings import not_ended
+from llama405b_tools.remote.messages.guard_notes import GuardNote, Noted
+from llama405b_tools.remote.messages.host_run import PlanRequest
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, Watch, follow
-from llama405b_tools.run.guard_record import BEAT_S, asked_for, heard_by, of_hosts
+from llama405b_tools.run.guard_record import (
+    BEAT_S,
+    Notice,
+    asked_for,
+    disk_words,
+    heard_by,
+    of_hosts,
+    run_command,
+    unsaved_words,
+)
+from llama405b_tools.run.judge import not_ended
 from llama405b_tools.run.launch import launch, resumed
-from llama405b_tools.run.notices import Notice, disk_words, run_command, unsaved_words
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
-from llama405b_tools.run.start import StartError, stop_this
+from llama405b_tools.run.start_everywhere import StartError, stop_this
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back

@@ -14,13 +14,12 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.hosts.printed_commands import front_door
 from llama405b_tools.remote.launch_facts import place_of
 from llama405b_tools.run.guard import GuardOrder
-from llama405b_tools.run.live import printer
 from llama405b_tools.run.preflight import place_words
 from llama405b_tools.run.request import LaunchRequest
-from llama405b_tools.run.screen import show
+from llama405b_tools.run.screen import printer, show
 
 POLL_S = 0.3
 

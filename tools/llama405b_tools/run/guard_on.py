@@ -22,7 +22,7 @@ from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding, processes
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.guard import MachineName, MachineRequest
+from llama405b_tools.remote.messages.guard_notes import MachineName, MachineRequest
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, START_WITHIN_S
 from llama405b_tools.remote.secrets import write_private
 from llama405b_tools.remote.tmux import guard_socket, start_session

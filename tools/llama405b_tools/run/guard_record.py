@@ -1,21 +1,30 @@
-"""What is known about a run's guard, and whether it is running: from its record here, and from what its hosts heard last."""
+"""What is known about a run's guard, and what it reports with ``--notify``.
+
+Whether it is running: from its record here, and from what its hosts heard last.
+"""
 
 import dataclasses
 import enum
+import os
 import shlex
+import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from llama405b.capacity.room import nearly_full
+from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import GUARDING, GuardState
-from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.hosts.printed_commands import front_door
 from llama405b_tools.remote import guarding
-from llama405b_tools.remote.messages.status import HostRun
+from llama405b_tools.remote.messages.guard_notes import Noted
+from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.clean import clean
+from llama405b_tools.text.fold import fold_names
 
 BEAT_S = 20.0  # how often a guard tells the hosts of its run that it lives
 SILENT_AFTER_S = 120.0
@@ -23,6 +32,8 @@ BEGINS_WITHIN_S = 30.0  # after it was asked for
 
 
 Heard = Sequence[tuple[float, GuardState]]  # how many seconds ago a host heard it, and what
+TIMEOUT_S = 60.0
+SAVES_IN_A_ROW = 2  # that fail: one alone may be a disk that hesitated
 
 
 class Life(enum.StrEnum):
@@ -133,3 +144,51 @@ def guard_line(found: Guard) -> str:
         return f"guard{where}: starting"
     done = f"{times}, {state.in_vain} of {state.limit} allowed without progress"
     return clean(f"guard{where}: {state.state}, {done}{given('; {}', state.message)}")
+
+
+class Notice(enum.StrEnum):
+    """The events that run the ``--notify`` command."""
+
+    INCIDENT = "incident"
+    WAITING = "waiting"  # the run cannot be started again yet
+    RECOVERY = "recovery"
+    NOT_SAVED = "not saved"  # several times in a row; training goes on
+    DISK_FULL = "disk full"
+    STOPPED = "stopped"
+    END = "end"
+    GAVE_UP = "gave up"
+    HEARTBEAT = "heartbeat"  # nothing has happened
+
+
+def unsaved_words(failed: Sequence[RunEvent]) -> str:
+    """Say why the last saves failed; '' unless several did in a row."""
+    if len(failed) < SAVES_IN_A_ROW:
+        return ""
+    return f"the last {len(failed)} saves failed; step {failed[-1].step}: {failed[-1].detail}"
+
+
+def disk_words(hosts: Mapping[str, Noted]) -> str:
+    """Say which disks of the run are nearly full; '' if none is."""
+    full: dict[str, list[str]] = {}
+    for name, noted in hosts.items():
+        for disk in noted.disks:
+            if nearly_full(disk.free_bytes, disk.total_bytes):
+                full.setdefault(f"{disk.free_bytes / (1 << 30):.1f} GiB left at {disk.path}", []).append(name)
+    return given("{}; make room there", "; ".join(f"{fold_names(names)}: {left}" for left, names in full.items()))
+
+
+def run_command(command: str, event: Notice, run: str, message: str) -> str:
+    """Run the user's command; returns why that failed, or ''."""
+    env = os.environ | {"LLAMA405B_EVENT": str(event), "LLAMA405B_RUN": run, "LLAMA405B_MESSAGE": message}
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            env=env,
+            input=f"{run}: {event}: {message}\n",
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return given("exit code {}", done.returncode)

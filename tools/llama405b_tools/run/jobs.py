@@ -21,10 +21,10 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.typed import to_type
+from llama405b_tools.hosts.printed_commands import to_type
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.launch_facts import place_of, resumable
-from llama405b_tools.remote.messages.end import RUNNER_ENDS_S
+from llama405b_tools.remote.messages.stopping import RUNNER_ENDS_S
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run.plan import Terms
 from llama405b_tools.run.preflight import place_words

@@ -1,15 +1,21 @@
-"""Which run a verb means, its state on a host, and which host failed first. Pure: takes answers, returns values."""
+"""Which run a verb means, its state on a host, and which host failed first; and both in words.
+
+Pure: takes answers, returns values.
+"""
 
 import dataclasses
 import enum
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from llama405b.contract.causes import STUCK, Cause, CauseKind
+from llama405b.contract.causes import STUCK, Cause, CauseKind, words
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
-from llama405b_tools.remote.messages.status import Beat, HostRun
+from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
+from llama405b_tools.remote.messages.host_run import Beat, HostRun
+from llama405b_tools.remote.messages.stopping import Ended
 from llama405b_tools.remote.messages.stream import BEATS_EVERY_S
+from llama405b_tools.text.clean import clean
 
 HEARD_WITHIN_S = (
     3 * BEATS_EVERY_S
@@ -241,3 +247,29 @@ def hang_cause(found: SilentRank) -> Cause:
 def cause_of_rank(beat: Beat) -> Cause:
     """Return why a rank failed, from its heartbeat; if that does not say, only that it exited."""
     return beat.cause or Cause(CauseKind.RANK_EXIT, beat.host, beat.rank)
+
+
+def state_words(state: State) -> str:
+    """Describe a state in one word or a few, for a table."""
+    if state.standing is Standing.LEFTOVERS and state.cause:
+        return f"LEFTOVERS ({state.cause.count} processes)"
+    if state.standing is Standing.EXITED:
+        return f"exited {state.exit_code}" if state.exit_code else "finished"
+    if state.standing is Standing.KILLED:
+        return f"killed by signal {state.signal}"
+    return str(state.standing)
+
+
+def failure_words(failure: Failure) -> str:
+    """Describe a failure, without naming the host."""
+    said = clean(words(failure.cause))
+    if failure.state is None:
+        return said
+    return ": ".join(filter(None, [state_words(failure.state), said]))
+
+
+def not_ended(ends: Outcomes[Ended]) -> dict[str, str]:
+    """Return the hosts where something may be left, each with the reason."""
+    return {name: f"could not be queried: {why}" for name, why in unanswered(ends).items()} | {
+        name: f"{end.remains} cannot be ended" for name, end in replies(ends).items() if end.remains
+    }

@@ -13,9 +13,9 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.rungs import MANY_RANKS_ONLY, ONE_RANK_ONLY, SIGN, Rung, RungResult
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.remote.messages.end import ANSWER_S, Ended, EndRequest
-from llama405b_tools.run.endings import failure_words, not_ended
+from llama405b_tools.remote.messages.stopping import ANSWER_S, Ended, EndRequest
 from llama405b_tools.run.follow import Watch, watch_run
+from llama405b_tools.run.judge import failure_words, not_ended
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 

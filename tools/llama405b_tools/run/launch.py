@@ -11,17 +11,14 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.rounding import rounding_note
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.typed import hosts_argument
-from llama405b_tools.machine.sameness import one_machine
-from llama405b_tools.run.calibrations import kept
-from llama405b_tools.run.expect import expected, misfit
+from llama405b_tools.hosts.outcomes import one_machine
+from llama405b_tools.hosts.printed_commands import hosts_argument
+from llama405b_tools.run.forecast import expected, kept, loading_note, misfit, room_faults
 from llama405b_tools.run.guard_record import asked_for
-from llama405b_tools.run.loading import loading_note
 from llama405b_tools.run.preflight import Facts, check_training, fault_list, nccl_lines, part_of, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
-from llama405b_tools.run.room import room_faults
 from llama405b_tools.run.screen import show
-from llama405b_tools.run.start import start_run
+from llama405b_tools.run.start_everywhere import start_run
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.predictions import expectation
 

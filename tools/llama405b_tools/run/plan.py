@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import OWN_THREADS, Node, Plan
-from llama405b_tools.machine import fabric
-from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.machine import network
+from llama405b_tools.machine.network import Rdma
 from llama405b_tools.text.fold import fold_names
 
 PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> variable of the ranks
@@ -118,9 +118,9 @@ def used_parts(terms: Terms, parts: Sequence[HostPart]) -> Sequence[HostPart]:
 def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
     """Return the NCCL settings for a host's RDMA devices, each with its reason; {} if it has no GPU or no RDMA."""
     ports = part.rdma.ports
-    if not part.gpus or not fabric.has_rdma(ports):
+    if not part.gpus or not network.has_rdma(ports):
         return {}
-    return fabric.nccl_env(ports, part.interface)
+    return network.nccl_env(ports, part.interface)
 
 
 def _devices(parts: Sequence[HostPart], slots: Sequence[int]) -> list[dict[str, str]]:

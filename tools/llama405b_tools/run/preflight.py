@@ -16,12 +16,11 @@ from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
-from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.hosts.outcomes import disagreements, replies, unanswered
+from llama405b_tools.hosts.printed_commands import to_type
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.hosts.typed import to_type
-from llama405b_tools.machine.addresses import is_private
-from llama405b_tools.machine.sameness import disagreements
-from llama405b_tools.remote.messages.launch import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, RunPlace
+from llama405b_tools.machine.network import is_private
+from llama405b_tools.remote.messages.probe import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, RunPlace
 from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons, used_parts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names

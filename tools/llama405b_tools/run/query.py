@@ -1,6 +1,7 @@
-"""Query every host about a run."""
+"""Query every host about a run, or about all its runs."""
 
 import dataclasses
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.status import HostRun, PlanRequest, StatusReply, StatusRequest
+from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest, StatusReply, StatusRequest
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import Failure, State
+from llama405b_tools.run.judge import Failure, State, state_words
 from llama405b_tools.text.fold import fold_names
 
 STATUS_TIMEOUT_S = 30.0
@@ -27,6 +28,7 @@ OF_A_PLAN = Host("", "hosts:1")  # its messages name the usual file, which is no
 
 
 Seen = dict[str, HostRun | HostError | None]  # what each host knows about a run; None: the host does not know it
+HEADINGS = ("run", "launched", "hosts", "state", "step")
 
 
 def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
@@ -181,3 +183,26 @@ def failures_of(seen: Seen) -> list[Failure]:
         return []
     recorded = [blame for run in runs.values() for blame in run.blames]
     return judge.with_blame(failures, judge.blame_of(max((run.attempt for run in runs.values()), default=0), recorded))
+
+
+def by_run(outcomes: Outcomes[StatusReply]) -> dict[str, dict[str, HostRun]]:
+    """Return what each host knows about each run."""
+    told = replies(outcomes)
+    return {
+        name: {host: run for host, reply in told.items() for run in reply.runs if run.run == name}
+        for name in names_of(outcomes)
+    }
+
+
+def row(name: str, known: Mapping[str, HostRun]) -> tuple[str, ...]:
+    """Return a run as a row of a table."""
+    states: dict[str, list[str]] = {}
+    for host, run in known.items():
+        states.setdefault(state_words(judge.state_of_run(run)), []).append(host)
+    state = "; ".join(f"{words} on {fold_names(hosts)}" for words, hosts in states.items())
+    if len(states) == 1:
+        state = next(iter(states))
+    step = max((run.metrics.step for run in known.values() if run.metrics), default=None)
+    created = max(run.created for run in known.values())
+    launched = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
+    return name, launched, fold_names(known), state, "—" if step is None else str(step)

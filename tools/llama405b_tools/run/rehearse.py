@@ -21,10 +21,9 @@ from llama405b.contract.rungs import LINKS, line_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Stream
-from llama405b_tools.remote.messages.end import CUT, EndRequest
-from llama405b_tools.run.endings import failure_words
+from llama405b_tools.remote.messages.stopping import CUT, EndRequest
 from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
-from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.run.ladder import climb_on, end_everywhere
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.query import newest_checkpoint

@@ -20,7 +20,7 @@ from llama405b.contract.resuming import accept_changes, as_configured
 from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
 from llama405b.contract.units import seconds
-from llama405b_tools.remote.messages.launch import Resumable
+from llama405b_tools.remote.messages.probe import Resumable
 from llama405b_tools.run.plan import Terms
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

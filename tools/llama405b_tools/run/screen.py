@@ -1,12 +1,18 @@
-"""Printing for whoever is looking. Nothing else depends on whether anybody is."""
+"""Printing for whoever is looking: lines, and the one live line of a followed run. Nothing else depends on whether anybody is."""
 
 import os
+import re
 import sys
-from typing import TextIO
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from llama405b.contract.phrases import reason_of
 
 _lost: dict[TextIO, str] = {}  # standard streams that could not be written, and why; '': nobody reads them
+STEP = re.compile(r"step (\d+)/(\d+)  (loss \S+)  .*?([\d,]+ tokens/s)")
+EVERY = 10  # the log has every step, the terminal above its last line every tenth
+BAR_WIDTH = 20
 
 
 class NobodyReadsError(Exception):
@@ -51,3 +57,93 @@ def settle() -> str:
 
 def _discard(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+class Printer(Protocol):
+    """Prints lines; ``show`` returns whether they can be read."""
+
+    def show(self, lines: Sequence[str]) -> bool:
+        """Print some lines."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class PlainPrinter:
+    """Prints every line as it is."""
+
+    def show(self, lines: Sequence[str]) -> bool:
+        """Print some lines."""
+        return show("".join(f"{line}\n" for line in lines), end="")
+
+    def close(self) -> None:
+        """Nothing is to be done."""
+
+
+class LivePrinter:
+    """Keeps the newest step in the last line of the terminal."""
+
+    def __init__(self, console: "Console") -> None:
+        from rich.live import Live
+
+        self.live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False)
+        self.live.start()
+        self.first: tuple[int, float] | None = None  # step, and when it was seen
+        self.last = 0
+
+    def show(self, lines: Sequence[str]) -> bool:
+        """Print lines above the last one, or change it; of the steps, every tenth stays above."""
+        from rich.text import Text
+
+        try:
+            for line in lines:
+                step = STEP.match(line)
+                if step:
+                    self.live.update(self._line(int(step[1]), int(step[2]), f"{step[3]}  {step[4]}"))
+                if not step or int(step[1]) % EVERY == 0 or step[1] in ("1", step[2]):
+                    self.live.console.print(Text(line), soft_wrap=True)
+            self.live.refresh()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Take the last line away."""
+        self.live.stop()
+
+    def _line(self, step: int, steps: int, rest: str) -> "Table":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        now = time.monotonic()
+        if step <= self.last:  # the run was resumed
+            self.first = None
+        self.last = step
+        first, since = self.first = self.first or (step, now)
+        line = Table.grid(padding=(0, 1))
+        eta = f"  ETA {_clock((now - since) / (step - first) * (steps - step))}" if step > first else ""
+        line.add_row(ProgressBar(steps, step, BAR_WIDTH), Text(f"{step}/{steps}{eta}  {rest}", no_wrap=True))
+        return line
+
+
+def printer(*, plain: bool) -> Printer:
+    """Return what prints a followed run: on a terminal, and unless ``plain``, with a line that changes."""
+    if plain or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return PlainPrinter()
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return PlainPrinter() if not console.is_terminal or console.is_dumb_terminal else LivePrinter(console)
+
+
+def _clock(seconds: float) -> str:
+    """``1:02:03``, or ``2:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -22,11 +22,10 @@ from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan, read_plan
-from llama405b_tools.machine.addresses import Address
-from llama405b_tools.machine.fabric import Rdma
-from llama405b_tools.machine.sameness import disagreements
+from llama405b_tools.hosts.outcomes import disagreements
+from llama405b_tools.machine.network import Address, Rdma
 from llama405b_tools.remote import launch_facts
-from llama405b_tools.remote.messages.launch import RunPlace
+from llama405b_tools.remote.messages.probe import RunPlace
 from llama405b_tools.remote.node import NodeRunner
 from llama405b_tools.remote.secrets import read_secrets, write_secrets
 from llama405b_tools.run import jobs

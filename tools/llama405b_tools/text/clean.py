@@ -1,4 +1,4 @@
-"""Make log text safe for a terminal: no escape sequences, no tokens. Pure."""
+"""Make text safe for a terminal: no escape sequences, no tokens, no characters that it lacks. Pure."""
 
 import json
 import re
@@ -16,6 +16,7 @@ NAMED = re.compile(
     r"(\b[A-Z0-9_]{0,40}(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY)[\"']?\s{0,3}[=:]\s{0,3}[\"']?|\bBearer\s)([^\s\"',;]{8,})",
     re.IGNORECASE,
 )
+PLAIN = str.maketrans("│─└▶●▲✖·…—–→↑↓⏎°▁▂▃▄▅▆▇█", "|-`>*^x..-->^v<o.:-=+*#@")
 
 
 def clean(text: str) -> str:
@@ -63,3 +64,11 @@ def hide_in_json(line: str, pieces: Iterable[str]) -> str:
 def _last_written(line: str) -> str:
     """Return a line as it looks after its carriage returns: the last non-empty piece."""
     return next((piece for piece in reversed(line.split("\r")) if piece.strip()), "")
+
+
+def substitute(error: UnicodeError) -> tuple[str, int]:
+    """Replace what a stream cannot encode; see ``codecs.register_error``."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    plain = error.object[error.start : error.end].translate(PLAIN)
+    return "".join(char if char.isascii() else "?" for char in plain), error.end

@@ -1,6 +1,8 @@
-"""cluster-top's number formats: short, with a dash for unknown values. Pure."""
+"""Numbers for a terminal, short and with a dash for unknown values; and tables. Pure."""
 
 from collections.abc import Sequence
+
+from llama405b_tools.text.clean import printable
 
 BARS = "▁▂▃▄▅▆▇█"
 DASH = "—"
@@ -83,3 +85,10 @@ def gib(n_bytes: int | None) -> str:
 def middle(name: str, width: int) -> str:
     """Shorten a long name in the middle, because its end tells hosts apart."""
     return name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format rows as columns, each as wide as it needs to be."""
+    lines = [headings, *(list(map(printable, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

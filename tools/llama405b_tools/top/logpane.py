@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.logs.reader import Reader, entry_of
+from llama405b_tools.logs.log_reader import Reader, entry_of
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
 from llama405b_tools.text.fold import Fold, fold_names, is_error, text_of, where_of
 from llama405b_tools.text.merge import Entry
 from llama405b_tools.top.draw.lines import LogLine
-from llama405b_tools.top.sources import Live
+from llama405b_tools.top.event_sources import Live
 
 KEPT, KEPT_OF_HOST = 3000, 50  # newest lines in all, and at least of each host
 TAIL = 100  # lines of each file at first

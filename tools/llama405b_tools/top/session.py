@@ -6,9 +6,9 @@ import time
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.logpane import LogPane, LogStream
-from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.cluster import Cluster
 from llama405b_tools.top.state.picture import GuardShown, Picture

@@ -19,9 +19,9 @@ from llama405b_tools.doctor.rules import findings
 from llama405b_tools.doctor.rules.of_host import BAD, WARN
 from llama405b_tools.doctor.stress import check
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.typed import front_door, hosts_argument
+from llama405b_tools.hosts.hosts_file import read_hosts
+from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.verbs.arguments import add_hosts
 

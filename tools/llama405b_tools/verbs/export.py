@@ -9,10 +9,10 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.verb_parsers import export_parser
 from llama405b_tools.deliver.collect import Collected, collect
-from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.hosts.dialogue import run_telling
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.telling import run_telling
-from llama405b_tools.text.shell import shell_path
+from llama405b_tools.hosts.hosts_file import read_hosts
+from llama405b_tools.hosts.login_shell import shell_path
 
 TRAINERS_OWN = "llama405b.commands.export"  # what writes the model: it needs torch
 

@@ -12,10 +12,10 @@ from llama405b.contract import command, config, weights
 from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import Node, Plan
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.typed import front_door, hosts_argument
+from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
 from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
 from llama405b_tools.run import guard, guard_here, jobs

@@ -16,9 +16,9 @@ from llama405b.contract.phrases import counted
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.logs import first_error
+from llama405b_tools.logs.log_reader import Reader
 from llama405b_tools.logs.output import Show
-from llama405b_tools.logs.reader import Reader
-from llama405b_tools.remote.messages.status import HostRun
+from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import is_guarded
 from llama405b_tools.run.query import Seen, ask_hosts

@@ -28,20 +28,19 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.schema import Config, Moments
-from llama405b_tools.doctor.machines import machines_of
+from llama405b_tools.doctor.host_facts import machines_of
 from llama405b_tools.doctor.rules.of_host import Needs
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.hosts.printed_commands import front_door
 from llama405b_tools.remote.launch_facts import version_of
 from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
-from llama405b_tools.run.calibrations import is_kept, keep, kept
+from llama405b_tools.run.forecast import is_kept, keep, kept
 from llama405b_tools.run.request import source_flags
-from llama405b_tools.text.prediction_record import SCHEMA, UNITS, record
-from llama405b_tools.text.predictions import Asked, comparison, prediction, ranking
+from llama405b_tools.text.predictions import SCHEMA, UNITS, Asked, comparison, prediction, ranking, record
 
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells

@@ -14,9 +14,9 @@ from pathlib import Path
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import sourcetree
-from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, push_parts, same_place
-from llama405b_tools.hosts.files import read_hosts
+from llama405b_tools.deliver.push_files import check_there, parse_origin, push_code, push_files, push_parts, same_place
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.verbs.arguments import add_hosts
 
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import code_for
 from llama405b_tools.deliver import sourcetree
-from llama405b_tools.deliver.plan import Wishes
-from llama405b_tools.deliver.setup import Work, make_wheelhouse, project_root
-from llama405b_tools.hosts.files import read_hosts, write_uses
+from llama405b_tools.deliver.install import Work, make_wheelhouse, project_root
+from llama405b_tools.deliver.setup_plan import Wishes
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.typed import front_door, hosts_argument
-from llama405b_tools.text.tables import table
+from llama405b_tools.hosts.hosts_file import read_hosts, write_uses
+from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
+from llama405b_tools.text.figures import table
 from llama405b_tools.verbs.arguments import add_hosts
 
 

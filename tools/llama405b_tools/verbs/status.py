@@ -11,16 +11,14 @@ from llama405b.contract.records import EvaluationMetrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.status import HostRun
-from llama405b_tools.run import judge, listing
+from llama405b_tools.remote.messages.host_run import HostRun
+from llama405b_tools.run import judge, query
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.endings import failure_words, state_words
 from llama405b_tools.run.guard_record import Guard, guard_line, heard_by, of_hosts
-from llama405b_tools.run.judge import Failure, State
+from llama405b_tools.run.judge import Failure, State, failure_words, state_words
 from llama405b_tools.run.query import Seen, all_runs, ask_hosts, ask_members, failures_of, progress, states_of
-from llama405b_tools.text.figures import number
+from llama405b_tools.text.figures import number, table
 from llama405b_tools.text.fold import fold_numbers
-from llama405b_tools.text.tables import table
 from llama405b_tools.verbs.arguments import verb_parser
 
 
@@ -90,13 +88,13 @@ def _record(
 def print_runs(fleet: Fleet, *, as_json: bool) -> int:
     """Print every run that the hosts know, and which hosts could not be asked."""
     outcomes = all_runs(fleet)
-    lost, runs = unanswered(outcomes), listing.by_run(outcomes)
+    lost, runs = unanswered(outcomes), query.by_run(outcomes)
     if as_json:
         known = {name: {host: dataclasses.asdict(run) for host, run in of.items()} for name, of in runs.items()}
         print(json.dumps({"runs": known, "lost": lost}))
         return code_for(lost)
     if runs:
-        print(table(listing.HEADINGS, [listing.row(name, of) for name, of in runs.items()]), flush=True)
+        print(table(query.HEADINGS, [query.row(name, of) for name, of in runs.items()]), flush=True)
     elif not lost:
         print("no run on these hosts yet")
     for name, why in lost.items():

@@ -13,16 +13,16 @@ from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.units import seconds
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.guarding import dismiss
-from llama405b_tools.remote.messages.end import ANSWER_S, Ended, Orphan, OrphansReply, OrphansRequest
+from llama405b_tools.remote.messages.stopping import ANSWER_S, Ended, Orphan, OrphansReply, OrphansRequest
 from llama405b_tools.run.backends import Backend, backend_of
-from llama405b_tools.run.endings import not_ended
+from llama405b_tools.run.judge import not_ended
 from llama405b_tools.run.query import ask_hosts, ask_members, members_of, progress, seconds_to_save
-from llama405b_tools.text.tables import table
+from llama405b_tools.text.figures import table
 from llama405b_tools.verbs.arguments import verb_parser
 
 

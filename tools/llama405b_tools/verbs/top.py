@@ -22,17 +22,17 @@ from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.units import seconds
-from llama405b_tools.hosts.files import read_hosts
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.query import no_such_run
-from llama405b_tools.top import sources
+from llama405b_tools.top import event_sources
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.leaving import on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
-from llama405b_tools.top.sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.state.picture import HostState, Picture
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     _check(args)
     hang_after_s = seconds(args.hang_after, "--hang-after")
     if args.replay:
-        return _show(args, sources.replay(args.replay, args.speed), None, hang_after_s)
+        return _show(args, event_sources.replay(args.replay, args.speed), None, hang_after_s)
     backend: Backend = OnHosts(args.run, Path("hosts"))
     if not args.hosts:
         backend = backend_of(args.run, Path("hosts"))
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    least, most = sources.MIN_INTERVAL_S, sources.MAX_INTERVAL_S
+    least, most = event_sources.MIN_INTERVAL_S, event_sources.MAX_INTERVAL_S
     own = args.hosts or args.run or args.record
     refusals = (
         (not least <= args.interval <= most, f"--interval: {args.interval:g} s; use {least:g} to {most:g}"),

@@ -7,8 +7,8 @@ from llama405b_tools.doctor.host_facts import HostFacts, PeerReach, Reached
 from llama405b_tools.doctor.rules import of_host
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
 from llama405b_tools.hosts.inventory import LOOPBACK
-from llama405b_tools.machine.addresses import is_private
-from llama405b_tools.machine.sameness import disagreement, one_machine
+from llama405b_tools.hosts.outcomes import disagreement, one_machine
+from llama405b_tools.machine.network import is_private
 from llama405b_tools.text.fold import fold_names
 
 LEVELS = (BAD, WARN, NOTE)

@@ -11,8 +11,8 @@ from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import and_more, counted
 from llama405b.contract.schema import Config
 from llama405b_tools.doctor.host_facts import NO_DISKS, NOBODY, HostFacts
-from llama405b_tools.machine import fabric, gpus
-from llama405b_tools.machine.addresses import is_private
+from llama405b_tools.machine import gpus, network
+from llama405b_tools.machine.network import is_private
 
 BAD, WARN, NOTE = "bad", "warning", "note"
 Remarks: TypeAlias = Iterator[tuple[str, str, str]]  # level, what, remedy
@@ -143,7 +143,7 @@ def _gpus(facts: HostFacts, needs: Needs) -> Remarks:
     yield from _nvlink(probe, found)
 
 
-def _nvlink(probe: gpus.SmiAnswer, found: Sequence[gpus.Gpu]) -> Remarks:
+def _nvlink(probe: gpus.SmiAnswer, found: Sequence[gpus.GpuReport]) -> Remarks:
     for link in gpus.nvlinks_down(probe.nvlink):
         yield BAD, f"NVLink is down: {link}", "reset the GPUs, or reboot"
     if len(found) < 8 or probe.fabric_manager not in ("inactive", "failed"):
@@ -154,7 +154,7 @@ def _nvlink(probe: gpus.SmiAnswer, found: Sequence[gpus.Gpu]) -> Remarks:
         yield BAD, what, "systemctl enable --now nvidia-fabricmanager"
 
 
-def _gpu(gpu: gpus.Gpu, needs: Needs) -> Remarks:
+def _gpu(gpu: gpus.GpuReport, needs: Needs) -> Remarks:
     where = f"GPU {gpu.index}"
     if gpu.fault:
         yield BAD, f"{where}: {gpu.fault}", "reset it (nvidia-smi -r) or reboot; if the error returns, replace it"
@@ -187,7 +187,7 @@ def _fabric(facts: HostFacts) -> Remarks:
         if not port.up:
             what = f"{port.device} port {port.port} is not active"
             yield WARN, what, "check its cable, or the subnet manager; NCCL uses the others"
-    use = fabric.training_ports(facts.rdma_ports)
+    use = network.training_ports(facts.rdma_ports)
     if not use:
         return
     if use[0].roce and len({port.gid_index for port in use}) > 1:
@@ -222,7 +222,7 @@ def _tmux(facts: HostFacts) -> Remarks:
     if inside.open_files.isdigit() and int(inside.open_files) < MIN_FILES:
         what = f"only {inside.open_files} open files are allowed inside tmux"
         yield WARN, what, "raise nofile in /etc/security/limits.conf, then: tmux kill-server"
-    if inside.memlock_kib != "unlimited" and fabric.has_rdma(facts.rdma_ports):
+    if inside.memlock_kib != "unlimited" and network.has_rdma(facts.rdma_ports):
         what = f"only {inside.memlock_kib} KiB may be locked inside tmux, and RDMA locks its buffers"
         yield BAD, what, "set memlock unlimited in /etc/security/limits.conf, then: tmux kill-server"
 

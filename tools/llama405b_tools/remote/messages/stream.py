@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from llama405b.contract.events import RunEvent
 from llama405b.contract.records import EvaluationMetrics, Metrics, NodeStatus
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
 
 BEATS_EVERY_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
 Marks = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, bytes read

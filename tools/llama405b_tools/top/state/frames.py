@@ -10,7 +10,7 @@ from typing import Annotated
 
 from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import Blame, GuardState, NodeStatus
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
 
 Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, number of ranks
 Processes = tuple[tuple[int, str, int, int, str, str], ...]  # pid, state, ticks, bytes, rank, command

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b_tools.machine import gpus
-from llama405b_tools.machine.gpus import Gpu
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.machine.gpus import GpuReport
+from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import share
 from llama405b_tools.text.fold import fold_numbers
@@ -55,8 +55,8 @@ class HostView:
     before: Frame = NO_FRAME  # the frame before
     earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # minutes
     active_ports: set[str] = dataclasses.field(default_factory=set)  # ports that were ever active
-    gpus: list[Gpu] = dataclasses.field(default_factory=list)
-    gpus_before: list[Gpu] = dataclasses.field(default_factory=list)  # in the frame before
+    gpus: list[GpuReport] = dataclasses.field(default_factory=list)
+    gpus_before: list[GpuReport] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
     apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
     expected: frozenset[str] = frozenset()  # UUIDs of the GPUs that it has had since it was started
@@ -226,7 +226,7 @@ class HostView:
         )
 
     @staticmethod
-    def _cell(gpu: Gpu, rank: RankRow | None, note: Note) -> GpuCell:
+    def _cell(gpu: GpuReport, rank: RankRow | None, note: Note) -> GpuCell:
         odd = note.words
         if rank and rank.odd and not odd:
             odd = f"rank {rank.rank}: {rank.odd}"
@@ -279,12 +279,12 @@ class HostView:
         return max(flowed) / seconds
 
 
-def _unknown(gpu: Gpu) -> Gpu:
+def _unknown(gpu: GpuReport) -> GpuReport:
     """Return the GPU with its readings unknown."""
     return dataclasses.replace(gpu, utilization=None, power_w=None, temperature_c=None, clock_mhz=None, used_mib=None)
 
 
-def _uuids(found: Sequence[Gpu]) -> frozenset[str]:
+def _uuids(found: Sequence[GpuReport]) -> frozenset[str]:
     return frozenset(gpu.uuid or str(gpu.index) for gpu in found)
 
 

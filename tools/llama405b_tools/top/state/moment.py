@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.contract.records import NodeState, Phase
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.text.clean import clean

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
-from llama405b_tools.remote.messages.status import Beat
+from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.text.fold import fold_ranks
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import StepMetrics

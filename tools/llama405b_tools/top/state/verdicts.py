@@ -13,10 +13,9 @@ from llama405b.capacity.room import nearly_full
 from llama405b.contract.causes import STUCK, said_by_rank
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
-from llama405b_tools.machine.gpus import Gpu
-from llama405b_tools.remote.messages.status import Beat
-from llama405b_tools.run.endings import failure_words
-from llama405b_tools.run.judge import Failure
+from llama405b_tools.machine.gpus import GpuReport
+from llama405b_tools.remote.messages.host_run import Beat
+from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import Frame, Ram
@@ -64,7 +63,7 @@ class Hang(NamedTuple):
     beat: BeatId
 
 
-def odd_gpus(gpus: Mapping[str, Sequence[Gpu]]) -> dict[tuple[str, int], Note]:
+def odd_gpus(gpus: Mapping[str, Sequence[GpuReport]]) -> dict[tuple[str, int], Note]:
     """Return the GPUs that stand out, by host and index, each with its reason."""
     everyone = [gpu for each in gpus.values() for gpu in each]
     usual = Usual(
@@ -93,7 +92,7 @@ class Usual(NamedTuple):
     heat: float  # °C
 
 
-def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
+def _oddities(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
     """Yield what stands out about one GPU."""
     if gpu.fault:
         yield Note("fault", gpu.fault)
@@ -108,7 +107,7 @@ def _oddities(gpu: Gpu, usual: Usual) -> Iterator[Note]:
         yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}", ("temperature_c",))
 
 
-def _below(gpu: Gpu, usual: Usual) -> Iterator[Note]:
+def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
     """Yield power and clock below those of the others, which are busy."""
     share = _share(gpu)
     if share is not None and share < thresholds.LOW_POWER * usual.power:
@@ -137,7 +136,7 @@ def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> It
                 yield host, rank, Note(what, words, (key,))
 
 
-def _share(gpu: Gpu) -> float | None:
+def _share(gpu: GpuReport) -> float | None:
     return gpu.power_w / gpu.power_limit_w if gpu.power_w is not None and gpu.power_limit_w else None
 
 
@@ -182,7 +181,7 @@ def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator
             yield Note(f"{port.name} down", f"{port.name} is down", ("ib_bytes_per_s",))
 
 
-def hang_words(beat: Beat, age_s: float, gpus: Sequence[Gpu], ages: Sequence[float], *, sure: bool) -> str | None:
+def hang_words(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequence[float], *, sure: bool) -> str | None:
     """Say why this is a hang; None if the GPUs are busy or log lines arrive, so that it may not be one.
 
     ``ages``: seconds since the last log line on each host. ``sure``: it already was a hang, or the silence is so long

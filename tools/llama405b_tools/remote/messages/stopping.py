@@ -4,7 +4,7 @@ import dataclasses
 
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Blame, RequestKind
-from llama405b_tools.remote.messages.status import HostRun
+from llama405b_tools.remote.messages.host_run import HostRun
 
 KILL_AFTER_S = 10.0  # between SIGTERM and SIGKILL
 RUNNER_ENDS_S = 2 * KILL_AFTER_S  # after the grace period, until a node runner has ended its processes and said how

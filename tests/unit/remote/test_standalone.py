@@ -13,7 +13,7 @@ from llama405b.contract import checkpoints, reader
 from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.remote import agent, carried, sampler
+from llama405b_tools.remote import agent, sampler, standalone
 from llama405b_tools.top.state.frames import Frame
 
 
@@ -41,10 +41,10 @@ OLDEST = pythons()[0]
 def say(name, request, tmp_path):
     """The first line that a program prints there."""
     child = subprocess.Popen(
-        ["sh", "-c", carried.command(name).replace("python3", str(OLDEST), 1)],
+        ["sh", "-c", standalone.command(name).replace("python3", str(OLDEST), 1)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)},
     )  # fmt: skip
-    child.stdin.write(carried.standard_input(name, request))
+    child.stdin.write(standalone.standard_input(name, request))
     child.stdin.flush()
     try:
         line = child.stdout.readline()
@@ -78,7 +78,7 @@ def test_the_probe_speaks_as_doctor_reads(tmp_path):
 
 @pytest.mark.parametrize("name", ["sampler", "hostprobe"])
 def test_it_is_one_file(name):
-    tree = ast.parse(carried.program_text(name), feature_version=(3, 6))
+    tree = ast.parse(standalone.program_text(name), feature_version=(3, 6))
     imported = {
         (node.module if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
         for node in ast.walk(tree)

@@ -21,7 +21,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import MAX_LINE, HostError, Stream
-from llama405b_tools.remote import carried
+from llama405b_tools.remote import standalone
 from llama405b_tools.text.clean import CONTROLS, clean
 from llama405b_tools.top.intake import Intake, SourceEvent
 from llama405b_tools.top.state import simulate, thresholds
@@ -141,10 +141,10 @@ class Live:
     def _listen(self, name: str) -> str:
         """Take frames until they end; return the last line that is not a frame, which says why."""
         quiet, request = self.quiet[name], {"workdir": self.fleet.workdir(name), "host": name} | self.request
-        stdin = carried.standard_input("sampler", request)
+        stdin = standalone.standard_input("sampler", request)
         connection = self.fleet.connection(name)
         quiet.opened(time.time())
-        stream = self.open[name] = connection.stream(carried.command("sampler"), stdin)
+        stream = self.open[name] = connection.stream(standalone.command("sampler"), stdin)
         last, n_others = "", 0
         if self.closing.is_set():  # since the check above
             stream.close()

@@ -17,9 +17,8 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, GuardState
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.printed_commands import front_door
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.hosts.typed import front_door
-from llama405b_tools.remote.messages.end import Ended
 from llama405b_tools.remote.messages.start import (
     ANSWER_WITHIN_S,
     KEEP,
@@ -29,11 +28,12 @@ from llama405b_tools.remote.messages.start import (
     StartFault,
     StartRequest,
 )
+from llama405b_tools.remote.messages.stopping import Ended
 from llama405b_tools.run.backends import backend_of_plan
-from llama405b_tools.run.endings import not_ended
+from llama405b_tools.run.judge import not_ended
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.run.screen import show
-from llama405b_tools.text.tables import table
+from llama405b_tools.text.figures import table
 
 ROLL_BACK_S = 20.0
 Faults = Mapping[str, Started | HostError]  # hosts that did not start, and why

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llama405b_tools.machine import bsd_ps
+from llama405b_tools.machine import program_output
 from llama405b_tools.remote import processes
 
 RUNNING, NEXT_SECOND = "Ss   Sun Nov  9 08:01:33 2026    \n", "S+   Sun Nov  9 08:01:34 2026    \n"
@@ -12,11 +12,11 @@ RUNNING, NEXT_SECOND = "Ss   Sun Nov  9 08:01:33 2026    \n", "S+   Sun Nov  9 0
 
 @pytest.mark.parametrize("text", ["", "\n", "Z    Sun Nov  9 08:01:33 2026\n", "ps: illegal option -- x\n"])
 def test_a_process_that_is_gone_has_no_start_time(text):
-    assert bsd_ps.began_at(text) is None
+    assert program_output.began_at(text) is None
 
 
 def test_a_start_time_tells_processes_apart():
-    assert bsd_ps.began_at(NEXT_SECOND) - bsd_ps.began_at(RUNNING) == 1
+    assert program_output.began_at(NEXT_SECOND) - program_output.began_at(RUNNING) == 1
 
 
 def test_a_mac_knows_its_processes_from_ps(tmp_path, monkeypatch):
@@ -24,5 +24,5 @@ def test_a_mac_knows_its_processes_from_ps(tmp_path, monkeypatch):
     (tmp_path / "ps").chmod(0o755)
     monkeypatch.setattr(processes.sys, "platform", "darwin")
     monkeypatch.setattr(os, "defpath", str(tmp_path))
-    assert processes.same_process(7, bsd_ps.began_at(RUNNING))
+    assert processes.same_process(7, program_output.began_at(RUNNING))
     assert processes.start_time(8) is None

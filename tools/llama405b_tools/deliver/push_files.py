@@ -15,13 +15,13 @@ from llama405b_tools.deliver.chain import READY_S, Chain, Origin
 from llama405b_tools.deliver.progress import PushProgress, show_progress
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.sources import Source, open_source
+from llama405b_tools.remote.file_sources import Source, open_source
 from llama405b_tools.run.plan import first_ranks
 from llama405b_tools.run.preflight import fault_list
-from llama405b_tools.text.shell import shell_path
-from llama405b_tools.text.tables import table
+from llama405b_tools.text.figures import table
 
 PASSES = 4  # chains tried, each without the hosts that broke the previous one
 AT_ONCE = 8  # parts: each takes a session on the sending host, of which sshd allows 10

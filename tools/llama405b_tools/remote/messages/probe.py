@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.weights import Llama
-from llama405b_tools.machine.addresses import Address
-from llama405b_tools.machine.fabric import Rdma
+from llama405b_tools.machine.network import Address, Rdma
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from llama405b.contract.known_bugs import KnownBug
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.start import Kept, Started, StartFault
-from llama405b_tools.run import start as starting
+from llama405b_tools.run import start_everywhere as starting
 from llama405b_tools.run.backends import OnHosts
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import parse
-from llama405b_tools.run.start import StartError, start_run
+from llama405b_tools.run.start_everywhere import StartError, start_run
 
 NAMES = ("a", "b", "c")
 

@@ -1,10 +1,11 @@
-"""NCCL's settings for a host's RDMA devices, and the reasons. Pure.
+"""A host's addresses and RDMA devices; NCCL's settings for these, and the reasons. Pure.
 
 By default NCCL uses every active device, even a slow management port, and on RoCE the first address type, which
 may not be routed; if nothing works, it silently falls back to TCP sockets.
 """
 
 import dataclasses
+import ipaddress
 import re
 from collections.abc import Sequence
 
@@ -97,3 +98,20 @@ def has_rdma(ports: Sequence[RdmaPort]) -> bool:
 def socket_line(text: str) -> str:
     """Return the line in which NCCL reports that it uses TCP sockets; '' if there is none."""
     return next((line for line in text.splitlines() if SOCKETS in line and "NCCL INFO" in line and "Using" in line), "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """One of a host's own IPv4 addresses."""
+
+    interface: str
+    address: str
+    mbit: str  # as the kernel writes it; -1 or "" if unknown
+
+
+def is_private(address: str) -> bool:
+    """Whether an address is not publicly routable; a name counts as private, because somebody chose it."""
+    try:
+        return not ipaddress.ip_address(address).is_global
+    except ValueError:
+        return True

@@ -3,14 +3,14 @@
 import os
 import random
 
-from llama405b_tools.remote import masking
-from llama405b_tools.remote.masking import LogMask
+from llama405b_tools.remote import secrets
+from llama405b_tools.remote.secrets import LogMask
 
 LONG, SHORT = "correct horse battery staple", "pa55wd"
 
 
 def test_wherever_a_value_lies_it_is_overwritten_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(masking, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(secrets, "BLOCK_BYTES", 64)
     chance, log = random.Random(0), tmp_path / "attempt/0/stdout.log"
     log.parent.mkdir(parents=True)
     mask, plain = LogMask(tmp_path, (LONG, SHORT)), b""

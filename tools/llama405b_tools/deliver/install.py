@@ -15,17 +15,17 @@ from pathlib import Path
 import llama405b
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, given, last_of
-from llama405b_tools.deliver import plan, push, sourcetree
+from llama405b_tools.deliver import push_files, setup_plan, sourcetree
 from llama405b_tools.deliver.chain import Origin
-from llama405b_tools.deliver.plan import FACTS, Wishes
 from llama405b_tools.deliver.progress import StepProgress
-from llama405b_tools.hosts.files import WORKDIR, Use
+from llama405b_tools.deliver.setup_plan import FACTS, Wishes
+from llama405b_tools.hosts.dialogue import run_telling
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.hosts_file import WORKDIR, Use
+from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.outcomes import replies, unanswered
-from llama405b_tools.hosts.telling import run_telling
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
 from llama405b_tools.text.fold import fold_names
-from llama405b_tools.text.shell import shell_path
 
 FACTS_TIMEOUT_S, POLL_S = 30.0, 0.1
 NOISE = ("WARNING: Location", "[notice]")  # what pip prints on any machine
@@ -56,7 +56,10 @@ def make_wheelhouse(root: Path) -> Path:
     folder = Path(WHEELHOUSE)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-d", str(folder)]
     what = ["-c", str(root / "constraints.txt"), f"{root}[train]", *BUILD_TOOLS]
-    print(f"fetching wheels into {folder}: {plan.CPU_SIZE}, or {plan.CUDA_SIZE} with PyTorch for CUDA", flush=True)
+    print(
+        f"fetching wheels into {folder}: {setup_plan.CPU_SIZE}, or {setup_plan.CUDA_SIZE} with PyTorch for CUDA",
+        flush=True,
+    )
     if subprocess.run([*command, *what], check=False).returncode:
         raise UserError("--offline: pip could not fetch the wheels; see its output above, and make it work here first")
     for own in folder.glob("llama405b-*"):  # the project itself is pushed as code
@@ -101,7 +104,7 @@ class Work:
     def _look(self, name: str, connection: Connection) -> dict[str, str]:
         asked = given("set -- {}\n", self.wishes.python and shlex.quote(self.wishes.python))
         said = connection.run(f"{self.wishes.before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
-        facts = plan.parse_facts(said.out)
+        facts = setup_plan.parse_facts(said.out)
         if "arch" not in facts:
             why = _last(said.err) or said.code
             raise HostError(f"its shell does not run a plain script ({why}); try `ssh {name} sh`")
@@ -114,7 +117,7 @@ class Work:
         self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
         targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
         if targets:
-            push.push_files(self.fleet, Origin("", str(wheels)), targets)
+            push_files.push_files(self.fleet, Origin("", str(wheels)), targets)
 
     def install(self, name: str) -> Installed:
         """Make the environment, unless it is up to date.
@@ -128,12 +131,12 @@ class Work:
         material = [line for line in self.lines.splitlines() if line.endswith(made_from)]
         text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
         wishes = dataclasses.replace(self.wishes, stamp=hashlib.sha256(text.encode()).hexdigest())
-        fresh = connection.run(f"cd {directory} && {plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0
-        small = plan.has_no_gpu(facts) and not (fresh or wishes.offline)
-        if small and connection.run(plan.CPU_ANSWERS, "", FACTS_TIMEOUT_S).code == 0:
+        fresh = connection.run(f"cd {directory} && {setup_plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0
+        small = setup_plan.has_no_gpu(facts) and not (fresh or wishes.offline)
+        if small and connection.run(setup_plan.CPU_ANSWERS, "", FACTS_TIMEOUT_S).code == 0:
             facts["cpu_index"] = "yes"
         try:
-            steps = plan.plan(facts, wishes, self.here)
+            steps = setup_plan.plan(facts, wishes, self.here)
         except UserError as error:
             raise HostError(str(error)) from None
         did, version = "set up", ""
@@ -145,7 +148,7 @@ class Work:
         said = f"{did}: torch {version or 'as in the image'}, {python}"
         return Installed(Use(python, workdir, self.wishes.module), said)
 
-    def take(self, name: str, step: plan.Step, *, locked: bool) -> str:
+    def take(self, name: str, step: setup_plan.Step, *, locked: bool) -> str:
         """Take a step on a host, however long it takes while the connection holds; returns its last line.
 
         Raises:
@@ -209,9 +212,9 @@ class Work:
         if not names:
             return {}
         first, *others = names
-        folder, make, install = plan.build_package(requirement)
+        folder, make, install = setup_plan.build_package(requirement)
 
-        def on(name: str, step: plan.Step) -> bool:
+        def on(name: str, step: setup_plan.Step) -> bool:
             self.take(name, step, locked=False)
             return True
 
@@ -219,7 +222,7 @@ class Work:
             return fault | dict.fromkeys(others, f"{requirement} could not be built on {first}")
         if others:
             targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
-            push.push_files(self.fleet, Origin(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
+            push_files.push_files(self.fleet, Origin(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
         return unanswered(self.fleet.each(lambda name: on(name, install), names))
 
 

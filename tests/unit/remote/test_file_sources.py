@@ -16,9 +16,9 @@ from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes
 from llama405b.contract.parts import Part, rows_of
 from llama405b.contract.tensors import read_layouts, read_tensors
 from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.messages.chain import NextHop
+from llama405b_tools.remote.file_sources import Directory, list_files, open_source
+from llama405b_tools.remote.messages.transfer import NextHop
 from llama405b_tools.remote.receiver import Receiver
-from llama405b_tools.remote.sources import Directory, list_files, open_source
 from tiny_models import write_llama
 
 TOKEN = "secret"

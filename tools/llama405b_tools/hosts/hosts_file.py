@@ -12,7 +12,7 @@ from llama405b.contract.phrases import reason_of
 from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host, parse_hosts
-from llama405b_tools.hosts.typed import front_door
+from llama405b_tools.hosts.printed_commands import front_door
 
 MAX_CHARACTERS = 4 << 20
 

@@ -5,8 +5,8 @@ import time
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.status import HostRun, StatusReply
-from llama405b_tools.run import listing
+from llama405b_tools.remote.messages.host_run import HostRun, StatusReply
+from llama405b_tools.run import query
 
 
 def run(name, created, *, exit_code=0, alive=False):
@@ -24,6 +24,6 @@ def test_every_run_with_its_hosts_and_states_newest_first():
         "gpu-2": StatusReply((run("new", at, alive=True), run("old", 1.0, exit_code=3))),
         "gpu-3": HostError("gone"),
     }
-    rows = [listing.row(name, known) for name, known in listing.by_run(outcomes).items()]
+    rows = [query.row(name, known) for name, known in query.by_run(outcomes).items()]
     assert rows[0] == ("new", "2026-11-21 08:30", "gpu-[1-2]", "running", "—")
     assert (rows[1][0], rows[1][3]) == ("old", "finished on gpu-1; exited 3 on gpu-2")

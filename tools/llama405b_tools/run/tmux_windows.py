@@ -9,9 +9,9 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.typed import file_of, to_type
+from llama405b_tools.hosts.login_shell import in_sh
+from llama405b_tools.hosts.printed_commands import file_of, to_type
 from llama405b_tools.remote.tmux import remove_dead_sockets, tmux_session, tmux_socket
-from llama405b_tools.text.shell import in_sh
 
 
 def operator_socket(run: str) -> str:
