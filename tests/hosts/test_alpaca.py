@@ -3,7 +3,7 @@
 import json
 import re
 
-from llama405b_tools import cli as front_door
+from llama405b_tools import cli as program_name
 from ops_rig import metrics
 
 WHAT = "data: 1000 documents, "
@@ -25,7 +25,7 @@ def test_alpaca_as_published_is_trained_evaluated_and_exported_with_three_comman
     (work / "hosts").write_text("localhost slots=1\n")
     (work / "alpaca_data.json").write_text(json.dumps(alpaca(), indent=4, ensure_ascii=False))
     of = ("--preset", "demo", "--model.path", str(demo), "--data.paths", "alpaca_data.json", "--data.seq_len", "128")
-    assert front_door.main(["data", "show", *of, "--sequences", "1"]) == 0
+    assert program_name.main(["data", "show", *of, "--sequences", "1"]) == 0
     shown = capsys.readouterr().out
     assert WHAT in shown
     assert re.search(r"### Instruction:\nCount to \d\.\n\n### (Input:\nFrom \d+, “aloud”\n\n### )?Response:", shown)
@@ -38,5 +38,5 @@ def test_alpaca_as_published_is_trained_evaluated_and_exported_with_three_comman
     assert "evaluation after step 2: loss " in trained.stdout
     assert metrics(work, "alpaca")[2]["evaluation_loss"] > 0
 
-    assert front_door.main(["export", "alpaca", "out"]) == 0
+    assert program_name.main(["export", "alpaca", "out"]) == 0
     assert (work / "out/model.safetensors").is_file()

@@ -9,7 +9,7 @@ from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import RequestKind
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
-from llama405b_tools.remote.messages.stopping import Asked, AskRequest
+from llama405b_tools.remote.messages.stop_request import AskReply, AskRequest
 from ops_rig import heartbeat, settings, wait_for
 
 
@@ -26,7 +26,7 @@ def ask(work, monkeypatch):
 
     def request(run, kind, steps=1):
         with Fleet(read_hosts(work / "hosts")) as fleet:
-            asked = fleet.ask("node-a", "ask", AskRequest(run, kind, "me@here", steps), Asked, 30.0)
+            asked = fleet.ask("node-a", "ask", AskRequest(run, kind, "me@here", steps), AskReply, 30.0)
         if not asked.id:
             return None
         return wait_for(lambda: next((event for event in events(run) if event.request == asked.id), None), 90)

@@ -130,9 +130,9 @@ def test_random_weights_of_a_model_cut_short_are_the_same_for_any_number_of_rank
 def _part(model, to, first, last, world):
     """What push --shards would send to a host."""
     from llama405b.contract.parts import Part
-    from llama405b_tools.remote.file_sources import open_source
+    from llama405b_tools.remote.file_sources import open_files
 
-    source = open_source(model, Part(first, last, world))
+    source = open_files(model, Part(first, last, world))
     for name, _ in source.files:
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         (to / name).write_bytes(b"".join(source.read(name, 0)))

@@ -10,12 +10,12 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Result
 from llama405b_tools.machine.network import Rdma
 from llama405b_tools.remote import agent
-from llama405b_tools.remote.messages.guard_notes import Noted
+from llama405b_tools.remote.messages.guard_notes import NoteReply
 from llama405b_tools.remote.messages.host_run import HostRun, StatusReply
 from llama405b_tools.remote.messages.probe import LaunchFacts, Reach, RunPlace
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
-from llama405b_tools.remote.messages.stopping import CUT, Ended
-from llama405b_tools.remote.messages.stream import News, NodeNews
+from llama405b_tools.remote.messages.stop_request import CUT, StopReply
+from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
 
 
 class FakeHost:
@@ -26,8 +26,8 @@ class FakeHost:
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
         self.machine, self.stopped_at, self.unsaved = name, 0.0, ""
-        self.lives = []  # how each launch of it goes: a list of News, then it is over
-        self.receipt = Noted()  # for a guard's note
+        self.lives = []  # how each launch of it goes: a list of StreamMessage, then it is over
+        self.receipt = NoteReply()  # for a guard's note
         self.gpus = [0]  # as each probe finds them; the last number stays
 
     def answer(self, action, request):
@@ -54,7 +54,7 @@ class FakeHost:
     def planned(self, request):
         yield self.plan
 
-    def guard(self, request):
+    def note(self, request):
         self.noted = request.state
         yield self.receipt
 
@@ -72,7 +72,7 @@ class FakeHost:
         self.stopped_by = request.by or self.stopped_by
         if request.blame:
             self.blames = (*self.blames, request.blame)
-        yield Ended(self.plan is not None, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
+        yield StopReply(self.plan is not None, was, stopped_by=self.stopped_by, node=self.run() if self.plan else None)
 
     def status_reply(self, named):
         return StatusReply((self.run(),) if self.plan and named in (None, self.plan.run) else ())
@@ -89,13 +89,13 @@ class FakeHost:
             if news.node:
                 self.alive, self.status, self.stopped_by = news.node.alive, news.node.status, news.node.stopped_by
             yield news
-        yield News(end=True)
+        yield StreamMessage(end=True)
 
 
 def over(host, cause=None, *, code=1, stopped_by=""):
     """The news that a host's part of a run has ended."""
     status = NodeStatus(host, NodeState.EXITED, 1, 1, 1, exit_code=code if cause else 0, cause=cause)
-    return News(node=NodeNews(False, status, stopped_by))
+    return StreamMessage(node=NodeUpdate(False, status, stopped_by))
 
 
 class FakeConnection:

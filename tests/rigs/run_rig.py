@@ -2,8 +2,8 @@
 
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Metrics, NodeState, NodeStatus
-from llama405b_tools.remote.messages.stream import News, NodeNews
-from llama405b_tools.run.streams import Arrival
+from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
+from llama405b_tools.run.streams import HostMessage
 
 
 def plan(*program, name="r", attempt=2, created=0.0, addresses=None):
@@ -12,7 +12,7 @@ def plan(*program, name="r", attempt=2, created=0.0, addresses=None):
 
 
 def take(watch, host, **news):
-    return watch.take(Arrival(host, News(**news), 0.0))
+    return watch.take(HostMessage(host, StreamMessage(**news), 0.0))
 
 
 def metrics(step, loss, attempt):
@@ -20,4 +20,4 @@ def metrics(step, loss, attempt):
 
 
 def ended(cause, exit_code=1):
-    return NodeNews(False, NodeStatus("h", NodeState.EXITED, 2, 1, 1, exit_code=exit_code, cause=cause), "")
+    return NodeUpdate(False, NodeStatus("h", NodeState.EXITED, 2, 1, 1, exit_code=exit_code, cause=cause), "")

@@ -11,7 +11,7 @@ from llama405b_tools.run import request
 
 def refusal(*words):
     with pytest.raises(UserError) as refused:
-        request.parse(["--preset", "demo", *words], 0.0)
+        request.parse_launch(["--preset", "demo", *words], 0.0)
     return str(refused.value)
 
 

@@ -3,16 +3,19 @@
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.deliver.collect import choose
-from llama405b_tools.remote.messages.transfer import Piece, Pieces
+from llama405b_tools.deliver.collect import choose_step
+from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply
 
 NEEDED = ("a", "b", "manifest.json")
 
 
 def _pieces(*found):
     """``found``: (step, files here) or (step, files here, digest)."""
-    return Pieces(
-        "/c", tuple(Piece(step, *(more or ("d",)), f"/c/{step}", tuple(here), NEEDED) for step, here, *more in found)
+    return PartsReply(
+        "/c",
+        tuple(
+            CheckpointPart(step, *(more or ("d",)), f"/c/{step}", tuple(here), NEEDED) for step, here, *more in found
+        ),
     )
 
 
@@ -33,7 +36,7 @@ M = "manifest.json"
     ],
 )
 def test_the_newest_step_of_which_everything_is_somewhere(one, two, chosen):
-    step, places, note = choose({"one": _pieces(*one), "two": _pieces(*two)}, "r", None)
+    step, places, note = choose_step({"one": _pieces(*one), "two": _pieces(*two)}, "r", None)
     assert (step, {name: host for name, (host, _) in places.items()}) == chosen
     newest = max(step for step, *_ in (*one, *two))
     assert bool(note) == (step < newest)
@@ -43,14 +46,14 @@ def test_the_newest_step_of_which_everything_is_somewhere(one, two, chosen):
 def test_a_step_that_was_saved_twice_is_not_chosen_by_chance():
     found = {"one": _pieces((4, NEEDED, "x")), "two": _pieces((4, NEEDED, "y")), "three": _pieces((4, ["a"], "x"))}
     with pytest.raises(UserError, match=r"r: step 4 was saved twice, and two and one have different ones; leave out"):
-        choose(found, "r", None)
-    assert choose({name: found[name] for name in ("one", "three")}, "r", None)[0] == 4
+        choose_step(found, "r", None)
+    assert choose_step({name: found[name] for name in ("one", "three")}, "r", None)[0] == 4
 
 
 def test_what_is_missing_is_named():
     found = {"one": _pieces((4, ["a", M]), (8, ["a", "b", M]))}
-    assert choose(found, "r", 8)[0] == 8
+    assert choose_step(found, "r", 8)[0] == 8
     with pytest.raises(UserError, match="r: step 4 lacks b on these hosts; add the host that has them"):
-        choose(found, "r", 4)
+        choose_step(found, "r", 4)
     with pytest.raises(UserError, match="--step: these hosts have no step 5 of r; choose from 4, 8"):
-        choose(found, "r", 5)
+        choose_step(found, "r", 5)

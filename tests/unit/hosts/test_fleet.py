@@ -42,7 +42,7 @@ def test_a_missing_environment_is_named_with_the_command_that_makes_it(
     tmp_path, monkeypatch, bare, way, shell, python, workdir, said
 ):
     monkeypatch.setattr(fleets, "_connect", lambda host: In(shell))
-    monkeypatch.setattr("llama405b_tools.hosts.printed_commands.front_door", lambda: "llama405b")
+    monkeypatch.setattr("llama405b_tools.hosts.printed_commands.program_name", lambda: "llama405b")
     workdir = workdir or str(tmp_path)
     host = Host("a", "rack:1", workdir=workdir, python=python.replace("BARE", bare))
     with Fleet([host]) as fleet, pytest.raises(HostError) as caught:

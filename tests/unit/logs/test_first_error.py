@@ -5,8 +5,8 @@ import queue
 import pytest
 
 from llama405b_tools.logs import first_error
-from llama405b_tools.remote.messages.stream import News
-from llama405b_tools.run.streams import Arrival
+from llama405b_tools.remote.messages.stream import StreamMessage
+from llama405b_tools.run.streams import HostMessage
 
 TRACEBACK = "Traceback (most recent call last):\n  x\nValueError: no"
 
@@ -22,7 +22,7 @@ class Endless:
 
     def done(self, host):
         entries = tuple((0.0, "a/0/err.log", text) for text in [next(self.texts, None)] if text)
-        self.arrivals.put(Arrival(host, News(entries=entries, end=not entries), 0.0))
+        self.arrivals.put(HostMessage(host, StreamMessage(entries=entries, end=not entries), 0.0))
 
     def close(self):
         pass

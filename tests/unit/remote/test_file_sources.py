@@ -16,7 +16,7 @@ from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes
 from llama405b.contract.parts import Part, rows_of
 from llama405b.contract.tensors import read_layouts, read_tensors
 from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.file_sources import Directory, list_files, open_source
+from llama405b_tools.remote.file_sources import DirectorySource, list_files, open_files
 from llama405b_tools.remote.messages.transfer import NextHop
 from llama405b_tools.remote.receiver import Receiver
 from tiny_models import write_llama
@@ -24,7 +24,7 @@ from tiny_models import write_llama
 TOKEN = "secret"
 
 
-class _Counting(Directory):
+class _Counting(DirectorySource):
     """Counts the bytes that are read."""
 
     n_read = 0
@@ -45,7 +45,7 @@ def _send(source, root, below=None):
 
     ends = threading.Thread(target=receive)
     ends.start()
-    with chain_protocol.connect(NextHop(("127.0.0.1",), receiver.port, TOKEN)) as link:
+    with chain_protocol.connect_to(NextHop(("127.0.0.1",), receiver.port, TOKEN)) as link:
 
         class Counted:
             recv = link.recv
@@ -84,12 +84,12 @@ def test_what_differs_is_sent_again_from_its_block_on(big, tmp_path):
     content = bytearray((big / "big").read_bytes())
     content[BLOCK_BYTES + 5] ^= 1
     (to / "big").write_bytes(content)
-    bad, crossed = _send(open_source(big, None), to)
+    bad, crossed = _send(open_files(big, None), to)
     assert bad == ["big differs from the source (SHA-256 of block 1)"]
     assert crossed < 1 << 20
     assert not (to / "big").exists()
     assert (to / ".big.part").stat().st_size == BLOCK_BYTES
-    bad, crossed = _send(open_source(big, None), to)
+    bad, crossed = _send(open_files(big, None), to)
     assert bad == []
     assert 76 << 20 <= crossed < 77 << 20
     assert (to / "big").read_bytes() == (big / "big").read_bytes()
@@ -114,7 +114,7 @@ def test_a_file_that_changed_after_it_was_noted_does_not_arrive(big, tmp_path):
         file.seek(BLOCK_BYTES * 2)
         file.write(b"x")
     os.utime(big / "big", ns=(info.st_atime_ns, info.st_mtime_ns))
-    assert _send(open_source(big, None), tmp_path / "to")[0] == ["big differs from the source (SHA-256 of block 2)"]
+    assert _send(open_files(big, None), tmp_path / "to")[0] == ["big differs from the source (SHA-256 of block 2)"]
     assert not (tmp_path / "to/big").exists()
 
 
@@ -129,7 +129,7 @@ def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
     two = Receiver(tmp_path / "two", TOKEN)
     below = threading.Thread(target=two.run, args=(None,))
     below.start()
-    bad, _ = _send(open_source(big, None), tmp_path / "one", NextHop(("127.0.0.1",), two.port, TOKEN))
+    bad, _ = _send(open_files(big, None), tmp_path / "one", NextHop(("127.0.0.1",), two.port, TOKEN))
     below.join(20)
     assert (bad, two.bad, below.is_alive()) == ([], [], False)
     assert all((tmp_path / name / "big").read_bytes() == content for name in ("one", "two"))
@@ -146,7 +146,7 @@ def test_the_parts_of_all_hosts_are_the_whole(tmp_path, world, each):
     seen = dict.fromkeys(whole, 0)
     for first in range(0, world, each):
         part = Part(first, first + each - 1, world)
-        assert _send(open_source(model, part), tmp_path / part.name)[0] == []
+        assert _send(open_files(model, part), tmp_path / part.name)[0] == []
         [layout] = read_layouts(tmp_path / part.name)
         assert {name: (info.shape, info.dtype) for name, info in layout.items()} == {
             name: (info.shape, info.dtype) for name, info in whole.items()
@@ -173,9 +173,9 @@ def test_a_part_is_verified_by_the_blocks_of_the_whole(tmp_path):
         file.seek(2 * BLOCK_BYTES + 100)  # of the last rank alone
         file.write(b"x")
     os.utime(model / "model.safetensors", ns=(info.st_atime_ns, info.st_mtime_ns))
-    assert _send(open_source(model, Part(0, 0, 3)), tmp_path / "to")[0] == []
+    assert _send(open_files(model, Part(0, 0, 3)), tmp_path / "to")[0] == []
     with pytest.raises(OSError, match=r"model.safetensors is damaged \(SHA-256 of block 2\); delete it"):
-        _send(open_source(model, Part(2, 2, 3)), tmp_path / "other")
+        _send(open_files(model, Part(2, 2, 3)), tmp_path / "other")
     assert not list(Path(tmp_path / "other").rglob("*.safetensors"))
 
 

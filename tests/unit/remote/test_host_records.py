@@ -13,11 +13,11 @@ from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Blame, GuardState
 from llama405b_tools.remote import guarding, processes
 from llama405b_tools.remote.describe import status
-from llama405b_tools.remote.ending import end, record_blame
-from llama405b_tools.remote.guarding import machine_id, take_note
+from llama405b_tools.remote.guarding import machine_id, note
 from llama405b_tools.remote.messages.guard_notes import GuardNote
 from llama405b_tools.remote.messages.host_run import StatusRequest
-from llama405b_tools.remote.messages.stopping import EndRequest
+from llama405b_tools.remote.messages.stop_request import StopRequest
+from llama405b_tools.remote.stopping import record_blame, stop
 from llama405b_tools.run import guard_record
 
 PLAN = Plan("r", 2, 5.0, "r-2-x", "a:1", ("-m", "mine"), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
@@ -43,7 +43,7 @@ def test_a_guard_that_died_here_is_known_at_once_wherever_the_operator_is(run):
     )
     before_boot = dataclasses.replace(lives, machine=" ".join([*machine_id().split()[:-1], "another-boot"]))
     for guard, gone in ((dataclasses.replace(lives, pid=2**22 + 1), True), (before_boot, True), (lives, False)):
-        take_note(GuardNote("r", "a", "r-2-x", guard))
+        note(GuardNote("r", "a", "r-2-x", guard))
         found = guard_record.of_hosts("r", [*guard_record.heard_by([told()]), (0.1, guard)], 1000.0)
         assert (found.gone, found.guards) == (gone, not gone)
 
@@ -53,7 +53,7 @@ def test_a_host_whose_disk_is_full_still_tells_how_full_it_is(run, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(guarding, "write_json", full)
-    [disk] = take_note(GuardNote("r", "a", "r-2-x", GUARD)).disks
+    [disk] = note(GuardNote("r", "a", "r-2-x", GUARD)).disks
     assert (disk.path, 0 <= disk.free_bytes <= disk.total_bytes) == (str(run.path.absolute()), True)
 
 
@@ -66,17 +66,17 @@ def test_the_first_who_decides_why_an_attempt_failed_is_kept(run):
 
 def test_ending_a_launch_records_why_and_ending_another_does_not(run):
     for only, known in (("r-1-x", 0), ("r-2-x", 1)):
-        end(EndRequest("r", "a", only=only, blame=Blame(2, "b", HUNG)))
+        stop(StopRequest("r", "a", only=only, blame=Blame(2, "b", HUNG)))
         assert len(told().blames) == known
 
 
 def test_a_guard_is_heard_by_the_launch_that_it_guards_until_somebody_stops_it(run):
-    take_note(GuardNote("r", "a", "r-1-x", GUARD))
+    note(GuardNote("r", "a", "r-1-x", GUARD))
     assert told().guard is None
-    take_note(GuardNote("r", "a", "r-2-x", GUARD))
+    note(GuardNote("r", "a", "r-2-x", GUARD))
     heard = told()
     assert (heard.guard.pid, heard.guard.command) == (GUARD.pid, GUARD.command)
     assert 0 <= heard.now - heard.guard.time < 60  # by the host's own clock
-    end(EndRequest("r", "a", by="me@here"))
-    take_note(GuardNote("r", "a", "r-2-x", GUARD))  # it has not heard of the stop yet
+    stop(StopRequest("r", "a", by="me@here"))
+    note(GuardNote("r", "a", "r-2-x", GUARD))  # it has not heard of the stop yet
     assert told().guard is None

@@ -11,9 +11,9 @@ import pytest
 
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
-from llama405b_tools.remote import ending, hostprobe, processes
+from llama405b_tools.remote import hostprobe, processes, stopping
 from llama405b_tools.remote.locks import take_lock
-from llama405b_tools.remote.messages.stopping import OrphansRequest
+from llama405b_tools.remote.messages.stop_request import OrphansRequest
 from llama405b_tools.remote.streaming import _Secrets
 from llama405b_tools.remote.torchrun import MARKER
 
@@ -76,7 +76,7 @@ def _process_of(value, *before):
 
 def _is_left(value):
     """Whether doctor and `stop --orphans` call a run's processes leftovers; they agree."""
-    told = value in {each.value for each in ending.orphans(OrphansRequest(end=False)).orphans}
+    told = value in {each.value for each in stopping.orphans(OrphansRequest(end=False)).orphans}
     assert (value in hostprobe.leftovers()) is told
     return told
 

@@ -19,10 +19,10 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.records import GuardState, NodeState, NodeStatus, StopMark
-from llama405b_tools.remote import describe, ending, guarding, launch_facts, processes, starting, tmux
+from llama405b_tools.remote import describe, guarding, launch_facts, processes, starting, stopping, tmux
 from llama405b_tools.remote.messages.probe import PlaceFault, RunPlace
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Started, StartFault, StartRequest
-from llama405b_tools.remote.messages.stopping import CUT, EndRequest
+from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
 from llama405b_tools.remote.tmux import tmux_socket
 
 
@@ -69,7 +69,7 @@ def test_a_launch_ends_the_guard_of_an_earlier_one_on_this_machine(work, monkeyp
 
 def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypatch):
     monkeypatch.setattr(starting, "START_WITHIN_S", 0.5)
-    monkeypatch.setattr(starting.ending, "end", lambda request: None)  # its start is kept
+    monkeypatch.setattr(starting.stopping, "stop", lambda request: None)  # its start is kept
     monkeypatch.setattr(starting.sys, "stdout", io.StringIO())
     (work / "python").write_text(f"#!/bin/sh\necho $$ > {work}/pid\nexec sleep 600\n")
     (work / "python").chmod(0o755)
@@ -80,10 +80,10 @@ def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypa
     runner = int((work / "pid").read_text())
     (work / "other").mkdir()
     monkeypatch.chdir(work / "other")
-    assert not ending.end(EndRequest(plan.run, "a")).known
+    assert not stopping.stop(StopRequest(plan.run, "a")).known
     assert processes.start_time(runner) is not None
     monkeypatch.chdir(work)
-    ending.end(EndRequest(plan.run, "a"))
+    stopping.stop(StopRequest(plan.run, "a"))
     assert processes.start_time(runner) is None
 
 
@@ -95,7 +95,7 @@ def test_a_tethered_run_ends_with_its_operator(work, monkeypatch, cut):
     command = [sys.executable, "-m", "llama405b_tools.remote.agent", "tether"]
     path = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
     agent = subprocess.Popen(command, cwd=work, env=os.environ | path, stdin=subprocess.PIPE, text=True)
-    agent.stdin.write(reader.dumps(EndRequest("r", "a")) + "\n" + (CUT if cut else ""))
+    agent.stdin.write(reader.dumps(StopRequest("r", "a")) + "\n" + (CUT if cut else ""))
     agent.stdin.close()  # as when the operator's process is killed
     assert agent.wait(60) == 0
     lives = runner.poll() is None
@@ -174,7 +174,7 @@ def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
     run, ended = RunDir(work / "runs" / "r"), []
     plan = Plan("r", 1, time.time(), "r-1-x", "a:1", ("x",), (), ())
     monkeypatch.setattr(starting, "_start", lambda _: write_json(run.stop("a"), StopMark("you@there")) or Started())
-    monkeypatch.setattr(starting.ending, "end", ended.append)
+    monkeypatch.setattr(starting.stopping, "stop", ended.append)
     monkeypatch.setattr(sys, "stdin", keep := (work / "keep").open("w+"))
     keep.write(KEEP)
     keep.seek(0)
@@ -201,7 +201,7 @@ def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch,
     (work / "bin/tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}/bin:{os.environ['PATH']}")
     monkeypatch.setattr(tmux, "TMUX_WITHIN_S", 0.5)
-    monkeypatch.setattr(ending, "END_WITHIN_S", 0.5)
+    monkeypatch.setattr(stopping, "END_WITHIN_S", 0.5)
     answer = start_with("exec sleep 600", work, monkeypatch)
     assert (answer["fault"], answer["detail"]) == ("tmux", said)
 

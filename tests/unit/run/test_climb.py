@@ -9,10 +9,10 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.rungs import SIGN, Figure, Rung, RungResult
 from llama405b_tools.bench import ladder
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.stream import News
+from llama405b_tools.remote.messages.stream import StreamMessage
 from llama405b_tools.run import follow
 from llama405b_tools.run.ladder import climb_on
-from llama405b_tools.run.request import parse
+from llama405b_tools.run.request import parse_launch
 
 GOOD = RungResult(Rung.START, 2, 2, "cpu", "2.13", 1.0, (Figure("first", 0.1, "s"),))
 LINKS = RungResult(Rung.COLLECTIVES, 2, 2, "cpu", "2.13", 1.0)
@@ -28,13 +28,13 @@ def fleet(monkeypatch, tmp_path):
 
 
 def said(*results):
-    return [News(entries=((0.0, "a/0/stdout.log", SIGN + reader.dumps(result)),)) for result in results]
+    return [StreamMessage(entries=((0.0, "a/0/stdout.log", SIGN + reader.dumps(result)),)) for result in results]
 
 
 def climbed(fleet, on_a, on_b, rungs):
     fleet.fakes["a"].lives, fleet.fakes["b"].lives = [on_a], [on_b]
     told = []
-    request = parse(["--run", "r", "--preset", "demo"], 0.0)
+    request = parse_launch(["--run", "r", "--preset", "demo"], 0.0)
     found = climb_on(request, list(fleet.hosts.values()), fleet, rungs, 60.0, told.append, on_cpu=True)
     assert found == told
     for host in fleet.fakes.values():
@@ -54,7 +54,7 @@ def test_results_are_told_and_the_rest_is_ended(fleet):
 
 
 def test_results_are_found_among_whatever_else_is_printed(fleet):
-    noise = [News(entries=((0.0, "a/0/stdout.log", f"NCCL INFO {i}"),)) for i in range(4000)]
+    noise = [StreamMessage(entries=((0.0, "a/0/stdout.log", f"NCCL INFO {i}"),)) for i in range(4000)]
     assert climbed(fleet, [*said(GOOD), *noise, *said(LINKS)], [], [Rung.START, Rung.COLLECTIVES]) == [GOOD, LINKS]
 
 

@@ -11,26 +11,26 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import Phase
 from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stream import NodeNews
+from llama405b_tools.remote.messages.stream import NodeUpdate
 from llama405b_tools.run import follow
-from llama405b_tools.run.follow import Ending, EndKind, Limits, Watch, watch_run
+from llama405b_tools.run.follow import Ending, EndKind, Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.run.streams import Arrival, Unreachable
+from llama405b_tools.run.streams import HostMessage, Unreachable
 
 
 @pytest.fixture
 def watch():
-    return Watch(plan("-m", "llama405b.train"))
+    return RunMonitor(plan("-m", "llama405b.train"))
 
 
 @pytest.fixture
 def foreign():
     """A program of the user's own."""
-    return Watch(plan("mine.py"))
+    return RunMonitor(plan("mine.py"))
 
 
 def test_who_is_lost_is_named_before_who_waits_for_it(watch):
-    watch.take(Arrival("b", Unreachable("no answer"), 0.0))
+    watch.take(HostMessage("b", Unreachable("no answer"), 0.0))
     take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=1000.0)
     watch.look_for_hang(Limits(300.0, 3600.0))
     worst = watch.worst()
@@ -89,14 +89,14 @@ def test_a_rank_whose_heartbeat_stands_does_not_hang_while_steps_are_taken(watch
 
 
 def test_a_host_that_is_only_lost_is_no_failure(watch):
-    watch.take(Arrival("b", Unreachable("no answer"), 0.0))
+    watch.take(HostMessage("b", Unreachable("no answer"), 0.0))
     assert watch.worst() is None
-    assert len(watch.take(Arrival("b", Unreachable("no answer"), 0.0))) == 0  # said once
+    assert len(watch.take(HostMessage("b", Unreachable("no answer"), 0.0))) == 0  # said once
     assert len(take(watch, "b", end=True)) == 1  # and that it is back
 
 
 def test_a_host_back_without_its_files_was_started_once(watch):
-    take(watch, "b", node=NodeNews(False, None, ""))
+    take(watch, "b", node=NodeUpdate(False, None, ""))
     assert (watch.worst().host, watch.worst().cause.kind) == ("b", CauseKind.FILES_GONE)
 
 

@@ -9,22 +9,22 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import EvaluationMetrics, Phase
 from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, Silence, Watch, summarise
+from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, IdleMessage, RunMonitor, summarise
 
 
 @pytest.fixture
 def watch():
-    return Watch(plan("-m", "llama405b.train"))
+    return RunMonitor(plan("-m", "llama405b.train"))
 
 
 @pytest.fixture
 def foreign():
     """A program of the user's own."""
-    return Watch(plan("mine.py"))
+    return RunMonitor(plan("mine.py"))
 
 
 def test_a_silence_before_the_first_step_is_explained(watch):
-    silence = Silence(watch, 100.0)
+    silence = IdleMessage(watch, 100.0)
     assert silence.words(100.0 + QUIET_S - 1) == ""
     assert silence.words(110.0) == "10 s: starting Python and PyTorch (ranks 0-1)"
     take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.DATA, 0.0),), now=0.0)
@@ -40,7 +40,7 @@ def test_a_silence_before_the_first_step_is_explained(watch):
 
 
 def test_an_evaluation_before_the_first_step_is_no_step(watch, capsys):
-    silence = Silence(watch, 100.0)
+    silence = IdleMessage(watch, 100.0)
     for host, rank in (("a", 0), ("b", 1)):
         take(watch, host, beats=(Beat(rank, host, 5, 0.0, 0, Phase.EVAL, 0.0),), now=0.0)
     assert silence.words(110.0) == "10 s: evaluating (ranks 0-1)"

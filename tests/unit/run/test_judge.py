@@ -10,7 +10,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.records import NodeState, NodeStatus, Phase
 from llama405b_tools.remote.messages.host_run import Beat, HostRun
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import Heard, Standing
+from llama405b_tools.run.judge import HostHeartbeats, Standing
 
 
 def status(state=NodeState.EXITED, cause=None, *, exit_code=0, number=None):
@@ -23,10 +23,10 @@ def run(name="x", created=0.0, *, alive=False, leftovers=(), known=True, **more)
 
 
 def test_the_only_live_run_else_the_newest():
-    assert judge.choose({"a": [run("x", 1, alive=True), run("y", 2)]}) == "x"
-    assert judge.choose({"a": [run("x", 1)], "b": [run("y", 2)]}) == "y"
+    assert judge.choose_run({"a": [run("x", 1, alive=True), run("y", 2)]}) == "x"
+    assert judge.choose_run({"a": [run("x", 1)], "b": [run("y", 2)]}) == "y"
     with pytest.raises(UserError):
-        judge.choose({"a": [run("y", alive=True)], "b": [run("x", alive=True)]})
+        judge.choose_run({"a": [run("y", alive=True)], "b": [run("x", alive=True)]})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_evaluation_before_the_first_step_may_be_as_slow_as_loading():
 
 def test_a_rank_that_is_silent_for_too_long():
     def hung(*beats, now=1000.0, heard_at=50.0, at=50.0):
-        found = judge.hung({"a": Heard(beats, now, heard_at)}, at, 100.0, 500.0)
+        found = judge.hung({"a": HostHeartbeats(beats, now, heard_at)}, at, 100.0, 500.0)
         return found and found.cause
 
     assert hung(beat(0, time=901.0)) is None

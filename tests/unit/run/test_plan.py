@@ -14,7 +14,7 @@ from llama405b_tools.hosts.outcomes import disagreements
 from llama405b_tools.machine.network import Rdma, RdmaPort
 from llama405b_tools.remote.tmux import tmux_session
 from llama405b_tools.remote.torchrun import node_env, torchrun_argv
-from llama405b_tools.run.plan import HostPart, Launching, Terms, build_plan, first_ranks
+from llama405b_tools.run.plan import HostSpec, LaunchSpec, RunSpec, build_plan, first_ranks
 
 NASTY = ("a b", "$HOME", "it's", '"q"', "semi;", "new\nline", "ü", "", "*", "-x", "`id`", "\\")
 
@@ -105,12 +105,12 @@ def test_agent_command_survives_a_real_shell(tmp_path):
 
 def part(name, slots, machine, gpus, **more):
     more = {"rdma": Rdma(), "interface": "eth0"} | more
-    return HostPart(name, slots, machine, gpus, 16, workdir="/w", python="/py", address=f"10.0.0.{name}", **more)
+    return HostSpec(name, slots, machine, gpus, 16, workdir="/w", python="/py", address=f"10.0.0.{name}", **more)
 
 
 def built(*parts, **terms):
     named = {"run": "r", "program": ("-m", "llama405b.train"), "env": {}, "secrets": ()} | terms
-    return build_plan(Terms(**named), parts, Launching(3, 0.0, "0123abcd", "10.0.0.1:2000", "me@here"))
+    return build_plan(RunSpec(**named), parts, LaunchSpec(3, 0.0, "0123abcd", "10.0.0.1:2000", "me@here"))
 
 
 def devices(plan):

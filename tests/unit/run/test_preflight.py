@@ -18,9 +18,9 @@ from llama405b_tools.remote import launch_facts
 from llama405b_tools.remote.messages.probe import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
 from llama405b_tools.run import jobs, preflight
 from llama405b_tools.run.forecast import expected, loading_note, misfit, room_faults
-from llama405b_tools.run.preflight import Way
+from llama405b_tools.run.preflight import Rendezvous
 from llama405b_tools.run.rehearse import trial_of
-from llama405b_tools.run.request import parse
+from llama405b_tools.run.request import parse_launch
 
 A = Host("a", "hosts:1")
 LARGE = parse_llama(json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"], "405B")
@@ -58,7 +58,7 @@ def test_the_first_address_that_all_reach():
     said = answers(("b", "172.31.1.5"), ("c", "172.31.1.5"))
     candidates = preflight.candidates_of(A, said["a"])
     assert candidates[:2] == ["172.31.1.5", "10.0.0.1"]
-    way = preflight.meet(A, candidates[:2], said, 20_000)
+    way = preflight.find_rendezvous(A, candidates[:2], said, 20_000)
     assert (way.head, way.port) == ("10.0.0.1", 20_000)
     assert way.address == {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
     assert way.interface == {"a": "ib0", "b": "ib0", "c": "ib0"}
@@ -66,14 +66,14 @@ def test_the_first_address_that_all_reach():
 
 def test_who_does_not_get_there_is_told_what_was_tried():
     said = answers(("b", "172.31.1.5"), ("b", "10.0.0.1"))
-    faults = preflight.meet(A, ["172.31.1.5", "10.0.0.1"], said, 20_000)
+    faults = preflight.find_rendezvous(A, ["172.31.1.5", "10.0.0.1"], said, 20_000)
     assert list(faults) == ["b"]
     assert "172.31.1.5 (no answer within 3 s), 10.0.0.1 (no answer within 3 s)" in faults["b"]
 
 
 def test_a_name_without_an_address_is_not_called_a_firewall():
     said = {"a": facts([]), "b": facts([], {"train-1": Reach("Name or service not known", unresolved=True)})}
-    why = preflight.meet(A, ["train-1"], said, 20_000)["b"]
+    why = preflight.find_rendezvous(A, ["train-1"], said, 20_000)["b"]
     assert "at train-1 (Name or service not known); put the name into its /etc/hosts, or give a an IP address" in why
     assert "open TCP ports" not in why
 
@@ -96,7 +96,7 @@ def test_fast_private_networks_come_first():
 
 
 def test_a_program_that_no_host_has_is_refused_and_one_that_some_lack_is_their_fault():
-    request = parse(["--run", "r", "--", "train.py", "an argument"], 0.0)
+    request = parse_launch(["--run", "r", "--", "train.py", "an argument"], 0.0)
     has, lacks = facts([]), dataclasses.replace(facts([]), has_program=False)
     with pytest.raises(
         UserError, match=r"^train\.py: no host has it in its working directory; correct the name, or copy"
@@ -111,13 +111,13 @@ def test_a_program_that_no_host_has_is_refused_and_one_that_some_lack_is_their_f
     ("more", "program"), [([], ("a.py", "x")), (["--setup-line", "cd b"], ()), (["--env", "PYTHONPATH=b"], ())]
 )
 def test_a_program_that_the_runs_own_environment_may_bring_is_not_looked_for(more, program):
-    request = parse(["--run", "r", *more, "--", "a.py", "x"], 0.0)
+    request = parse_launch(["--run", "r", *more, "--", "a.py", "x"], 0.0)
     assert preflight._probe_request(request, A, 20_000, "token").program == program
 
 
 def test_gloo_takes_an_interfaces_first_address():
     said = {"a": facts([("eth0", "172.31.1.5", ""), ("eth0", "10.0.0.1", "")])}
-    way = Way("10.0.0.1", 20_000, {"a": "10.0.0.1"}, {"a": "eth0"})
+    way = Rendezvous("10.0.0.1", 20_000, {"a": "10.0.0.1"}, {"a": "eth0"})
     assert "its eth0 has 172.31.1.5 before 10.0.0.1" in preflight.hidden_addresses(way, said)["a"]
 
 
@@ -130,7 +130,7 @@ def test_gloo_takes_an_interfaces_first_address():
     ],
 )
 def test_what_is_refused_before_anything_starts(seen, words):
-    request = parse(["--run", "r", "--preset", "demo", "--checkpoint.dir", "/c"], 0.0)
+    request = parse_launch(["--run", "r", "--preset", "demo", "--checkpoint.dir", "/c"], 0.0)
     with pytest.raises(UserError) as refused:
         preflight.refuse_input(request, {"a": dataclasses.replace(facts([]), **seen)}, 20_000)
     assert words in str(refused.value)
@@ -139,7 +139,7 @@ def test_what_is_refused_before_anything_starts(seen, words):
 def test_an_evaluation_without_training_never_gets_into_the_directory_of_another_run():
     only = ["--run", "r", "--preset", "demo", "--evaluate-only", "--resume", "runs/r/checkpoints/step-00000040"]
     with pytest.raises(UserError, match=r"--run: 'r' exists on a; choose another name$"):
-        preflight.refuse_input(parse(only, 0.0), {"a": dataclasses.replace(facts([]), run_exists=True)}, 20_000)
+        preflight.refuse_input(parse_launch(only, 0.0), {"a": dataclasses.replace(facts([]), run_exists=True)}, 20_000)
 
 
 def test_an_evaluation_without_training_needs_no_room_for_what_training_takes():
@@ -151,7 +151,7 @@ def test_an_evaluation_without_training_needs_no_room_for_what_training_takes():
 @pytest.mark.parametrize(("resume", "asked"), [("no", "/c"), ("auto", ""), ("40", "")])
 def test_the_head_is_asked_for_checkpoints_only_if_none_is_resumed(monkeypatch, tmp_path, resume, asked):
     monkeypatch.chdir(tmp_path)
-    request = parse(["--run", "r", "--preset", "demo", "--checkpoint.dir", "/c", "--resume", resume], 0.0)
+    request = parse_launch(["--run", "r", "--preset", "demo", "--checkpoint.dir", "/c", "--resume", resume], 0.0)
     with FakeFleet("ab") as fleet:
         preflight.probe_hosts(request, list(fleet.hosts.values()), fleet)
         probes = {name: host.heard[0][1] for name, host in fleet.fakes.items()}
@@ -171,7 +171,7 @@ def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, 
 
 
 def saving(*more):
-    return parse(["--preset", "demo", "--run", "r", *more], now=0.0)
+    return parse_launch(["--preset", "demo", "--run", "r", *more], now=0.0)
 
 
 def of(uid, user, runs):
@@ -231,14 +231,14 @@ def test_the_directory_of_checkpoints_is_tried_before_the_start():
     ],
 )
 def test_what_a_host_lacks_is_found_before_the_start(lacks, said):
-    request = parse(["--run", "r", "--", "x.py"], 0.0)
+    request = parse_launch(["--run", "r", "--", "x.py"], 0.0)
     why = preflight._host_fault(request, A, dataclasses.replace(facts([]), **lacks))
     assert why.startswith(said)
     assert bool(why) == bool(said)
 
 
 def test_a_disk_that_became_read_only_is_the_hosts_fault_and_not_the_names():
-    request = parse(["--run", "r", "--resume", "auto", "--", "x.py"], 0.0)
+    request = parse_launch(["--run", "r", "--resume", "auto", "--", "x.py"], 0.0)
     place = RunPlace("/w/runs/r", PlaceFault("read-only"), "/w/runs/r")
     answer = dataclasses.replace(facts([]), run_exists=True, run_place=place)
     preflight.refuse_input(request, {"a": answer}, 1)
@@ -250,7 +250,7 @@ def test_a_disk_that_became_read_only_is_the_hosts_fault_and_not_the_names():
 
 @pytest.mark.parametrize("resume", ["no", "auto"])
 def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
-    request = parse(["--run", "r", "--resume", resume, "--", "x.py"], 0.0)
+    request = parse_launch(["--run", "r", "--resume", resume, "--", "x.py"], 0.0)
     place = RunPlace("/w/runs/r", PlaceFault.DENIED, "/w/runs/r", "bob")
     said = {"a": dataclasses.replace(facts([]), run_exists=True, run_place=place)}
     with pytest.raises(
@@ -261,14 +261,14 @@ def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
 
 def planned(flags, each, mbit="25000"):
     """The request, the plan and the answers of three hosts, with these facts each."""
-    request = parse(["h", "--run", "r", "--model.path", "/m", "--data.paths", "d", *flags], 0.0)
+    request = parse_launch(["h", "--run", "r", "--model.path", "/m", "--data.paths", "d", *flags], 0.0)
     said = {
         name: dataclasses.replace(facts([("ib0", f"10.0.0.{n}", mbit)]), **more)
         for n, (name, more) in enumerate(zip("abc", each, strict=True), 1)
     }
-    way = Way("10.0.0.1", 20_000, {name: said[name].own[0].address for name in said}, dict.fromkeys(said, "ib0"))
+    way = Rendezvous("10.0.0.1", 20_000, {name: said[name].own[0].address for name in said}, dict.fromkeys(said, "ib0"))
     hosts = [Host(name, "h:1", slots=8) for name in said]
-    parts = [preflight.part_of(host, said[host.name], way) for host in hosts]
+    parts = [preflight.host_spec(host, said[host.name], way) for host in hosts]
     return request, preflight.plan_of(request, parts, said, way, 0.0), said
 
 
@@ -387,9 +387,9 @@ def test_launch_says_how_loading_would_be_faster():
 
 def test_hosts_are_asked_for_weights_that_are_files(monkeypatch):
     for flags, asked in (((), "/m"), (("--model.weights", "random"), "")):
-        request = parse(["h", "--run", "r", "--model.path", "/m", "--data.paths", "d", *flags], 0.0)
+        request = parse_launch(["h", "--run", "r", "--model.path", "/m", "--data.paths", "d", *flags], 0.0)
         assert preflight._probe_request(request, A, 20_000, "token").weights == asked
-    assert preflight._probe_request(parse(["--run", "r", "--", "a.py"], 0.0), A, 1, "t").weights == ""
+    assert preflight._probe_request(parse_launch(["--run", "r", "--", "a.py"], 0.0), A, 1, "t").weights == ""
 
 
 def test_weights_are_counted_only_where_they_can_be_loaded(tiny, tmp_path):
@@ -404,7 +404,7 @@ def test_weights_are_counted_only_where_they_can_be_loaded(tiny, tmp_path):
 
 def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_starts(tmp_path, monkeypatch):
     given = ["--run", "r", "--resume", "--model.path", "m", "--data.paths", "d", "--training.max_steps", "9"]
-    settings = parse(given, 0.0).config
+    settings = parse_launch(given, 0.0).config
     identity = RunIdentity("m", "d", 4096, 64, "fp32-master", 0, 0, "isolated", settings_of(settings.optimizer, 9))
     step = tmp_path / "step-00000004"
     step.mkdir()
@@ -412,7 +412,7 @@ def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_sta
     (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 4, seals, 1, identity=identity))[0])
 
     def launch(*more):
-        request = parse([*given, "--checkpoint.dir", str(tmp_path), *more], 0.0)
+        request = parse_launch([*given, "--checkpoint.dir", str(tmp_path), *more], 0.0)
         asked = preflight._inputs(request)
         found = launch_facts.resumable(asked.resume, asked.checkpoints)
         said = {"a": dataclasses.replace(facts([]), resumable=found), "b": facts([])}
@@ -431,6 +431,6 @@ def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_sta
             launch(*change)
     monkeypatch.setattr(jobs.shutil, "which", lambda _: "/usr/bin/sbatch")
     monkeypatch.chdir(tmp_path)
-    request = parse([*given, "--checkpoint.dir", str(tmp_path), "--slurm", "-N 2", "--optimizer.lr", "1"], 0.0)
+    request = parse_launch([*given, "--checkpoint.dir", str(tmp_path), "--slurm", "-N 2", "--optimizer.lr", "1"], 0.0)
     with pytest.raises(UserError, match=f"^--resume: {step} was saved with other settings"):
         jobs.submit(request, "-N 2")

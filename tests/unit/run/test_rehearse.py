@@ -8,9 +8,9 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.records import Metrics
 from llama405b.contract.rungs import Rung, RungResult
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.stream import News
+from llama405b_tools.remote.messages.stream import StreamMessage
 from llama405b_tools.run import follow, rehearse
-from llama405b_tools.run.request import parse
+from llama405b_tools.run.request import parse_launch
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def fleet(monkeypatch, tmp_path):
 
 def steps(attempt, *losses, first=1):
     """The news of steps that were taken."""
-    return News(metrics=tuple(
+    return StreamMessage(metrics=tuple(
         Metrics(step, 0.0, loss, 1.0, 1e-5, 8, 8.0, 1.0, 0.0, 0.5, 0.4, 0.1, attempt=attempt)
         for step, loss in enumerate(losses, first)
     ))  # fmt: skip
@@ -37,7 +37,7 @@ def rehearsed(fleet, *lives, more=(), saved=2):
         fleet.fakes[name].checkpoint = f"/c/step-{saved:08}" if saved else None
         fleet.fakes[name].lives = [life[i] for life in lives]
     flags = ["--run", "r", "--rehearse", "--preset", "demo", "--data.paths", "stdlib", *more]
-    return rehearse.rehearse(parse(flags, 0.0), list(fleet.hosts.values()), fleet)
+    return rehearse.rehearse(parse_launch(flags, 0.0), list(fleet.hosts.values()), fleet)
 
 
 def asked(fleet, name, action):
@@ -87,7 +87,7 @@ class TestRehearsal:
 
     def test_it_takes_few_steps_keeps_few_checkpoints_and_is_tethered_to_this_process(self, fleet):
         assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), ([steps(2, 3.5, first=3)], [])) == 0
-        config = rehearse.trial_of(parse(["--run", "r", "--preset", "demo", "--data.paths", "x"], 0.0)).config
+        config = rehearse.trial_of(parse_launch(["--run", "r", "--preset", "demo", "--data.paths", "x"], 0.0)).config
         assert (config.training.max_steps, config.checkpoint.keep) == (30, 2)
         actions = [action for action, _ in fleet.fakes["b"].heard]
         assert actions.index("tether") < actions.index("stop")

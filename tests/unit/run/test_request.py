@@ -11,7 +11,7 @@ HERE = {"HF_TOKEN": "t0p"}
 
 
 def parse(*words):
-    return request.parse(["--preset", "demo", *words], 0.0)
+    return request.parse_launch(["--preset", "demo", *words], 0.0)
 
 
 def test_variables_and_secrets_part_ways(tmp_path):
@@ -161,19 +161,21 @@ ONLY = "--evaluate-only"
 )
 def test_what_an_evaluation_without_training_refuses(words, fault):
     with pytest.raises(UserError, match=fault):
-        request.parse(["--model.path", "m", ONLY, *words], 0.0)
+        request.parse_launch(["--model.path", "m", ONLY, *words], 0.0)
     with pytest.raises(UserError, match=f"{ONLY}: settings are for the trainer"):
-        request.parse([ONLY, "--", "mine.py"], 0.0)
+        request.parse_launch([ONLY, "--", "mine.py"], 0.0)
 
 
 def test_an_evaluation_without_training_is_a_run_of_its_own(tmp_path):
     known = ["--model.path", "m", "--checkpoint.dir", "/shared/run1", "--checkpoint.keep_best", "true"]
-    found = request.parse([*known, ONLY, "--evaluation.paths", "x", "--resume", "/shared/run1/step-00000040"], 0.0)
+    found = request.parse_launch(
+        [*known, ONLY, "--evaluation.paths", "x", "--resume", "/shared/run1/step-00000040"], 0.0
+    )
     assert found.run.startswith("run-evaluation-")
     assert found.training_program().count(ONLY) == 1
     assert command.parse(found.training_program()[2:]).config == found.config
-    assert (found.saves, found.new_checkpoints, found.terms().checkpoint_dir) == (False, "", "")
+    assert (found.saves, found.new_checkpoints, found.spec().checkpoint_dir) == (False, "", "")
     assert found.data_paths == ("x",)
-    of_training = request.parse([*known, ONLY, "--evaluation.fraction", "0.1", "--data.paths", "d"], 0.0)
+    of_training = request.parse_launch([*known, ONLY, "--evaluation.fraction", "0.1", "--data.paths", "d"], 0.0)
     assert of_training.data_paths == ("d",)
     assert of_training.config.evaluation.every

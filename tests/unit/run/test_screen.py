@@ -8,11 +8,11 @@ import pytest
 from fakes import FakeFleet, over
 
 from conftest import ROOT
-from llama405b_tools.remote.messages.stream import News
+from llama405b_tools.remote.messages.stream import StreamMessage
 from llama405b_tools.run import screen
 from llama405b_tools.run.follow import EndKind, follow, watch_run
 from llama405b_tools.run.launch import launch
-from llama405b_tools.run.request import parse
+from llama405b_tools.run.request import parse_launch
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def test_what_one_message_says_is_printed_at_once(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     shown = []
     with FakeFleet(("a", "b")) as fleet:
-        plan = launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet)
-        said = News(entries=((0.0, "a/0/stdout.log", "1\n2"), (0.0, "a/0/stdout.log", "3")))
+        plan = launch(parse_launch(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet)
+        said = StreamMessage(entries=((0.0, "a/0/stdout.log", "1\n2"), (0.0, "a/0/stdout.log", "3")))
         fleet.fakes["a"].lives, fleet.fakes["b"].lives = [[said, over("a")]], [[over("b")]]
         monkeypatch.setattr("llama405b_tools.run.screen.show", lambda text, **_: shown.append(text) or True)
         watch_run(fleet, plan)
@@ -61,8 +61,8 @@ def test_following_ends_if_nobody_reads_even_if_what_came_before_was_lost(nobody
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", nobody)
     with FakeFleet(("a", "b")) as fleet:
-        plan = launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet)
-        said = News(entries=((0.0, "a/0/stdout.log", "step 1"),))
+        plan = launch(parse_launch(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet)
+        said = StreamMessage(entries=((0.0, "a/0/stdout.log", "step 1"),))
         fleet.fakes["a"].lives, fleet.fakes["b"].lives = [[said, over("a")]], [[over("b")]]
         assert follow(fleet, plan).kind is EndKind.LEFT
 

@@ -11,12 +11,12 @@ from llama405b_tools.remote.launch_facts import place_of
 from llama405b_tools.remote.messages.probe import RunPlace
 from llama405b_tools.run import jobs, slurm_node
 from llama405b_tools.run.jobs import JobRequest
-from llama405b_tools.run.plan import Terms
-from llama405b_tools.run.request import parse
+from llama405b_tools.run.plan import RunSpec
+from llama405b_tools.run.request import parse_launch
 from llama405b_tools.run.slurm_node import NodeWhere
 
 THIS = "job 7"
-TERMS = Terms("r", ("-m", "mine"), {}, ())
+TERMS = RunSpec("r", ("-m", "mine"), {}, ())
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_requeued_job_goes_on_with_the_next_attempt(run, monkeypatch):
 def test_a_job_onto_another_s_checkpoints_is_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.shutil, "which", lambda _: "/usr/bin/sbatch")
     (tmp_path / "c/step-00000040").mkdir(parents=True)
-    request = parse(["--run", "r", "--slurm", "-N 2", "--preset", "demo", "--checkpoint.dir", "c"], 0.0)
+    request = parse_launch(["--run", "r", "--slurm", "-N 2", "--preset", "demo", "--checkpoint.dir", "c"], 0.0)
     with pytest.raises(UserError, match=r"--checkpoint\.dir: c holds checkpoints up to step-00000040"):
         jobs.submit(request, "-N 2")
     assert not run.path.exists()
@@ -96,7 +96,7 @@ def test_a_job_from_a_directory_that_cannot_be_written_is_refused(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").touch()
     with pytest.raises(UserError, match=r"--slurm: .*/runs/new cannot be written: .*/runs is not a directory"):
-        jobs.submit(parse(["--run", "new", "--slurm", "-N 2", "--preset", "demo"], 0.0), "-N 2")
+        jobs.submit(parse_launch(["--run", "new", "--slurm", "-N 2", "--preset", "demo"], 0.0), "-N 2")
 
 
 def test_nodes_that_differ_or_do_not_come_make_no_plan(run):

@@ -16,7 +16,7 @@ from llama405b_tools.remote.messages.start import Kept, Started, StartFault
 from llama405b_tools.run import start_everywhere as starting
 from llama405b_tools.run.backends import OnHosts
 from llama405b_tools.run.launch import launch
-from llama405b_tools.run.request import parse
+from llama405b_tools.run.request import parse_launch
 from llama405b_tools.run.start_everywhere import StartError, start_run
 
 NAMES = ("a", "b", "c")
@@ -115,7 +115,7 @@ def test_a_host_that_was_stopped_while_the_others_started_ends_them(fleet, plan)
 
 def test_hosts_hear_of_the_stop_that_a_launch_has_seen(fleet):
     fleet.fakes["b"].stopped_at = 5.0
-    launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet, say=lambda _: None)
+    launch(parse_launch(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet, say=lambda _: None)
     known = [host.heard[-1][1].known_stop for host in fleet.fakes.values()]
     assert known == [0.0, 5.0, 0.0]
 
@@ -136,14 +136,14 @@ def test_what_cannot_be_asked_is_not_called_ended(fleet, plan):
 def test_one_machine_under_two_names_is_said(fleet):
     fleet.fakes["b"].machine = "a"
     said = []
-    launch(parse(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet, say=said.append)
+    launch(parse_launch(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet, say=said.append)
     assert said[0] == "note: a,b are one machine, whose GPUs and memory they share; delete all but one of them"
 
 
 def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):
     start_run(plan, {}, fleet)
     fleet.fakes["c"].faults["stop"] = HostError("gone")
-    ends = OnHosts("r", Path("hosts")).end(fleet, "r", "me@here", 30.0)
+    ends = OnHosts("r", Path("hosts")).stop(fleet, "r", "me@here", 30.0)
     assert [name for name, end in ends.items() if isinstance(end, HostError)] == ["c"]
     assert all(not ends[name].remains and ends[name].was_alive and ends[name].stopped_by for name in "ab")
     assert fleet.fakes["a"].heard[-1][1].grace_s == 30.0
@@ -154,7 +154,7 @@ def test_a_launch_warns_of_pure_bf16_at_a_small_learning_rate(fleet):
 
     def said(*more):
         lines = []
-        launch(parse([*words, *more], 0.0), list(fleet.hosts.values()), fleet, say=lines.append)
+        launch(parse_launch([*words, *more], 0.0), list(fleet.hosts.values()), fleet, say=lines.append)
         for host in fleet.fakes.values():
             host.alive = False
         return "\n".join(lines)
@@ -167,7 +167,7 @@ def test_a_launch_warns_of_pure_bf16_at_a_small_learning_rate(fleet):
 
 def test_a_launch_tells_and_refuses_what_is_known_to_go_wrong_with_the_hosts_versions(fleet, monkeypatch):
     words = ["--run", "r", "--model.path", "m", "--data.paths", "d", "--training.global_batch_size", "0"]
-    request, lines = parse([*words, "--parallel.offload", "optimizer"], 0.0), []
+    request, lines = parse_launch([*words, "--parallel.offload", "optimizer"], 0.0), []
     for host in fleet.fakes.values():
         monkeypatch.setattr(host, "probe", lambda asked, probe=host.probe: _with_versions(probe(asked)))
     launch(request, list(fleet.hosts.values()), fleet, say=lines.append)

@@ -7,7 +7,7 @@ from run_rig import plan
 
 from llama405b.contract.records import EvaluationMetrics, Phase
 from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stopping import Ended
+from llama405b_tools.remote.messages.stop_request import StopReply
 from llama405b_tools.verbs.status import print_progress
 from llama405b_tools.verbs.stop import print_saved
 
@@ -21,5 +21,5 @@ def test_an_evaluation_without_a_step_is_no_training(capsys):
     assert capsys.readouterr().out == "evaluation of step 0: loss 7.6500\n"
     print_progress([dataclasses.replace(found, metrics=EvaluationMetrics(40, 0.0, None, 1))])
     assert capsys.readouterr().out == "evaluation of step 40: loss —\n"
-    print_saved([Ended(True, True, node=found)], 30.0)
+    print_saved([StopReply(True, True, node=found)], 30.0)
     assert capsys.readouterr().out == ""

@@ -15,7 +15,7 @@ from llama405b.contract.records import NodeState, Phase
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.logs import first_error
 from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stream import News, NodeNews
+from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
 from llama405b_tools.run import judge
 from llama405b_tools.run.follow import Limits, watch_run
 from llama405b_tools.run.judge import Failure, Standing, failure_words
@@ -76,7 +76,7 @@ def hang(fleet):
     old = Beat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0, state="T")
     for name, host in fleet.fakes.items():
         beats = (old,) if name == "b" else ()
-        host.lives = [[News(node=NodeNews(True, None, "")), News(beats=beats, now=1000.0)]]
+        host.lives = [[StreamMessage(node=NodeUpdate(True, None, "")), StreamMessage(beats=beats, now=1000.0)]]
     watch = watch_run(fleet, following, Limits(300.0, 3600.0))
     for name, host in fleet.fakes.items():  # what each node runner saw of it
         seen = Cause(CauseKind.SIGNAL, name, signal=15)

@@ -7,7 +7,7 @@ from run_rig import metrics, plan
 
 from llama405b.contract.records import Phase
 from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stopping import Ended
+from llama405b_tools.remote.messages.stop_request import StopReply
 from llama405b_tools.verbs.stop import print_saved
 
 HINT = "; it was still saving: --grace 120s would have given it more time"
@@ -19,7 +19,7 @@ def ended(phase, *, was_alive=True, saved="/w/runs/r/checkpoints/step-00000008",
     host.plan, host.checkpoint = plan("-m", "llama405b.train"), saved
     beat = Beat(0, "a", 5, 0.0, 10, phase, 0.0)
     node = dataclasses.replace(host.run(), metrics=metrics(10, 1.0, 2), heartbeats=(beat,), unsaved=unsaved)
-    return Ended(True, was_alive, node=node)
+    return StopReply(True, was_alive, node=node)
 
 
 def test_more_time_is_named_only_where_a_save_was_cut_off(capsys):

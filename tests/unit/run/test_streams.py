@@ -8,7 +8,7 @@ from fakes import FakeFleet
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
-from llama405b_tools.remote.messages.stream import News, StreamRequest
+from llama405b_tools.remote.messages.stream import StreamMessage, StreamRequest
 from llama405b_tools.run.streams import Streams, Unreachable
 
 
@@ -48,5 +48,5 @@ def test_the_values_of_the_runs_secrets_are_hidden(arrives, monkeypatch):
     monkeypatch.setenv("MY_KEY", 'zürich "q"')
     monkeypatch.setenv("UNRELATED", "is told")
     news = arrives(json.dumps({"entries": [[1.0, "a/0/stdout.log", 'it is zürich "q", is told']]}))
-    assert isinstance(news, News)
+    assert isinstance(news, StreamMessage)
     assert news.entries[0][2] == "it is …REDACTED, is told"

@@ -20,12 +20,12 @@ from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding
 from llama405b_tools.remote.messages.guard_notes import GuardNote
-from llama405b_tools.remote.messages.stream import News
+from llama405b_tools.remote.messages.stream import StreamMessage
 from llama405b_tools.run import follow, guard, guard_record
-from llama405b_tools.run.guard import GuardOrder, Watchman
+from llama405b_tools.run.guard import GuardInput, Watchman
 from llama405b_tools.run.launch import launch
-from llama405b_tools.run.request import parse
-from llama405b_tools.run.streams import Arrival
+from llama405b_tools.run.request import parse_launch
+from llama405b_tools.run.streams import HostMessage
 
 KILLED = Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)
 LOST = Cause(CauseKind.LOST_PEER, "a", 0, exit_code=1, phase="train")
@@ -41,7 +41,7 @@ def fleet(monkeypatch, tmp_path):
 
 
 def request(*more):
-    return parse(["--run", "r", "--restart", "2", *more, "--", "-m", "mine"], 0.0)
+    return parse_launch(["--run", "r", "--restart", "2", *more, "--", "-m", "mine"], 0.0)
 
 
 def guarded(fleet, *lives, checkpoints=(), more=()):
@@ -175,8 +175,8 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
         found = guard_record.of_hosts("r", guard_record.heard_by([fleet.fakes["a"].run()]), 800.0)
         assert (found.state, found.gone, found.heard_at) == (said, True, 900.0)
         assert not guard_record.is_guarded("r")
-        assert guard.unguarded(request(), fleet) == plan
-    assert guard.unguarded(parse(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+        assert guard.adopt(request(), fleet) == plan
+    assert guard.adopt(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
 
 
 def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
@@ -189,13 +189,13 @@ def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
     told = guard_record.heard_by(host.run() for host in fleet.fakes.values())
     assert guard_record.of_hosts("r", told, 1000.0).guards
     with pytest.raises(UserError):
-        guard.unguarded(request(), fleet)
+        guard.adopt(request(), fleet)
     for host in fleet.fakes.values():
         host.now += 2 * guard_record.SILENT_AFTER_S
     told = guard_record.heard_by(host.run() for host in fleet.fakes.values())
     found = guard_record.of_hosts("r", told, 1000.0)
     assert (found.gone, found.heard_at) == (True, 1000.0 - 2 * guard_record.SILENT_AFTER_S)
-    assert guard.unguarded(request(), fleet) == plan
+    assert guard.adopt(request(), fleet) == plan
     assert fleet.fakes["b"].noted.machine == guarding.machine_id()  # it is asked for here, now
 
 
@@ -255,26 +255,26 @@ def test_what_it_says_to_type_guards_the_same_run_again(fleet, resume):
         "--training.seed",
         "1",
     ]
-    asked = parse(argv, 0.0)
+    asked = parse_launch(argv, 0.0)
     plan = launch(asked, list(fleet.hosts.values()), fleet)
-    assert guard.unguarded(parse(shlex.split(asked.again), 0.0), fleet) == plan
+    assert guard.adopt(parse_launch(shlex.split(asked.again), 0.0), fleet) == plan
 
 
 def test_a_run_that_is_being_stopped_is_not_guarded_again(fleet):
     launch(request(), list(fleet.hosts.values()), fleet)
     fleet.fakes["b"].stopped_by = "you@there"
-    assert guard.unguarded(request(), fleet) is None
+    assert guard.adopt(request(), fleet) is None
     with pytest.raises(UserError, match="you@there"):
         launch(request(), list(fleet.hosts.values()), fleet)
 
 
 def test_its_order_crosses_as_json(fleet):
-    asked = parse(["--run", "r", "--preset", "demo", "--restart", "2", "--env", "A=b"], 0.0)
+    asked = parse_launch(["--run", "r", "--preset", "demo", "--restart", "2", "--env", "A=b"], 0.0)
     plan = Plan("r", 1, 0.0, "x", "a:1", asked.training_program(), (), ())
-    order = GuardOrder(asked, tuple(fleet.hosts.values()), plan)
+    order = GuardInput(asked, tuple(fleet.hosts.values()), plan)
     text = reader.dumps(order)
     assert json.loads(text)["request"]["run"] == "r"
-    assert reader.loads(GuardOrder, text, "the order") == order
+    assert reader.loads(GuardInput, text, "the order") == order
 
 
 def paged(tmp_path):
@@ -306,12 +306,12 @@ def test_a_run_that_does_not_come_back_is_paged_once(fleet, tmp_path, monkeypatc
 
 
 def test_saves_that_fail_in_a_row_are_paged_once_until_one_succeeds(fleet, tmp_path):
-    found, watch = watchman(fleet), follow.Watch(fleet.fakes["a"].plan)
+    found, watch = watchman(fleet), follow.RunMonitor(fleet.fakes["a"].plan)
 
     def saves(*kinds):
         for step, kind in enumerate(kinds, 1):
             event = RunEvent(0.0, "rank-0", kind, 1, step, detail="No space left on device")
-            watch.take(Arrival("a", News(events=(event,)), 0.0))
+            watch.take(HostMessage("a", StreamMessage(events=(event,)), 0.0))
             found.turn(watch)
             found.beat()
         return paged(tmp_path)
@@ -331,7 +331,7 @@ def test_a_disk_that_fills_is_paged_once_until_there_is_room(fleet, tmp_path, mo
     for free in (1 << 40, 1 << 28, 1 << 28, 1 << 40, 1 << 28):
         disk = types.SimpleNamespace(f_frsize=1, f_bavail=free, f_blocks=4 << 40)
         monkeypatch.setattr(os, "statvfs", lambda _, disk=disk: disk)
-        receipt = guarding.take_note(GuardNote("r", "a", "x", found.record))  # as the agent on a would
+        receipt = guarding.note(GuardNote("r", "a", "x", found.record))  # as the agent on a would
         fleet.fakes["a"].receipt = receipt
         found.beat()
     told = paged(tmp_path)

@@ -8,8 +8,8 @@ import pytest
 
 from llama405b_tools.text.blocks import Blocks, time_of
 from llama405b_tools.text.clean import clean, hide, hide_in_json, pieces_of
-from llama405b_tools.text.figures import table
-from llama405b_tools.text.fold import Fold, fold_names, text_of, where_of
+from llama405b_tools.text.figures import format_table
+from llama405b_tools.text.fold import Fold, fold_names, group_text, where_of
 from llama405b_tools.text.merge import Entry, Merge
 
 TRACE = """Traceback (most recent call last):
@@ -111,7 +111,7 @@ def folded(entries):
     for each in entries:
         groups += fold.push(each)
     groups += fold.flush()
-    return [(where_of(group), text_of(group) if len(group) > 1 else group[0].text) for group in groups]
+    return [(where_of(group), group_text(group) if len(group) > 1 else group[0].text) for group in groups]
 
 
 def test_the_same_line_of_many_ranks_is_one():
@@ -187,7 +187,7 @@ def test_a_flood_of_one_kind_folds_line_by_line():
         for rank in range(4):
             assert list(folding.push(Entry(0.0, "a", "f", f"step {step}", rank=rank))) == []
     groups = list(folding.flush())
-    assert [text_of(group) for group in groups] == [f"step {step}" for step in range(5000)]
+    assert [group_text(group) for group in groups] == [f"step {step}" for step in range(5000)]
     assert {len(group) for group in groups} == {4}
     assert folding.kinds == {}
 
@@ -201,4 +201,4 @@ def test_secrets_are_hidden_by_their_value_and_every_line_of_it():
 
 
 def test_a_table_shows_no_control_characters():
-    assert table(("host", "now"), [("a", "\x1b[31mred\n")]) == "host  now\na     �[31mred�"
+    assert format_table(("host", "now"), [("a", "\x1b[31mred\n")]) == "host  now\na     �[31mred�"

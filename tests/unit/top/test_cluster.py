@@ -15,7 +15,7 @@ from llama405b_tools.text.clean import CONTROLS
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.event_sources import Live
 from llama405b_tools.top.state import picture, simulate
-from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState
 
 T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
@@ -23,7 +23,7 @@ T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
 
 def play(n_hosts=4, seconds=100.0, change=None, **more):
     """Play the incident so far; ``change``: edits or drops (None) an event before it is taken."""
-    cluster = Cluster(simulate.names(n_hosts), 2.0, **more)
+    cluster = ClusterState(simulate.names(n_hosts), 2.0, **more)
     last = T0
     for event in simulate.incident(n_hosts, seconds=seconds):
         event = change(copy.deepcopy(event)) if change else event
@@ -277,7 +277,7 @@ def test_faults_of_the_driver():
     _, pic = play(seconds=50, change=edit_smi("gpu-1", lost))
     assert row(pic, "gpu-1").notes[0] == "1 of 8 GPUs are lost"
     assert (pic.gpus_seen, pic.gpus_expected, pic.verdict) == (31, 32, "DEGRADED")
-    cluster = Cluster(["gpu-1"], 2.0)
+    cluster = ClusterState(["gpu-1"], 2.0)
     frame = next(simulate.incident(1))["frame"]
     none(frame)
     cluster.take("gpu-1", frame, T0)
@@ -362,7 +362,7 @@ def test_the_schema_is_documented():
         picture.GpuCell,
         picture.RankRow,
         picture.ProcessRow,
-        picture.Training,
+        picture.TrainingStatus,
         picture.Change,
     ):
         for field in dataclasses.fields(kind):
@@ -430,7 +430,7 @@ def test_no_frame_however_broken_ends_it():
                 "DROP",
             )
         ):
-            cluster = Cluster(["gpu-1"], 2.0)
+            cluster = ClusterState(["gpu-1"], 2.0)
             cluster.take("gpu-1", broken(full, path, value), T0)
             first = look(cluster, T0)
             mode = ("cluster", "host")[(number + place) % 2]  # each field in both
@@ -445,7 +445,7 @@ def test_no_frame_however_broken_ends_it():
 
 
 def test_a_frame_that_cannot_be_read_is_named():
-    cluster = Cluster(["a"], 2.0)
+    cluster = ClusterState(["a"], 2.0)
     cluster.take("a", {"now": "soon"}, T0)
     assert look(cluster, T0).why == "a: DOWN its sampler sends frames that cannot be read (frame.now is not a number)"
 
@@ -488,7 +488,7 @@ def test_a_log_line_now_and_then_does_not_end_a_hang():
 
 
 def test_a_slow_nvidia_smi_is_not_a_missing_driver():
-    cluster = Cluster(["a"], 2.0)
+    cluster = ClusterState(["a"], 2.0)
     frames = [event["frame"] for event in simulate.incident(1, seconds=50) if "frame" in event]
     cluster.take("a", frames[0] | {"smi": {"text": None, "hung_s": 1.0}}, T0)
     first = look(cluster, T0)
@@ -502,7 +502,7 @@ def test_a_slow_nvidia_smi_is_not_a_missing_driver():
 
 
 def test_a_port_that_went_down_stays_down():
-    cluster = Cluster(["a"], 2.0)
+    cluster = ClusterState(["a"], 2.0)
     frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
     down = copy.deepcopy(frame)
     down["ib"][3]["state"] = "1: DOWN"
@@ -513,7 +513,7 @@ def test_a_port_that_went_down_stays_down():
 
 
 def test_the_run_that_lives_is_shown_and_stays_when_it_fails():
-    cluster = Cluster(["a", "b"], 2.0)
+    cluster = ClusterState(["a", "b"], 2.0)
     frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
     lives = frame["run"] | {"name": "A", "created": 10.0, "nodes": [["a", 0, 8]]}
     ended = {"alive": False, "status": NODE}
@@ -532,7 +532,7 @@ def test_nobody_heard_is_nothing_known():
     cluster, _ = play(seconds=50)
     run = look(cluster, T0 + 400).training
     assert (run.phase, run.eta_s, run.tokens_per_s, run.mfu_pct) == ("UNKNOWN", None, None, None)
-    cluster = Cluster(["a"], 2.0)
+    cluster = ClusterState(["a"], 2.0)
     cluster.link("a", "OK", "", T0)
     assert look(cluster, T0 + 5).hosts[0].state == HostState.CONNECTING
     assert look(cluster, T0 + 60).hosts[0].why == "no frame since it was reached 60 s ago"
@@ -598,14 +598,14 @@ def test_hosts_are_told_with_which_run_to_stay_until_it_is_over():
         return cluster.run, cluster.stay
 
     for end in (NODE, None):  # it failed, or its host lost it: its guard may bring it back
-        cluster = Cluster(["a"], 2.0)
+        cluster = ClusterState(["a"], 2.0)
         stay(0)
         assert stay(2) == ("A", "A")
         assert stay(40, alive=False, status=end) == ("A", "A")
         assert stay(80, alive=False, status=end) == ("A", "")
         assert stay(82, name="B", created=20.0, alive=True, others=[]) == ("B", "")
         assert stay(84, name="B", created=20.0, alive=True, others=[]) == ("B", "B")
-    cluster = Cluster(["a"], 2.0)
+    cluster = ClusterState(["a"], 2.0)
     stay(0)
     ended = {"alive": False, "status": NODE | {"state": "exited", "exit_code": 0, "cause": None}}
     assert stay(2, **ended, others=[]) == ("A", "A")  # nothing else lives

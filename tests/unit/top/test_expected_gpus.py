@@ -3,7 +3,7 @@
 import pytest
 
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import HostState
 
 T0 = simulate.BEGIN
@@ -19,7 +19,7 @@ def many(count, own=LINES):
 
 def seen(*answers, pci_gpus=(8,), machines=()):
     """The picture after frames with these answers; of ``pci_gpus`` the last holds on."""
-    cluster = Cluster(["gpu-1"], 2.0)
+    cluster = ClusterState(["gpu-1"], 2.0)
     for i, text in enumerate(answers):
         machine = machines[i] if machines else "m"
         smi = FRAME["smi"] | {"text": text}

@@ -8,14 +8,14 @@ from llama405b.contract import reader
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import Heartbeat, Metrics
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.cluster import ClusterState
 
 T0 = simulate.BEGIN
 
 
 def play(change, seconds=50.0):
     """The first host, and the run, after so much of the incident; ``change`` edits the host's frames."""
-    cluster = Cluster(["gpu-1"], 2.0)
+    cluster = ClusterState(["gpu-1"], 2.0)
     for event in simulate.incident(1, seconds=seconds):
         if "frame" in event:
             frame = copy.deepcopy(event["frame"])

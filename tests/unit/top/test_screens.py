@@ -17,7 +17,7 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.lines import event_line
 from llama405b_tools.top.logpane import LogPane
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import HostState, Level
 
 SCREENS = ROOT / "tests/data/screens"
@@ -40,7 +40,7 @@ def utc(monkeypatch):
 @functools.cache
 def played(n_hosts, seconds):
     names = simulate.names(n_hosts)
-    cluster, logs = Cluster(names, 2.0, badge="SIMULATED"), LogPane()
+    cluster, logs = ClusterState(names, 2.0, badge="SIMULATED"), LogPane()
     judged = 0.0
     for event in simulate.incident(n_hosts, seconds=seconds):
         if "frame" in event:

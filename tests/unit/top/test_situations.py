@@ -6,7 +6,7 @@ import pytest
 
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState, Level, RunPhase, Verdict
 
 T0 = simulate.BEGIN
@@ -18,7 +18,7 @@ LOST = NODE | {"cause": {"kind": "lost peer", "rank": 0, "exit_code": 1}}
 def play(seconds, change=lambda host, frame: None, n_hosts=4):
     """The cluster after so much of the incident; ``change`` edits each frame."""
     names = simulate.names(n_hosts)
-    cluster, last = Cluster(names, 2.0), T0
+    cluster, last = ClusterState(names, 2.0), T0
     for event in simulate.incident(n_hosts, seconds=seconds):
         if "frame" in event:
             frame = copy.deepcopy(event["frame"])
@@ -233,7 +233,7 @@ def test_what_is_at_risk_is_the_time_that_the_steps_took():
 
 
 def test_the_checkpoint_is_known_without_the_host_that_writes_it():
-    cluster = Cluster(simulate.names(2), 2.0)
+    cluster = ClusterState(simulate.names(2), 2.0)
     for event in simulate.incident(2, seconds=50):
         if event["host"] == "gpu-2" and "frame" in event:
             cluster.take("gpu-2", event["frame"], event["t"])

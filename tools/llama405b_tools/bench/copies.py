@@ -22,10 +22,10 @@ from pathlib import Path
 from llama405b.contract.errors import RunError
 from llama405b.contract.hashes import BlockHasher
 from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.file_sources import CHUNK, Directory, list_files
+from llama405b_tools.remote.file_sources import CHUNK, DirectorySource, list_files
 from llama405b_tools.remote.messages.transfer import NextHop
 from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
-from llama405b_tools.text.figures import table
+from llama405b_tools.text.figures import format_table
 
 PORT, TOKEN = 29_417, "bench"
 N_FILES = 4
@@ -76,7 +76,7 @@ def copies(gb: float, mbit: int, repeat: int, directory: Path | None) -> int:
                 f"{memory / (1 << 20):.0f}",
             )
         )
-    print(table(("form", "seconds", "GB/s", "sender: CPU s/GB", "receiver: CPU s/GB", "extra MiB"), rows))
+    print(format_table(("form", "seconds", "GB/s", "sender: CPU s/GB", "receiver: CPU s/GB", "extra MiB"), rows))
     ours, plain = (float(row[2]) for row in rows)
     print(f"ours / plain: {ours / plain:.2f}")
     if mbit:
@@ -161,8 +161,8 @@ def _end(form: str, end: str, path: Path, address: str) -> Ended:
             raise SystemExit(receiver.bad)
     elif form == "ours":
         began = time.monotonic()
-        with chain_protocol.connect(NextHop((address,), PORT, TOKEN)) as link:
-            chain_protocol.send_files(Directory(path, list_files(path), known.get), TOKEN, link, lambda _: None)
+        with chain_protocol.connect_to(NextHop((address,), PORT, TOKEN)) as link:
+            chain_protocol.send_files(DirectorySource(path, list_files(path), known.get), TOKEN, link, lambda _: None)
     elif listener:
         path.mkdir()
         listener.settimeout(ACCEPT_S)

@@ -19,8 +19,8 @@ from llama405b_tools.hosts.ssh import Ssh
 from llama405b_tools.remote.messages.probe import LaunchFacts, ProbeRequest
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartRequest
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
-from llama405b_tools.run.start_everywhere import stop_this
-from llama405b_tools.text.figures import table
+from llama405b_tools.run.start_everywhere import stop_launch
+from llama405b_tools.text.figures import format_table
 
 
 def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> int:
@@ -37,7 +37,7 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
         (name, f"{cost.wall_s:.2f}", f"{cost.cpu_s / len(hosts) * 1000:.1f}", f"{cost.wall_s / bare.wall_s:.2f}")
         for name, cost in rows
     ]
-    print(table((f"{len(hosts)} hosts", "wall s", "CPU ms per host", "x bare true"), shown), flush=True)
+    print(format_table((f"{len(hosts)} hosts", "wall s", "CPU ms per host", "x bare true"), shown), flush=True)
     if launches:
         print(f"launch: {rows[-1][1].wall_s / rows[-2][1].wall_s:.2f} x the bare fan-out of the same commands")
     return 0
@@ -102,7 +102,7 @@ def _replay(hosts: Sequence[Host], said: Said) -> Cost:
             _bare(stubbed_hosts, one)
             return now() - begin
         finally:
-            stop_this(other, found)
+            stop_launch(other, found)
 
 
 def _status(hosts: Sequence[Host]) -> None:

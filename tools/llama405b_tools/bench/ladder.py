@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     log, chosen = rungs.Log(args.out), rungs.chosen(args.rungs)
     hosts = read_hosts(args.hosts)
-    base = asked.parse(_launch_flags(args), time.time())
+    base = asked.parse_launch(_launch_flags(args), time.time())
     code = GOOD
 
     def say(result: RungResult) -> None:

@@ -53,7 +53,7 @@ def predicted(hosts: Sequence[Host], file: Path, repeat: int) -> int:
 
 def _request(file: Path, *flags: str) -> LaunchRequest:
     run = f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
-    return asked.parse([str(file), "--run", run, "--preset", "demo", *flags], time.time())
+    return asked.parse_launch([str(file), "--run", run, "--preset", "demo", *flags], time.time())
 
 
 def _uncalibrated(request: LaunchRequest, world: int) -> Outlook:

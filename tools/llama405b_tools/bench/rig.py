@@ -20,7 +20,7 @@ from llama405b_tools.hosts.transport import Stream
 from llama405b_tools.run import request as asked
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
-from llama405b_tools.run.start_everywhere import stop_this
+from llama405b_tools.run.start_everywhere import stop_launch
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -99,7 +99,7 @@ def stubbed(hosts: Sequence[Host]) -> list[Host]:
 def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Said | None = None) -> Iterator[Cost]:
     """Launch a run of the stub, yield the launch's cost, and end the run."""
     anywhere = ["--env", "PYTHONPATH=."]  # or launch looks for the program, which is no file
-    request = asked.parse([str(path), "--run", RUN, "--resume", "auto", *anywhere, "--", program], time.time())
+    request = asked.parse_launch([str(path), "--run", RUN, "--resume", "auto", *anywhere, "--", program], time.time())
     stubbed_hosts = stubbed(hosts)
     with Fleet(hosts) as found:
         found.each(functools.partial(_write_stub, found))
@@ -115,7 +115,7 @@ def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Sai
             yield cost
         finally:
             if program == "stub":
-                stop_this(plan, found)
+                stop_launch(plan, found)
 
 
 def _write_stub(found: Fleet, name: str) -> None:

@@ -26,7 +26,7 @@ from llama405b_tools.bench.rig import RUN, least, ssh_argv, stub_run
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.login_shell import shell_path
-from llama405b_tools.text.figures import table
+from llama405b_tools.text.figures import format_table
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.state.frames import Frame
 
@@ -108,7 +108,7 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
         for name, share, megabytes in rows
     ]
     heads = (f"{len(hosts)} hosts", "% of a core", "CPU ms per refresh", "RSS MB", "times cheaper")
-    print(table(heads, shown_rows), flush=True)
+    print(format_table(heads, shown_rows), flush=True)
     print(
         f"refresh every {INTERVAL_S:g} s; screen {COLUMNS}x{LINES}; a run and its logs on {len(hosts[:RUN_HOSTS])} of the hosts"
     )

@@ -17,12 +17,12 @@ from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
-from llama405b_tools.remote.file_sources import Source
+from llama405b_tools.remote.file_sources import FileSource
 from llama405b_tools.remote.messages.transfer import (
     LOOK,
     Hop,
     NextHop,
-    RelayNews,
+    RelayProgress,
     RelayReady,
     RelayRequest,
     RelaySees,
@@ -46,7 +46,12 @@ class Chain:
     """One attempt."""
 
     def __init__(
-        self, fleet: Fleet, origin: Origin, source: Source | None, targets: Mapping[str, str], progress: PushProgress
+        self,
+        fleet: Fleet,
+        origin: Origin,
+        source: FileSource | None,
+        targets: Mapping[str, str],
+        progress: PushProgress,
     ) -> None:
         """Plan one; ``source``: what this machine sends, None if a host does."""
         self.fleet, self.origin, self.source, self.targets, self.progress = fleet, origin, source, targets, progress
@@ -130,7 +135,7 @@ class Chain:
         sender.start()
         ends = self.fleet.each(lambda name: self._follow(name, self.dialogues[name]), order)
         sender.join(READY_S)
-        news = {name: end for name, end in ends.items() if isinstance(end, RelayNews)}
+        news = {name: end for name, end in ends.items() if isinstance(end, RelayProgress)}
         faults = unanswered(ends) | {name: end.fault for name, end in news.items() if end.fault}
         because = given(" ({})", self.origin_fault)
         self.faults |= {name: f"{fault}{because}" for name, fault in faults.items()}
@@ -152,13 +157,13 @@ class Chain:
 
     def _link(self, first: str, below: NextHop) -> chain_protocol.Link:
         try:
-            return chain_protocol.connect(below)
+            return chain_protocol.connect_to(below)
         except BrokenLinkError:
             return self.fleet.connection(first).tunnel(below.port)
 
-    def _follow(self, name: str, dialogue: Dialogue) -> RelayNews:
+    def _follow(self, name: str, dialogue: Dialogue) -> RelayProgress:
         while True:
-            news = dialogue.answer(RelayNews, SILENT_S)
+            news = dialogue.answer(RelayProgress, SILENT_S)
             if news.end:
                 self.progress.at(name, news.done, news.done)
                 return news

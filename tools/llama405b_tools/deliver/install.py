@@ -19,7 +19,7 @@ from llama405b_tools.deliver import push_files, setup_plan, sourcetree
 from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.progress import StepProgress
 from llama405b_tools.deliver.setup_plan import FACTS, Wishes
-from llama405b_tools.hosts.dialogue import run_telling
+from llama405b_tools.hosts.dialogue import run_streaming
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import WORKDIR, Use
 from llama405b_tools.hosts.login_shell import shell_path
@@ -173,7 +173,7 @@ class Work:
                 if self.ending.is_set():  # meanwhile
                     stream.end_input()
 
-            code = run_telling(self.fleet.connection(name), line, told, began)
+            code = run_streaming(self.fleet.connection(name), line, told, began)
         if not code:
             self.lost.add(name)
         if code != "0":

@@ -18,10 +18,10 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.file_sources import Source, open_source
+from llama405b_tools.remote.file_sources import FileSource, open_files
 from llama405b_tools.run.plan import first_ranks
 from llama405b_tools.run.preflight import fault_list
-from llama405b_tools.text.figures import table
+from llama405b_tools.text.figures import format_table
 
 PASSES = 4  # chains tried, each without the hosts that broke the previous one
 AT_ONCE = 8  # parts: each takes a session on the sending host, of which sshd allows 10
@@ -79,7 +79,7 @@ def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> i
         if isinstance(found, HostError):
             found = "—", f"FAILED: {found}"
         rows.append((name, *found))
-    print(table(("host", "directory", f"of {len(names)} files"), rows), flush=True)
+    print(format_table(("host", "directory", f"of {len(names)} files"), rows), flush=True)
     return code_for(unanswered(outcomes))
 
 
@@ -99,7 +99,7 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     Raises:
         UserError: Two hosts share a directory: they would need all weights in it.
     """
-    parts, began = parts_of(fleet), time.monotonic()
+    parts, began = owned_parts(fleet), time.monotonic()
     ends = {name: f"{parts[name].name}: every file verified" for name in targets}
     whole = [
         name
@@ -121,7 +121,7 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
                 pool.submit(pass_down, fleet, origins[name], sources[name], {name: to}, progress)
                 for name, to in lacking.items()
             ]
-            result = Result.joined([each.result() for each in results])
+            result = PushResult.joined([each.result() for each in results])
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     size = sum(n_bytes for source in sources.values() if source for _, n_bytes in source.files)
@@ -134,7 +134,7 @@ def _has_whole(fleet: Fleet, name: str, to: str) -> bool:
     return fleet.connection(name).run(f"test -e {files[0]} || test -e {files[1]}", "", READY_S).code == 0
 
 
-def parts_of(fleet: Fleet) -> dict[str, Part]:
+def owned_parts(fleet: Fleet) -> dict[str, Part]:
     """Return which ranks a run on all of these hosts has on each.
 
     Raises:
@@ -150,7 +150,7 @@ def parts_of(fleet: Fleet) -> dict[str, Part]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class PushResult:
     """What came of it, by host."""
 
     faults: dict[str, str]  # why hosts lack files
@@ -158,7 +158,7 @@ class Result:
     dead: set[str]  # which can never receive
 
     @classmethod
-    def joined(cls, results: Sequence["Result"]) -> "Result":
+    def joined(cls, results: Sequence["PushResult"]) -> "PushResult":
         """Join those of several hosts."""
         faults, same = dict[str, str](), dict[str, str]()
         for each in results:
@@ -167,10 +167,12 @@ class Result:
         return cls(faults, same, set[str]().union(*(each.dead for each in results)))
 
 
-def _report(targets: Mapping[str, str], ends: dict[str, str], result: Result, n_bytes: int, took_s: float) -> int:
+def _report(targets: Mapping[str, str], ends: dict[str, str], result: PushResult, n_bytes: int, took_s: float) -> int:
     ends |= {name: f"the same directory as on {first}" for name, first in result.same.items()}
     ends |= {name: f"FAILED: {why}" for name, why in result.faults.items()}
-    print(table(("host", "directory", "now"), [(name, to, ends[name]) for name, to in targets.items()]), flush=True)
+    print(
+        format_table(("host", "directory", "now"), [(name, to, ends[name]) for name, to in targets.items()]), flush=True
+    )
     size = given("{:.2f} GB, ", n_bytes / 1e9)
     again = "; run the same command again to continue where it stopped" if set(result.faults) - result.dead else ""
     print(f"{len(targets) - len(result.faults)} of {len(targets)} hosts: {size}{took_s:.1f} s{again}")
@@ -178,28 +180,28 @@ def _report(targets: Mapping[str, str], ends: dict[str, str], result: Result, n_
 
 
 def pass_down(
-    fleet: Fleet, origin: Origin, source: Source | None, targets: Mapping[str, str], progress: PushProgress
-) -> Result:
+    fleet: Fleet, origin: Origin, source: FileSource | None, targets: Mapping[str, str], progress: PushProgress
+) -> PushResult:
     """Try chains, each without the hosts that broke the previous one."""
-    result = Result({}, {}, set())
+    result = PushResult({}, {}, set())
     left = dict(targets)
     for _ in range(PASSES):
         chain = Chain(fleet, origin, source, left, progress)
         found = chain.run()
         faults = {name: why for name, why in result.faults.items() if name in result.dead} | found
         same = {name: first for name, first in result.same.items() if name not in left} | chain.same
-        result = Result(faults, same, result.dead | chain.dead)
+        result = PushResult(faults, same, result.dead | chain.dead)
         left = {name: to for name, to in left.items() if name in found.keys() - result.dead}
         if not left:
             break
     return result
 
 
-def _source_of(origin: Origin) -> Source | None:
+def _source_of(origin: Origin) -> FileSource | None:
     """What this machine sends; None if a host does."""
     if origin.host:
         return None
-    source = open_source(Path(origin.path), origin.part)
+    source = open_files(Path(origin.path), origin.part)
     if not source.files:
         raise UserError(f"{origin.path}: contains no files; name a checkpoint directory")
     return source

@@ -97,7 +97,7 @@ class Disks:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Weights:
+class WeightFiles:
     """State of a checkpoint's files, judged by size (or hash)."""
 
     path: str
@@ -125,7 +125,7 @@ class HostFacts:
     tmux: TmuxLimits | None = None
     memory: Memory | None = None
     disks: Disks | None = None
-    weights: Weights | None = None
+    weights: WeightFiles | None = None
     leftovers: Mapping[str, tuple[int, ...]] | None = None  # <run directory>:<host> -> processes
     kill_user_processes: bool | None = None
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # part -> why it is unknown
@@ -167,7 +167,7 @@ class HostFacts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reached:
+class ConnectAttempt:
     """Reachability of one address and port of another host."""
 
     fault: str  # "": it answers with its token
@@ -180,7 +180,7 @@ class PeerReach:
     """Reachability of one host from another."""
 
     resolves: tuple[str, float] | None  # the address its name resolves to, and the seconds that took
-    reached: Mapping[str, Reached]  # by address:port
+    reached: Mapping[str, ConnectAttempt]  # by address:port
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

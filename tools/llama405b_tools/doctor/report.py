@@ -8,7 +8,7 @@ from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
 from llama405b_tools.doctor.visit import Visit
 from llama405b_tools.text.clean import clean
-from llama405b_tools.text.figures import DASH, table
+from llama405b_tools.text.figures import DASH, format_table
 from llama405b_tools.text.fold import fold_names
 
 HEADINGS = ("host", "fit", "address", "ssh", "clock", "GPUs", "RDMA", "RAM", "workdir free", "write", "python", "torch")
@@ -22,7 +22,7 @@ def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *
         print(clean(f"     → {finding.remedy}"))
     if found:
         print()
-    print(table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
+    print(format_table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
     bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
     verdict = given("not fit: {}", bad and counted(bad, "problem"))
     verdict = verdict or given("fit, with {}", warnings and counted(warnings, "warning")) or "fit"

@@ -19,7 +19,7 @@ from llama405b_tools.run import request as asked
 from llama405b_tools.run.follow import watch_run
 from llama405b_tools.run.judge import failure_words
 from llama405b_tools.run.launch import launch
-from llama405b_tools.run.start_everywhere import stop_this
+from llama405b_tools.run.start_everywhere import stop_launch
 
 TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # tolerated below the median: device, link (CPUs are shared)
 
@@ -27,7 +27,7 @@ TOLERATED = {"cuda": (0.05, 0.3), "cpu": (0.5, 0.7)}  # tolerated below the medi
 def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     """Run the checkup on all hosts, and judge the result."""
     run = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}"
-    request = asked.parse(["--run", run, "--", "-m", "llama405b.commands.checkup"], time.time())
+    request = asked.parse_launch(["--run", run, "--", "-m", "llama405b.commands.checkup"], time.time())
     everyone = tuple(host.name for host in hosts)
     with contextlib.redirect_stdout(sys.stderr):  # only the report goes to standard output
         try:
@@ -37,14 +37,18 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
         try:
             watch = watch_run(fleet, plan, until=lambda watch: bool(_report(watch.said).devices))
         finally:
-            stop_this(plan, fleet)
+            stop_launch(plan, fleet)
     report = _report(watch.said)
     if report.devices:
         return list(judge(report))
     where, what = everyone, "it ended without a result"
     if worst := watch.worst():
         where, what = (worst.host,), failure_words(worst)
-    return [Finding(BAD, where, f"the checkup failed: {what}", f"{fleet.typed('logs', plan.run)} shows every rank")]
+    return [
+        Finding(
+            BAD, where, f"the checkup failed: {what}", f"{fleet.command_to_type('logs', plan.run)} shows every rank"
+        )
+    ]
 
 
 def _report(said: Iterable[str]) -> Checkup:

@@ -85,7 +85,7 @@ class Dialogue:
         self.answers.put(None)
 
 
-def run_telling(
+def run_streaming(
     connection: Connection,
     line: str,
     seen: Callable[[str], object],

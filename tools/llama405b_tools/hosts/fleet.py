@@ -18,7 +18,7 @@ from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.login_shell import shell_path
-from llama405b_tools.hosts.printed_commands import file_of, to_type
+from llama405b_tools.hosts.printed_commands import command_to_type, file_of
 from llama405b_tools.hosts.ssh_config import options_of
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
 from llama405b_tools.machine import program_output
@@ -132,7 +132,7 @@ class Fleet:
 
     def fault_of(self, name: str, said: str, *, cannot_run: bool = False) -> HostError:
         """Explain why the agent did not run on a host, from the last line that the shell or Python wrote there."""
-        python, workdir, setup = self.python(name), self.workdir(name), self.typed("setup")
+        python, workdir, setup = self.python(name), self.workdir(name), self.command_to_type("setup")
         if too_old := TOO_OLD.search(said):
             return HostError(
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
@@ -164,9 +164,9 @@ class Fleet:
         if connection := self.connections.pop(name, None):
             connection.close()
 
-    def typed(self, verb: str, run: str = "") -> str:
+    def command_to_type(self, verb: str, run: str = "") -> str:
         """Return a command about these hosts, to be typed by the user."""
-        return to_type(verb, file_of(next(iter(self.hosts.values()))), run)
+        return command_to_type(verb, file_of(next(iter(self.hosts.values()))), run)
 
     def command(self, name: str, action: str) -> str:
         """Return the shell line for an action on a host."""

@@ -12,7 +12,7 @@ from llama405b.contract.phrases import reason_of
 from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host, parse_hosts
-from llama405b_tools.hosts.printed_commands import front_door
+from llama405b_tools.hosts.printed_commands import program_name
 
 MAX_CHARACTERS = 4 << 20
 
@@ -100,7 +100,7 @@ def read_uses() -> Uses:
     try:
         return reader.loads(_Record, path.read_text(encoding="utf-8"), path.name).hosts
     except (OSError, ValueError):
-        raise UserError(f"{path}: not written by setup; delete it, and run `{front_door()} setup` again") from None
+        raise UserError(f"{path}: not written by setup; delete it, and run `{program_name()} setup` again") from None
 
 
 def write_uses(made: Iterable[tuple[Host, Use]]) -> None:

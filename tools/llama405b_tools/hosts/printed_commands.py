@@ -10,7 +10,7 @@ from llama405b.contract.phrases import given
 from llama405b_tools.hosts.inventory import Host
 
 
-def front_door() -> str:
+def program_name() -> str:
     """Return the program's name as this terminal finds it, for commands to type."""
     if shutil.which("llama405b"):
         return "llama405b"
@@ -22,10 +22,10 @@ def front_door() -> str:
     return str(beside)
 
 
-def to_type(verb: str, hosts_file: Path | None, run: str = "") -> str:
+def command_to_type(verb: str, hosts_file: Path | None, run: str = "") -> str:
     """Return a command that can be typed here: the program, the hosts file (None: a Slurm job has none) and the run."""
     hosts = hosts_argument(hosts_file) if hosts_file else ""
-    return f"{front_door()} {verb}{hosts}{given(' --run {}', run)}"
+    return f"{program_name()} {verb}{hosts}{given(' --run {}', run)}"
 
 
 def file_of(host: Host) -> Path | None:

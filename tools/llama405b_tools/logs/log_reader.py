@@ -9,7 +9,7 @@ from typing import Protocol
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.run.guard_record import is_guarded
-from llama405b_tools.run.streams import Arrival, Streams, Unreachable
+from llama405b_tools.run.streams import HostMessage, Streams, Unreachable
 from llama405b_tools.text.merge import Entry, Merge
 
 HOLD_S = 0.8  # while following: wait this long for older lines of other hosts
@@ -32,7 +32,7 @@ class Sink(Protocol):
         """Take a note about the reading itself."""
 
 
-class Reader:
+class LogReader:
     """The logs of a run on these hosts, merged by time."""
 
     def __init__(self, fleet: Fleet, run: str, first_ranks: Mapping[str, int], request: StreamRequest) -> None:
@@ -69,7 +69,7 @@ class Reader:
             return False
         return not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S
 
-    def _take(self, arrival: Arrival, show: Sink) -> None:
+    def _take(self, arrival: HostMessage, show: Sink) -> None:
         host, news = arrival.host, arrival.news
         if isinstance(news, Unreachable):
             if host not in self.away:
@@ -103,7 +103,7 @@ def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_
     return Entry(moment - skew, host, file, text, rank=first_rank + int(parts[-2]), stream=parts[-1][3:6])
 
 
-def _arrived(streams: Streams) -> Iterator[Arrival]:
+def _arrived(streams: Streams) -> Iterator[HostMessage]:
     """Yield what has arrived, after a short wait."""
     with contextlib.suppress(queue.Empty):
         yield streams.arrivals.get(timeout=POLL_S)

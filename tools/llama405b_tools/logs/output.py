@@ -15,7 +15,7 @@ from llama405b.contract.phrases import counted, given
 from llama405b.contract.units import seconds
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
-from llama405b_tools.text.fold import Fold, OneByOne, text_of, where_of
+from llama405b_tools.text.fold import Fold, OneByOne, group_text, where_of
 from llama405b_tools.text.merge import Entry
 
 MOST_BYTES = 1 << 20  # of each file that wait on its host while following
@@ -119,7 +119,7 @@ class Show:
         record = {"time": round(entry.time, 3), "host": entry.host, "rank": entry.rank, "stream": entry.stream}
         if len(group) > 1:
             record |= {"hosts": sorted({e.host for e in group}), "ranks": sorted({e.rank for e in group})}
-        self.out.write(json.dumps(record | {"text": clean(text_of(group))}, ensure_ascii=False) + "\n")
+        self.out.write(json.dumps(record | {"text": clean(group_text(group))}, ensure_ascii=False) + "\n")
 
     def _lines(self, group: Sequence[Entry]) -> None:
         entry = group[0]
@@ -128,7 +128,7 @@ class Show:
         if self.color:
             color = HOST_COLORS[self.hosts.setdefault(entry.host, len(self.hosts)) % len(HOST_COLORS)]
             prefix = f"\x1b[{color}m{prefix}\x1b[0m"
-        for line in clean(text_of(group)).split("\n"):
+        for line in clean(group_text(group)).split("\n"):
             self.out.write(f"{prefix} │ {self._lit(line)}\n")
 
     def _lit(self, line: str) -> str:

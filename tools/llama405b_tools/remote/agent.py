@@ -22,30 +22,29 @@ from llama405b.contract.phrases import given, reason_of
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-ACTIONS = {  # action: module and function, imported on demand: most of an agent's time is Python's startup
-    "start": ("remote.starting", "start"),
-    "status": ("remote.describe", "status"),
-    "stop": ("remote.ending", "end"),
-    "tether": ("remote.ending", "tether"),
-    "orphans": ("remote.ending", "orphans"),
-    "guard": ("remote.guarding", "take_note"),
-    "ask": ("remote.ending", "pass_request"),
-    "stream": ("remote.streaming", "stream"),
-    "probe": ("remote.launch_facts", "probe"),
-    "planned": ("remote.describe", "planned"),
-    "identify": ("remote.guarding", "identify"),
-    "connect": ("run.guard_on", "connect_to_all"),  # these two need paramiko, for the host's own connections
-    "begin": ("run.guard_on", "begin"),
-    "relay": ("remote.relay", "relay"),
-    "pieces": ("remote.describe", "pieces"),
-    "send": ("remote.relay", "send_from_here"),
+ACTIONS = {  # action: the module of the function of that name, imported on demand: most of an agent's time is Python's startup
+    "start": "remote.starting",
+    "status": "remote.describe",
+    "stop": "remote.stopping",
+    "tether": "remote.stopping",
+    "orphans": "remote.stopping",
+    "note": "remote.guarding",
+    "ask": "remote.stopping",
+    "stream": "remote.streaming",
+    "probe": "remote.launch_facts",
+    "planned": "remote.describe",
+    "identify": "remote.guarding",
+    "connect": "run.guard_on",  # these two need paramiko, for the host's own connections
+    "begin": "run.guard_on",
+    "relay": "remote.relay",
+    "parts": "remote.describe",
+    "send": "remote.relay",
 }
 
 
 def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[DataclassInstance]"]:
     """Return the function for an action, and the type of the request that it takes."""
-    module, function = ACTIONS[name]
-    act = getattr(importlib.import_module(f"llama405b_tools.{module}"), function)
+    act = getattr(importlib.import_module(f"llama405b_tools.{ACTIONS[name]}"), name)
     return act, act.__annotations__["request"]
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from llama405b.contract import reader
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, n_blocks
 from llama405b.contract.phrases import reason_of
-from llama405b_tools.remote.file_sources import Source
+from llama405b_tools.remote.file_sources import FileSource
 from llama405b_tools.remote.messages.transfer import NextHop
 
 CONNECT_S, STALL_S = 3.0, 120.0
@@ -52,7 +52,7 @@ class BrokenLinkError(Exception):
     """The host before or after this one is gone."""
 
 
-def send_files(source: Source, token: str, link: Link, progress: Callable[[int], None]) -> None:
+def send_files(source: FileSource, token: str, link: Link, progress: Callable[[int], None]) -> None:
     """Send everything down the chain; what all hosts below have is not read if its hashes are known.
 
     Raises:
@@ -69,11 +69,11 @@ def send_files(source: Source, token: str, link: Link, progress: Callable[[int],
         for chunk in source.read(name, position):
             if blocks is None:
                 hasher.update(chunk)
-            send(link, chunk[max(0, begin - position) :])
+            send_bytes(link, chunk[max(0, begin - position) :])
             position += len(chunk)
             done += len(chunk)
             progress(done)
-        send(link, "".join(blocks or hasher.blocks).encode())
+        send_bytes(link, "".join(blocks or hasher.blocks).encode())
 
 
 def offer(link: Link, token: str, files: Sequence[tuple[str, int]]) -> Sequence[int]:
@@ -83,14 +83,14 @@ def offer(link: Link, token: str, files: Sequence[tuple[str, int]]) -> Sequence[
         BrokenLinkError: It is gone.
         reader.MalformedError: It answers something else.
     """
-    send(link, f"{token}\n{reader.dumps(Offer(tuple(files), BLOCK_BYTES))}\n".encode())
+    send_bytes(link, f"{token}\n{reader.dumps(Offer(tuple(files), BLOCK_BYTES))}\n".encode())
     have = reader.loads(Present, line(link), "what the next host has").sizes
     if len(have) != len(files):
         raise reader.MalformedError("what the next host has: not one number per file")
     return have
 
 
-def connect(below: NextHop) -> socket.socket:
+def connect_to(below: NextHop) -> socket.socket:
     """Connect to the first address of a host that answers.
 
     Raises:
@@ -108,7 +108,7 @@ def connect(below: NextHop) -> socket.socket:
     raise BrokenLinkError(why)
 
 
-def send(link: Link, data: bytes) -> None:
+def send_bytes(link: Link, data: bytes) -> None:
     """Send everything.
 
     Raises:

@@ -25,7 +25,7 @@ from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.guarding import heard_guard
 from llama405b_tools.remote.locks import is_alive, run_of, runs
 from llama405b_tools.remote.messages.host_run import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
-from llama405b_tools.remote.messages.transfer import Piece, Pieces, PiecesRequest
+from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply, PartsRequest
 from llama405b_tools.remote.tmux import tmux_socket
 
 NEWEST_RUNS = 20
@@ -138,18 +138,18 @@ def _last_metrics(path: Path) -> Metrics | EvaluationMetrics | None:
     return None
 
 
-def pieces(request: PiecesRequest) -> Pieces:
+def parts(request: PartsRequest) -> PartsReply:
     """List them: of this host's own part of each checkpoint, and of its copies of others' parts."""
     run = run_of(request.run)
     root = checkpoints_of(run, read_plan(run)).absolute()
     if not root.is_dir():
-        return Pieces("")
+        return PartsReply("")
     paths = itertools.chain(committed(root), *(committed(copies) for copies in sorted(root.glob(f"{OF}*"))))
-    found = [_piece(path, request.run) for path in paths]
-    return Pieces(str(root), tuple(piece for piece in found if piece))
+    candidates = [_part_at(path, request.run) for path in paths]
+    return PartsReply(str(root), tuple(part for part in candidates if part))
 
 
-def _piece(path: Path, run: str) -> Piece | None:
+def _part_at(path: Path, run: str) -> CheckpointPart | None:
     try:
         manifest, digest = read_manifest((path / MANIFEST).read_bytes())
     except (OSError, MalformedError):
@@ -158,4 +158,4 @@ def _piece(path: Path, run: str) -> Piece | None:
         return None
     needed = {name: seal.bytes for name, seal in manifest.files.items() if seal.weights}
     here = [name for name, size in needed.items() if (path / name).is_file() and (path / name).stat().st_size == size]
-    return Piece(step_of(path), digest, str(path), (*here, MANIFEST), (*needed, MANIFEST))
+    return CheckpointPart(step_of(path), digest, str(path), (*here, MANIFEST), (*needed, MANIFEST))

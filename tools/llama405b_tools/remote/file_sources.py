@@ -17,7 +17,7 @@ CHUNK = 4 << 20
 FileList = list[tuple[str, int]]  # path below the root, bytes
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """Where the bytes come from."""
 
     files: FileList
@@ -33,16 +33,16 @@ class Source(Protocol):
         """
 
 
-def open_source(root: Path, part: Part | None, names: Sequence[str] = ()) -> Source:
+def open_files(root: Path, part: Part | None, names: Sequence[str] = ()) -> FileSource:
     """Return a file, a directory or some files of it, or the part of a checkpoint.
 
     Raises:
         UserError: It is to be a part, but the directory does not have a whole checkpoint.
     """
     if part:
-        return CheckpointPart(root, part)
+        return PartSource(root, part)
     files = [(name, (root / name).stat().st_size) for name in names]
-    return Directory(root, files or list_files(root))
+    return DirectorySource(root, files or list_files(root))
 
 
 def list_files(root: Path) -> FileList:
@@ -55,7 +55,7 @@ def list_files(root: Path) -> FileList:
     return [(str(name), (root / name).stat().st_size) for name in visible]
 
 
-class Directory:
+class DirectorySource:
     """Files as they are; ``known``: what is known of their blocks."""
 
     def __init__(self, root: Path, files: FileList, known: Callable[[str], Blocks | None] | None = None) -> None:
@@ -82,7 +82,7 @@ class _Cut:
         return len(self.header) + sum(size for _, size in self.pieces)
 
 
-class CheckpointPart:
+class PartSource:
     """The rows of one host's ranks, as files of their own, and the small files beside the weights.
 
     A block of which the hash is known is read as a whole and verified, whatever is needed of it.
@@ -98,7 +98,7 @@ class CheckpointPart:
         if any(info.rows for info in tensors.values()):
             raise UserError(f"{root}: has only a part of the weights; push parts from where all of them are")
         small = [name for name in SMALL_FILES if (root / name).is_file()]
-        self.small = Directory(root, [(name, (root / name).stat().st_size) for name in small])
+        self.small = DirectorySource(root, [(name, (root / name).stat().st_size) for name in small])
         self.hashes = Hashes(root)
         by_file: dict[Path, Layout] = {}
         for name, info in tensors.items():

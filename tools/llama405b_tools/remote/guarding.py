@@ -15,21 +15,21 @@ from llama405b.contract.plan import read_plan
 from llama405b.contract.records import GuardState
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.guard_notes import Disk, GuardNote, MachineName, MachineRequest, Noted
+from llama405b_tools.remote.messages.guard_notes import Disk, GuardNote, MachineName, MachineRequest, NoteReply
 from llama405b_tools.remote.tmux import END_WITHIN_S, guard_socket, remove_dead_sockets
 
 SESSION = "guard"
 DISMISS_WITHIN_S = 10.0
 
 
-def take_note(request: GuardNote) -> Noted:
+def note(request: GuardNote) -> NoteReply:
     """Write the guard's note, unless the run is not the guard's any more, or somebody has stopped both."""
     run = run_of(request.run)
     plan = read_plan(run)
     if plan.rdzv_id == request.only and not run.stop(request.host).exists():
         with contextlib.suppress(OSError):  # a full disk: the answer says so
             note_guard(run, request.host, request.state)
-    return Noted(disks_of(run.path, Path(plan.checkpoint_dir or run.path)))
+    return NoteReply(disks_of(run.path, Path(plan.checkpoint_dir or run.path)))
 
 
 def disks_of(*paths: Path) -> tuple[Disk, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
-from llama405b_tools.remote.messages.stream import News, StreamRequest
+from llama405b_tools.remote.messages.stream import StreamMessage, StreamRequest
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.text.blocks import Blocks, split_lines, time_of
 from llama405b_tools.text.merge import Entry, Merge
@@ -47,7 +47,7 @@ class HostLogs:
             self.marks[file] = (inode, offset)
             self.tail.begin_at(self.root / file, (inode, offset))
 
-    def poll(self, *, final: bool) -> Iterator[News]:
+    def poll(self, *, final: bool) -> Iterator[StreamMessage]:
         """Yield messages until nothing is left, or for a while: entries, and the marks after them."""
         batch: list[Entry] = []
         until = math.inf if final else time.monotonic() + self.poll_s
@@ -64,13 +64,13 @@ class HostLogs:
         if batch:
             yield self._message(batch)
 
-    def _message(self, batch: list[Entry]) -> News:
+    def _message(self, batch: list[Entry]) -> StreamMessage:
         for entry in batch:
             self.marks[entry.file] = (self.tail.marks[self.root / entry.file][0], entry.end)
         marks = {entry.file: self.marks[entry.file] for entry in batch}
         entries = tuple((entry.time, entry.file, entry.text) for entry in batch)
         skipped, self.tail.n_skipped = self.tail.n_skipped, 0
-        return News(entries=entries, marks=marks, now=time.time(), skipped=skipped)
+        return StreamMessage(entries=entries, marks=marks, now=time.time(), skipped=skipped)
 
     def _read(self, *, final: bool) -> bool:
         """Read a piece of every file that has nothing waiting; returns whether there was anything."""

@@ -102,7 +102,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         gpu=gpu,
         gpu_bytes=gpu_bytes,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        rdma=rdma(),
+        rdma=rdma_ports(),
         cores=len(os.sched_getaffinity(0)),
         port_fault="",
         port_in_use=False,
@@ -153,7 +153,7 @@ def _identity(directory: Path) -> str:
     return f"{info.st_ino} {info.st_uid} {info.st_mode} {disk.f_blocks * disk.f_frsize}"
 
 
-def rdma() -> Rdma:
+def rdma_ports() -> Rdma:
     """This host's RDMA devices."""
     return reader.read(Rdma, hostprobe.rdma(), "rdma")
 

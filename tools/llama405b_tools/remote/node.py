@@ -30,7 +30,7 @@ from llama405b_tools.machine.program_output import ended_by, root_cause
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
-from llama405b_tools.remote.messages.stopping import KILL_AFTER_S
+from llama405b_tools.remote.messages.stop_request import KILL_AFTER_S
 from llama405b_tools.remote.replicate import LAST
 from llama405b_tools.remote.secrets import LogMask, read_secrets
 from llama405b_tools.remote.tail import Tail

@@ -75,7 +75,7 @@ class Receiver:
             raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(lacking)}; make room")
         theirs = self._connect(below, files) if below else mine
         least = [min(pair) for pair in zip(mine, theirs, strict=True)]
-        chain_protocol.send(link, f"{reader.dumps(chain_protocol.Present(tuple(least)))}\n".encode())
+        chain_protocol.send_bytes(link, f"{reader.dumps(chain_protocol.Present(tuple(least)))}\n".encode())
         self.total = sum(size for _, size in files)
         for (name, size), have, below_have in zip(files, mine, theirs, strict=True):
             self.file = name

@@ -13,13 +13,13 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
-from llama405b_tools.remote.file_sources import open_source
+from llama405b_tools.remote.file_sources import open_files
 from llama405b_tools.remote.launch_facts import addresses
 from llama405b_tools.remote.messages.transfer import (
     LOOK,
     Hop,
     NextHop,
-    RelayNews,
+    RelayProgress,
     RelayReady,
     RelayRequest,
     RelaySees,
@@ -52,9 +52,9 @@ def relay(request: RelayRequest) -> None:
     if hop is None:  # the operator is gone
         return
     threading.Thread(target=_end_with_input, daemon=True).start()
-    with _Telling(lambda: RelayNews(receiver.done, receiver.total)):
+    with _Telling(lambda: RelayProgress(receiver.done, receiver.total)):
         fault, lasting = _receive(receiver, hop.below)
-    _say(RelayNews(receiver.done, receiver.total, end=True, fault=fault, own=lasting))
+    _say(RelayProgress(receiver.done, receiver.total, end=True, fault=fault, own=lasting))
 
 
 def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
@@ -77,7 +77,7 @@ def _end_with_input() -> None:
     os._exit(1)
 
 
-def send_from_here(request: SendRequest) -> None:
+def send(request: SendRequest) -> None:
     """The source's part, if a host has the files: send them to the first host of the chain."""
     root, done = Path(request.path).expanduser(), 0
     fault = ""
@@ -87,21 +87,21 @@ def send_from_here(request: SendRequest) -> None:
         done = position
 
     try:
-        source = open_source(root, request.part, request.names)
+        source = open_files(root, request.part, request.names)
     except UserError as error:
-        _say(RelayNews(end=True, fault=str(error)))
+        _say(RelayProgress(end=True, fault=str(error)))
         return
     total = sum(size for _, size in source.files)
-    with _Telling(lambda: RelayNews(done, total)):
+    with _Telling(lambda: RelayProgress(done, total)):
         try:
-            with contextlib.closing(chain_protocol.connect(request.below)) as link:
+            with contextlib.closing(chain_protocol.connect_to(request.below)) as link:
                 chain_protocol.send_files(source, request.below.token, link, progress)
         except (OSError, BrokenLinkError) as error:
             fault = str(error)
-    _say(RelayNews(done, total, end=True, fault=fault))
+    _say(RelayProgress(done, total, end=True, fault=fault))
 
 
-def _say(message: RelayReady | RelaySees | RelayNews) -> None:
+def _say(message: RelayReady | RelaySees | RelayProgress) -> None:
     print(reader.dumps(message), flush=True)
 
 
@@ -114,7 +114,7 @@ def _hear(kind: type[Hop]) -> Hop | None:
 class _Telling:
     """Reports progress once per second."""
 
-    def __init__(self, state: Callable[[], RelayNews]) -> None:
+    def __init__(self, state: Callable[[], RelayProgress]) -> None:
         self.state, self.over = state, threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 

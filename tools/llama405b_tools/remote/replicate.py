@@ -31,7 +31,7 @@ from llama405b.contract.reader import MalformedError
 from llama405b.contract.replicas import OF, Copied, Endpoint, Ring
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
-from llama405b_tools.remote.file_sources import Directory
+from llama405b_tools.remote.file_sources import DirectorySource
 from llama405b_tools.remote.messages.transfer import NextHop
 from llama405b_tools.remote.receiver import Receiver
 from llama405b_tools.remote.secrets import write_private
@@ -118,8 +118,8 @@ class Replicator:
         after = ring.after
         hop = NextHop((after.address,), after.port, after.token)
         files = [(f"{directory.name}/{name}", (directory / name).stat().st_size) for name in names]
-        source = Directory(directory.parent, files, functools.partial(_sealed, _manifest_of(directory)))
-        with contextlib.closing(chain_protocol.connect(hop)) as link:
+        source = DirectorySource(directory.parent, files, functools.partial(_sealed, _manifest_of(directory)))
+        with contextlib.closing(chain_protocol.connect_to(hop)) as link:
             chain_protocol.send_files(source, after.token, link, lambda _: None)
             chain_protocol.exactly(link, 1)  # it has all of them, and they are right
 

@@ -182,7 +182,7 @@ class Smi:
             self.query.kill()
 
 
-class Kernel:
+class KernelLog:
     """New lines of the kernel's log about GPUs and memory, if this user may read it."""
 
     WORDS = re.compile(r"NVRM: Xid|Out of memory: Killed process|oom-kill")
@@ -556,7 +556,7 @@ class Machine:
     """This machine, apart from its runs."""
 
     def __init__(self, smi):
-        self.smi, self.kernel = smi, Kernel()
+        self.smi, self.kernel = smi, KernelLog()
         self.name = read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
         self.pci_gpus = 0
 

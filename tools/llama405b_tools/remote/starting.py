@@ -13,7 +13,7 @@ from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Blame, NodeState, NodeStatus
-from llama405b_tools.remote import ending, processes
+from llama405b_tools.remote import processes, stopping
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of, runs, take_lock
@@ -27,7 +27,7 @@ from llama405b_tools.remote.messages.start import (
     StartFault,
     StartRequest,
 )
-from llama405b_tools.remote.messages.stopping import EndRequest
+from llama405b_tools.remote.messages.stop_request import StopRequest
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.remote.tmux import start_session, tmux_session, tmux_socket
 
@@ -51,7 +51,7 @@ def start(request: StartRequest) -> None:
                 return
     if started.fault not in NOT_OURS:
         blame = None if started.fault else Blame(plan.attempt, host, Cause(CauseKind.NOT_KEPT, host))
-        ending.end(EndRequest(plan.run, host, only=plan.rdzv_id, blame=blame))
+        stopping.stop(StopRequest(plan.run, host, only=plan.rdzv_id, blame=blame))
     sys.stdout = None  # nobody listens, and there is nothing more to report
 
 
@@ -61,7 +61,7 @@ def _start(request: StartRequest) -> Started:
     run = run_of(plan.run)
     claim = take_lock(run.start_lock(host))  # of two simultaneous launches of one name, one is refused
     if claim and is_alive(run, host) and not runs(run, host):
-        ending.end_runner(run, host, EndRequest(plan.run, host))  # the new attempt copies what is left
+        stopping.stop_runner(run, host, StopRequest(plan.run, host))  # the new attempt copies what is left
     if claim is None or is_alive(run, host):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):

@@ -17,7 +17,7 @@ from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.stream import BEATS_EVERY_S, News, NodeNews, StreamRequest
+from llama405b_tools.remote.messages.stream import BEATS_EVERY_S, NodeUpdate, StreamMessage, StreamRequest
 from llama405b_tools.remote.tail import Tail
 from llama405b_tools.text.clean import hide_in_json, pieces_of
 
@@ -43,7 +43,7 @@ def stream(request: StreamRequest) -> None:
         for news in state.new(plan, alive=alive, final=last_pass):
             _say(news, pieces)
         if last_pass:
-            _say(News(end=True), pieces)
+            _say(StreamMessage(end=True), pieces)
             return
         if select.select([sys.stdin], [], [], STREAM_EVERY_S)[0] and not os.read(sys.stdin.fileno(), 4096):
             return
@@ -54,19 +54,19 @@ class _State:
 
     def __init__(self, run: RunDir, request: StreamRequest) -> None:
         self.run, self.request = run, request
-        self.last: NodeNews | None = None
+        self.last: NodeUpdate | None = None
         self.beats_at = 0.0
 
-    def new(self, plan: Plan, *, alive: bool, final: bool) -> Iterator[News]:
+    def new(self, plan: Plan, *, alive: bool, final: bool) -> Iterator[StreamMessage]:
         """Yield what is to be reported now."""
         host = self.request.host
-        state = NodeNews(alive, read_record(NodeStatus, self.run.status(host)), stopped_by(self.run, host))
+        state = NodeUpdate(alive, read_record(NodeStatus, self.run.status(host)), stopped_by(self.run, host))
         if state != self.last:
             self.last = state
-            yield News(node=state)
+            yield StreamMessage(node=state)
         if self.request.beats and (final or time.monotonic() > self.beats_at + BEATS_EVERY_S):
             self.beats_at = time.monotonic()
-            yield News(beats=beats_of(self.run, plan.find(host)), now=time.time())
+            yield StreamMessage(beats=beats_of(self.run, plan.find(host)), now=time.time())
 
 
 class _Records:
@@ -75,12 +75,12 @@ class _Records:
     def __init__(self, run: RunDir) -> None:
         self.metrics, self.events = Tail(run.metrics), Tail(run.events("rank-0"))
 
-    def new(self) -> Iterator[News]:
+    def new(self) -> Iterator[StreamMessage]:
         """Yield what was added since the last call."""
         if metrics := tuple(_added(METRICS_LINE, self.metrics)):
-            yield News(metrics=metrics)
+            yield StreamMessage(metrics=metrics)
         if events := tuple(_added(RunEvent, self.events)):
-            yield News(events=events)
+            yield StreamMessage(events=events)
 
 
 class _Secrets:
@@ -108,5 +108,5 @@ def _added(kind: type[T], tail: Tail) -> Iterator[T]:
                 continue
 
 
-def _say(news: News, pieces: Sequence[str]) -> None:
+def _say(news: StreamMessage, pieces: Sequence[str]) -> None:
     print(hide_in_json(reader.dumps(news), pieces), flush=True)

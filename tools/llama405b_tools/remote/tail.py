@@ -12,7 +12,7 @@ Mark = tuple[int, int]  # inode and position: a file may be replaced by a longer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """Whole lines that were added to a file."""
 
     path: Path
@@ -47,12 +47,12 @@ class Tail:
         """Continue where an earlier reader stopped; nothing before ``whole_to`` is skipped."""
         self.marks[path], self.whole_to[path] = mark, whole_to
 
-    def new(self, *, final: bool = False) -> Iterator[Piece]:
+    def new(self, *, final: bool = False) -> Iterator[Chunk]:
         """Yield what was added, at most one piece per file; ``final``: include a last line without a newline."""
         for path in self.files():
             yield from self.new_of(path, final=final)
 
-    def new_of(self, path: Path, *, final: bool = False) -> Iterator[Piece]:
+    def new_of(self, path: Path, *, final: bool = False) -> Iterator[Chunk]:
         """Yield what was added to one file, at most one piece."""
         inode, offset = self.marks.get(path, (0, 0))
         try:
@@ -73,7 +73,7 @@ class Tail:
             end = len(block)
         self.marks[path] = (now.st_ino, offset + end)
         if end:
-            yield Piece(path, offset, block[:end])
+            yield Chunk(path, offset, block[:end])
 
     def _skip(self, file: BinaryIO, begin: int, end: int) -> int:
         """Count the lines up to about ``end``, and return where the next one begins."""
@@ -83,7 +83,7 @@ class Tail:
         self.n_skipped += file.readline(MAX_LINE_BYTES).endswith(b"\n")
         return file.tell()
 
-    def all(self, *, final: bool = False) -> Iterator[Piece]:
+    def all(self, *, final: bool = False) -> Iterator[Chunk]:
         """Yield until nothing is left."""
         while found := list(self.new(final=final)):
             yield from found

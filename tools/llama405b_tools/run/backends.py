@@ -14,14 +14,14 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import slurm
-from llama405b_tools.remote.ending import record_blame
-from llama405b_tools.remote.messages.stopping import ANSWER_S, Ended, EndRequest
+from llama405b_tools.remote.messages.stop_request import ANSWER_S, StopReply, StopRequest
+from llama405b_tools.remote.stopping import record_blame
 from llama405b_tools.run import jobs
 from llama405b_tools.run.query import ask_hosts, host_of, plan_here
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.fold import fold_names
 
-Ends = dict[str, Ended | HostError]  # what became of each host's part
+Ends = dict[str, StopReply | HostError]  # what became of each host's part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Backend(Protocol):
     def waiting(self) -> Waiting | None:
         """Why no host can be asked; None if they can."""
 
-    def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """End a run for good, after a grace period for the trainer to save."""
 
-    def end_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
         """End the processes of one launch, and record why if it failed; another launch of the same name is not touched."""
 
     def cancel(self) -> bool:
@@ -78,16 +78,16 @@ class OnHosts:
         """Hosts can always be asked."""
         return None
 
-    def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """See ``Backend``; on all hosts in parallel."""
-        requests = {name: EndRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
-        return fleet.ask_all("stop", requests, Ended, ANSWER_S + grace_s)
+        requests = {name: StopRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
+        return fleet.ask_all("stop", requests, StopReply, ANSWER_S + grace_s)
 
-    def end_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
         """See ``Backend``."""
         names = [node.name for node in plan.nodes]
-        requests = {name: EndRequest(plan.run, name, only=plan.rdzv_id, blame=blame) for name in names}
-        return fleet.ask_all("stop", requests, Ended, ANSWER_S)
+        requests = {name: StopRequest(plan.run, name, only=plan.rdzv_id, blame=blame) for name in names}
+        return fleet.ask_all("stop", requests, StopReply, ANSWER_S)
 
     def cancel(self) -> bool:
         """Runs on hosts never wait."""
@@ -118,23 +118,23 @@ class InJob:
         state = slurm.job_state(jobs.job_of(self.name))
         return Waiting(jobs.words_of(self.name), is_over=state in slurm.GONE)
 
-    def end(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """See ``Backend``; Slurm then tells whether the job is gone, and the files how the run ended."""
-        gone = jobs.end_job(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
+        gone = jobs.stop_job(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
         told = replies(ask_hosts(fleet, run)[1])
-        return {name: Ended(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
+        return {name: StopReply(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
 
-    def end_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
         """See ``Backend``."""
         if blame:
             for node in plan.nodes:
                 record_blame(self.directory, node.name, blame)
-        gone = jobs.end_job(self.directory, plan.slurm_job, fleet.hosts, "", 0.0)
-        return {name: Ended(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
+        gone = jobs.stop_job(self.directory, plan.slurm_job, fleet.hosts, "", 0.0)
+        return {name: StopReply(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
 
     def cancel(self) -> bool:
         """See ``Backend``."""
-        return jobs.end_job(self.directory, jobs.job_of(self.name), (), "", 0.0)
+        return jobs.stop_job(self.directory, jobs.job_of(self.name), (), "", 0.0)
 
 
 def backend_of(run: str | None, hosts_file: Path) -> Backend:

@@ -18,9 +18,9 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
+from llama405b_tools.run.follow import SLACK_S, Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import failure_words
-from llama405b_tools.run.ladder import end_everywhere
+from llama405b_tools.run.ladder import stop_everywhere
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 
@@ -74,11 +74,13 @@ def point(
         with _quiet():
             watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= STEPS)
     finally:
-        end_everywhere(plan, fleet)
+        stop_everywhere(plan, fleet)
     if watch.newest_step < STEPS:
         worst = watch.worst()
         why = f"{worst.host}: {failure_words(worst)}" if worst else f"it ended before step {STEPS}"
-        raise RunError(f"with {layers or 'all'} layers, {why}; `{fleet.typed('logs', plan.run)}` shows every rank")
+        raise RunError(
+            f"with {layers or 'all'} layers, {why}; `{fleet.command_to_type('logs', plan.run)}` shows every rank"
+        )
     training = on_ranks(trial.config, plan.world).training
     steps = [each for each in watch.metrics if each.step > WARM]
     return _median(layers, training.micro_batch_size, training.global_batch_size, steps)
@@ -100,7 +102,7 @@ def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Loa
     )
     plan, began = launch(trial, hosts, fleet, say=lambda _: None), time.monotonic()
 
-    def told(watch: Watch) -> list[Alone]:
+    def told(watch: RunMonitor) -> list[Alone]:
         return [reader.loads(Alone, line.removeprefix(SIGN), "rates") for line in watch.said if line.startswith(SIGN)]
 
     try:
@@ -109,12 +111,12 @@ def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Loa
                 fleet, plan, until=lambda watch: bool(told(watch)) or time.monotonic() - began > RATES_LIMIT_S
             )
     finally:
-        end_everywhere(plan, fleet)
+        stop_everywhere(plan, fleet)
     if found := told(watch):
         return found[0]
     worst = watch.worst()
     why = f"{worst.host}: {failure_words(worst)}" if worst else f"no rates after {RATES_LIMIT_S:.0f} s"
-    raise RunError(f"measuring rates, {why}; `{fleet.typed('logs', plan.run)}` shows every rank")
+    raise RunError(f"measuring rates, {why}; `{fleet.command_to_type('logs', plan.run)}` shows every rank")
 
 
 @contextlib.contextmanager

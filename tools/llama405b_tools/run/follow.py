@@ -17,15 +17,15 @@ from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, EvaluationMetrics, Metrics, Phase
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.printed_commands import front_door
+from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.stopping import Ended
-from llama405b_tools.remote.messages.stream import News, NodeNews, StreamRequest
+from llama405b_tools.remote.messages.stop_request import StopReply
+from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage, StreamRequest
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import Failure, Heard, failure_words, not_ended
+from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, not_stopped
 from llama405b_tools.run.screen import NobodyReadsError, PlainPrinter, Printer, printer, show
-from llama405b_tools.run.start_everywhere import stop_this
-from llama405b_tools.run.streams import Arrival, Streams, Unreachable
+from llama405b_tools.run.start_everywhere import stop_launch
+from llama405b_tools.run.streams import HostMessage, Streams, Unreachable
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.fold import fold_ranks
 
@@ -94,7 +94,7 @@ class Ending:
         return given("stopped by {}", self.stopped_by) or "the run finished successfully"
 
 
-class Watch:
+class RunMonitor:
     """What is known about a run while it is followed."""
 
     def __init__(self, plan: Plan) -> None:
@@ -108,10 +108,10 @@ class Watch:
         self.failed_saves: list[RunEvent] = []  # since the last that succeeded
         self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
-        self.stopped: dict[str, Ended | HostError] = {}  # how ending the rest went, if that was needed
+        self.stopped: dict[str, StopReply | HostError] = {}  # how ending the rest went, if that was needed
         self.hangs = False
         self.stopped_by = ""  # who stopped the run, if anyone did
-        self.heard: dict[str, Heard] = {}  # each host's heartbeats
+        self.heard: dict[str, HostHeartbeats] = {}  # each host's heartbeats
 
     @property
     def is_over(self) -> bool:
@@ -132,7 +132,7 @@ class Watch:
         """The last step of this attempt that was not skipped; 0 before the first."""
         return max((m.step for m in self.metrics if m.attempt == self.plan.attempt), default=0)
 
-    def take(self, arrival: Arrival) -> list[str]:
+    def take(self, arrival: HostMessage) -> list[str]:
         """Take one message; returns the lines to print."""
         host, news = arrival.host, arrival.news
         if isinstance(news, Unreachable):
@@ -146,7 +146,7 @@ class Watch:
             lines.append(f"{host} │ reachable again")
         self._take_records(news)
         if news.beats is not None and news.now is not None:
-            self.heard[host] = Heard(news.beats, news.now, time.monotonic())
+            self.heard[host] = HostHeartbeats(news.beats, news.now, time.monotonic())
         if news.node and not news.node.alive:
             self._end(host, news.node)
         return [*lines, *self._lines(host, news)]
@@ -162,7 +162,7 @@ class Watch:
             doing.setdefault(DOING.get(beat.phase, beat.phase), set()).add(beat.rank)
         return ", ".join(f"{what} ({fold_ranks(sorted(ranks))})" for what, ranks in doing.items() if ranks)
 
-    def _take_records(self, news: News) -> None:
+    def _take_records(self, news: StreamMessage) -> None:
         for metrics in news.metrics:  # a resumed run goes back: forget the steps it repeats
             if isinstance(metrics, EvaluationMetrics):
                 self.first_evaluation = metrics.evaluation_loss
@@ -210,7 +210,7 @@ class Watch:
         found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # a hung rank waits for a lost one
         return judge.first_failure(found)
 
-    def _end(self, host: str, node: NodeNews) -> None:
+    def _end(self, host: str, node: NodeUpdate) -> None:
         self.stopped_by = self.stopped_by or node.stopped_by
         state = judge.state_of(node.status, alive=False) if node.status else judge.FILES_GONE  # it had started
         failure = judge.failure_of(host, state)
@@ -218,7 +218,7 @@ class Watch:
         if failure:
             self.failures.append(failure)
 
-    def _lines(self, host: str, news: News) -> list[str]:
+    def _lines(self, host: str, news: StreamMessage) -> list[str]:
         """The lines to print from a host's logs: rank 0's output, and why ranks end; of another program, all errors."""
         found: list[str] = []
         for _, file, text in news.entries:
@@ -232,10 +232,10 @@ class Watch:
         return found
 
 
-class Silence:
+class IdleMessage:
     """How long nothing was printed, and what to print then."""
 
-    def __init__(self, watch: Watch, now_s: float) -> None:
+    def __init__(self, watch: RunMonitor, now_s: float) -> None:
         self.watch, self.began_s, self.since_s, self.said = watch, now_s, now_s, ""
 
     def broken(self, now_s: float) -> None:
@@ -255,9 +255,9 @@ def watch_run(
     fleet: Fleet,
     plan: Plan,
     limits: Limits | None = None,
-    until: Callable[[Watch], bool] = lambda _: False,
+    until: Callable[[RunMonitor], bool] = lambda _: False,
     screen: Printer | None = None,
-) -> Watch:
+) -> RunMonitor:
     """Print what happens until every host is done, or ``until`` holds; when one fails, end the others.
 
     With ``limits``, a run that hangs counts as failed.
@@ -265,10 +265,10 @@ def watch_run(
     Raises:
         NobodyReadsError: Nothing can be printed any more, and there is nothing to guard.
     """
-    watch, screen = Watch(plan), screen or PlainPrinter()
+    watch, screen = RunMonitor(plan), screen or PlainPrinter()
     names = [node.name for node in plan.nodes]
     request = StreamRequest(plan.run, "", follow=True, beats=plan.trains)
-    silence = Silence(watch, time.monotonic())
+    silence = IdleMessage(watch, time.monotonic())
     streams = Streams(fleet, names, request, records_of=names[0])
     give_up_at = float("inf")
     try:
@@ -294,7 +294,7 @@ def watch_run(
     if watch.failures:
         watch.count_lost(time.monotonic())
     if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself
-        watch.stopped = stop_this(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
+        watch.stopped = stop_launch(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
     return watch
 
 
@@ -303,7 +303,7 @@ def follow(
     plan: Plan,
     hosts: str = "",
     limits: Limits | None = None,
-    until: Callable[[Watch], bool] = lambda _: False,
+    until: Callable[[RunMonitor], bool] = lambda _: False,
     *,
     plain: bool = True,
 ) -> Ending:
@@ -317,30 +317,30 @@ def follow(
         return summarise(watch, plan, hosts, guarded=limits is not None)
     except (KeyboardInterrupt, NobodyReadsError):
         show(
-            f"\nno longer following; the run continues. `{front_door()} logs{hosts} -f --run {plan.run}` follows again, "
-            f"`{front_door()} stop{hosts} --run {plan.run}` ends it"
+            f"\nno longer following; the run continues. `{program_name()} logs{hosts} -f --run {plan.run}` follows again, "
+            f"`{program_name()} stop{hosts} --run {plan.run}` ends it"
         )
         return Ending(EndKind.LEFT)
 
 
-def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
+def summarise(watch: RunMonitor, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
     """Print how it ended."""
     if watch.metrics:
         show(f"\n{plan.run}: {_progress(watch, plan)}")
     if watch.saved:
         show(f"checkpoint: {watch.saved}")
-    logs = f"`{front_door()} logs{hosts} --run {plan.run}` shows every rank"
+    logs = f"`{program_name()} logs{hosts} --run {plan.run}` shows every rank"
     again = [f"to continue, repeat the launch with --run {plan.run} --resume auto"] if watch.can_resume else []
     if worst := watch.worst():
-        for host, why in not_ended(watch.stopped).items():
-            show(f"{host}: {why}; run `{front_door()} stop{hosts} --run {plan.run}` again", error=True)
+        for host, why in not_stopped(watch.stopped).items():
+            show(f"{host}: {why}; run `{program_name()} stop{hosts} --run {plan.run}` again", error=True)
         show(f"FAILED  {worst.host}: {failure_words(worst)}", error=True)
         show("next: " + "; ".join([logs] if guarded else [logs, *again]), error=True)
         return Ending(EndKind.FAILED, worst)
     if watch.stopped_by:
         show("; ".join([f"stopped by {watch.stopped_by}", *again]))
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
-    own = [f"`{front_door()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
+    own = [f"`{program_name()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
     export = []
     if watch.saved:
         export = [f"{_export(plan, hosts)} writes a model that transformers loads"]
@@ -350,7 +350,7 @@ def summarise(watch: Watch, plan: Plan, hosts: str = "", *, guarded: bool = Fals
 
 def _export(plan: Plan, hosts: str) -> str:
     """What to type for a model, and where."""
-    typed = f"{front_door()} export {plan.run} OUT"
+    typed = f"{program_name()} export {plan.run} OUT"
     if not plan.spread or len(plan.nodes) == 1:
         return f"`{typed}`, where the checkpoint is,"
     if plan.slurm_job:
@@ -358,7 +358,7 @@ def _export(plan: Plan, hosts: str) -> str:
     return f"`{typed}{hosts or ' hosts'}`"
 
 
-def _progress(watch: Watch, plan: Plan) -> str:
+def _progress(watch: RunMonitor, plan: Plan) -> str:
     """Loss and rate from the first step to the last."""
     metrics = watch.metrics
     first, last, ending = metrics[0], metrics[-1], metrics[-MEAN_OF:]
@@ -371,7 +371,7 @@ def _progress(watch: Watch, plan: Plan) -> str:
     )
 
 
-def _held_out(watch: Watch) -> str:
+def _held_out(watch: RunMonitor) -> str:
     """Loss on data held out, before the first step and after the last that was evaluated."""
     evaluated = next((each for each in reversed(watch.metrics) if each.evaluation_loss is not None), None)
     if evaluated is None:

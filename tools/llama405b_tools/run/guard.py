@@ -28,12 +28,12 @@ from llama405b.contract.records import GuardStage, GuardState
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
-from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
+from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.guarding import end_own_session, machine_id
-from llama405b_tools.remote.messages.guard_notes import GuardNote, Noted
+from llama405b_tools.remote.messages.guard_notes import GuardNote, NoteReply
 from llama405b_tools.remote.messages.host_run import PlanRequest
-from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, Watch, follow
+from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, RunMonitor, follow
 from llama405b_tools.run.guard_record import (
     BEAT_S,
     Notice,
@@ -44,12 +44,12 @@ from llama405b_tools.run.guard_record import (
     run_command,
     unsaved_words,
 )
-from llama405b_tools.run.judge import not_ended
+from llama405b_tools.run.judge import not_stopped
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
-from llama405b_tools.run.start_everywhere import StartError, stop_this
+from llama405b_tools.run.start_everywhere import StartError, stop_launch
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back
@@ -58,7 +58,7 @@ STUCK_S = 900.0  # longer than any one try to bring a run back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GuardOrder:
+class GuardInput:
     """What a guard reads from standard input: the launch, its hosts, and the plan that is running."""
 
     request: LaunchRequest
@@ -66,7 +66,7 @@ class GuardOrder:
     plan: Plan
 
 
-def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
+def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     """Return the plan of the requested run if it is still running but its guard died, with the machine or the terminal.
 
     Only if it is the same run, by its hosts, program, settings and the names of its secrets.
@@ -83,7 +83,7 @@ def unguarded(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     known = of_hosts(request.run, heard_by(found), time.time())
     if known and known.guards:
         who = f"process {known.state.pid} on {known.state.machine.partition(' ')[0]}"
-        stop = f"{front_door()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
+        stop = f"{program_name()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
         raise UserError(
             f"--run: {request.run!r} already has a guard ({who}); `{stop}` ends both, or leave them running"
         )
@@ -105,10 +105,10 @@ def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
     return same and names == list(fleet.hosts) and set(plan.secrets) == set(request.secrets)
 
 
-def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, Noted]:
+def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, NoteReply]:
     """Tell every host of a run what its guard does; one that cannot be reached hears it the next time. Returns the answers."""
     notes = {node.name: GuardNote(plan.run, node.name, plan.rdzv_id, state) for node in plan.nodes}
-    return replies(fleet.ask_all("guard", notes, Noted, NOTE_TIMEOUT_S))
+    return replies(fleet.ask_all("note", notes, NoteReply, NOTE_TIMEOUT_S))
 
 
 ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
@@ -167,13 +167,13 @@ class Watchman:
         self.notify(notice, why)
         return True
 
-    def turn(self, watch: Watch | None = None) -> bool:
+    def turn(self, watch: RunMonitor | None = None) -> bool:
         """Note that the guard does not hang, and whether saves fail; always False: it is to follow the run to its end."""
         self.turned_at = time.monotonic()
         self.unsaved = unsaved_words(watch.failed_saves) if watch else ""
         return False
 
-    def tell(self) -> dict[str, Noted]:
+    def tell(self) -> dict[str, NoteReply]:
         """Tell the hosts what the guard does now; one at a time, so that none hears the older news last."""
         with self.telling:
             return tell_hosts(self.fleet, self.plan, self.record)
@@ -239,10 +239,10 @@ class Watchman:
         said, tries, self.down_at = "", 0, time.monotonic()
         while True:
             self.turn()
-            ends = stop_this(self.plan, self.fleet)
+            ends = stop_launch(self.plan, self.fleet)
             if stopped_by := [end.stopped_by for end in replies(ends).values() if end.stopped_by]:
                 return stopped_by[0]
-            why = "; ".join(f"{name}: {why}" for name, why in not_ended(ends).items()) or self.start_again()
+            why = "; ".join(f"{name}: {why}" for name, why in not_stopped(ends).items()) or self.start_again()
             if not why:
                 return ""
             if why != said:
@@ -276,7 +276,7 @@ class Watchman:
 
     def give_up(self, why: str) -> int:
         """End what is left, and report why the guard gives up."""
-        stop_this(self.plan, self.fleet)
+        stop_launch(self.plan, self.fleet)
         self.say(GuardStage.GAVE_UP, why)
         self.notify(Notice.GAVE_UP, why)
         return FAILED
@@ -309,7 +309,7 @@ def log(line: str) -> None:
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.run.guard``; reads what to guard from standard input."""
     os.umask(UMASK)
-    order = reader.loads(GuardOrder, sys.stdin.buffer.read(), "the guard's order")
+    order = reader.loads(GuardInput, sys.stdin.buffer.read(), "the guard's order")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the order has secrets: its file must not live on as ours
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

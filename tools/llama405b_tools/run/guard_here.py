@@ -14,9 +14,9 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.printed_commands import front_door
+from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote.launch_facts import place_of
-from llama405b_tools.run.guard import GuardOrder
+from llama405b_tools.run.guard import GuardInput
 from llama405b_tools.run.preflight import place_words
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import printer, show
@@ -25,7 +25,7 @@ POLL_S = 0.3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Guarding:
+class GuardProcess:
     """A guard that this process started."""
 
     run: str
@@ -57,7 +57,7 @@ class Guarding:
                         return code if code >= 0 else FAILED
                     time.sleep(POLL_S)
         except KeyboardInterrupt:
-            stop = f"`{front_door()} stop{hosts} --run {self.run}` ends both"
+            stop = f"`{program_name()} stop{hosts} --run {self.run}` ends both"
             show(f"\nno longer following; the run continues, guarded. {stop}")
             return STOPPED_FOLLOWING
 
@@ -76,19 +76,19 @@ def check_place(run: str) -> None:
         )
 
 
-def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> Guarding:
+def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> GuardProcess:
     """Start the guard of a run that is up, in a session of its own.
 
     Raises:
         RunError: It cannot be started, or its log cannot be written.
     """
     try:
-        return _spawn(GuardOrder(request, tuple(hosts), plan), RunDir.here(plan.run).guard_log)
+        return _spawn(GuardInput(request, tuple(hosts), plan), RunDir.here(plan.run).guard_log)
     except OSError as error:
         raise RunError(f"{given('{}: ', error.filename)}{reason_of(error)}") from None
 
 
-def _spawn(order: GuardOrder, path: Path) -> Guarding:
+def _spawn(order: GuardInput, path: Path) -> GuardProcess:
     """Its order goes through a pipe, because of the secrets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:
@@ -103,4 +103,4 @@ def _spawn(order: GuardOrder, path: Path) -> Guarding:
     assert child.stdin
     child.stdin.write(reader.dumps(order).encode())
     child.stdin.close()
-    return Guarding(order.plan.run, child, path, begin)
+    return GuardProcess(order.plan.run, child, path, begin)

@@ -1,6 +1,6 @@
 """Put a run's guard on one of its hosts, where it outlives the operator's machine.
 
-``connect_to_all`` and ``begin`` are actions of the agent on that host. The guard runs in a tmux server of its own there, and makes
+``connect`` and ``begin`` are actions of the agent on that host. The guard runs in a tmux server of its own there, and makes
 its own connections to the hosts of the run, with that host's keys, ``~/.ssh/config`` and ``known_hosts``.
 """
 
@@ -26,7 +26,7 @@ from llama405b_tools.remote.messages.guard_notes import MachineName, MachineRequ
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, START_WITHIN_S
 from llama405b_tools.remote.secrets import write_private
 from llama405b_tools.remote.tmux import guard_socket, start_session
-from llama405b_tools.run.guard import GuardOrder
+from llama405b_tools.run.guard import GuardInput
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
 from llama405b_tools.run.request import LaunchRequest
@@ -88,7 +88,7 @@ def begin_on(name: str, request: LaunchRequest, plan: Plan, fleet: Fleet) -> str
     Raises:
         RunError: It did not begin.
     """
-    order = GuardOrder(request, for_others(fleet), plan)
+    order = GuardInput(request, for_others(fleet), plan)
     try:
         begun = fleet.ask(name, "begin", order, Begun, ANSWER_WITHIN_S)
     except HostError as error:
@@ -107,7 +107,7 @@ def for_others(fleet: Fleet) -> tuple[Host, ...]:
     )
 
 
-def connect_to_all(request: ConnectRequest) -> Connected:
+def connect(request: ConnectRequest) -> Connected:
     """Ask all hosts from this one which machines they are."""
     with Fleet(request.hosts) as fleet:
         found = _ask_machines(fleet)
@@ -118,7 +118,7 @@ def _ask_machines(fleet: Fleet) -> Outcomes[MachineName]:
     return fleet.ask_all("identify", dict.fromkeys(fleet.hosts, MachineRequest()), MachineName, STATUS_TIMEOUT_S)
 
 
-def begin(request: GuardOrder) -> Begun:
+def begin(request: GuardInput) -> Begun:
     """Start the guard on this host, and wait until it watches."""
     run = run_of(request.plan.run)
     guarding.dismiss(run)  # the guard of an earlier launch of this name

@@ -18,9 +18,9 @@ from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import GUARDING, GuardState
-from llama405b_tools.hosts.printed_commands import front_door
+from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote import guarding
-from llama405b_tools.remote.messages.guard_notes import Noted
+from llama405b_tools.remote.messages.guard_notes import NoteReply
 from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.clean import clean
@@ -31,7 +31,7 @@ SILENT_AFTER_S = 120.0
 BEGINS_WITHIN_S = 30.0  # after it was asked for
 
 
-Heard = Sequence[tuple[float, GuardState]]  # how many seconds ago a host heard it, and what
+GuardReports = Sequence[tuple[float, GuardState]]  # how many seconds ago a host heard it, and what
 TIMEOUT_S = 60.0
 SAVES_IN_A_ROW = 2  # that fail: one alone may be a disk that hesitated
 
@@ -77,12 +77,12 @@ def asked_for(request: LaunchRequest) -> GuardState:
     )
 
 
-def heard_by(told: Iterable[HostRun]) -> Heard:
+def heard_by(told: Iterable[HostRun]) -> GuardReports:
     """Return what the hosts heard from a guard."""
     return [(host.now - host.guard.time, host.guard) for host in told if host.guard]
 
 
-def of_hosts(run: str, heard: Heard, now: float) -> Guard | None:
+def of_hosts(run: str, heard: GuardReports, now: float) -> Guard | None:
     """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since.
 
     A host that it ran on knows at once that it died.
@@ -134,7 +134,7 @@ def guard_line(found: Guard) -> str:
         )
         place = given(" in {}", shlex.quote(state.directory)) if state.directory != str(Path.cwd()) else ""
         again = (
-            given(f"`{front_door()} launch {{}}`{place}", state.command)
+            given(f"`{program_name()} launch {{}}`{place}", state.command)
             or "the same launch command, with --resume auto,"
         )
         return clean(f"guard: GONE, {last} at {at} ({died}); nothing will restart this run: {again} guards it again")
@@ -167,7 +167,7 @@ def unsaved_words(failed: Sequence[RunEvent]) -> str:
     return f"the last {len(failed)} saves failed; step {failed[-1].step}: {failed[-1].detail}"
 
 
-def disk_words(hosts: Mapping[str, Noted]) -> str:
+def disk_words(hosts: Mapping[str, NoteReply]) -> str:
     """Say which disks of the run are nearly full; '' if none is."""
     full: dict[str, list[str]] = {}
     for name, noted in hosts.items():

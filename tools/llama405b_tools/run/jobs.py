@@ -21,12 +21,12 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import StopMark
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.printed_commands import to_type
+from llama405b_tools.hosts.printed_commands import command_to_type
 from llama405b_tools.remote import slurm
 from llama405b_tools.remote.launch_facts import place_of, resumable
-from llama405b_tools.remote.messages.stopping import RUNNER_ENDS_S
+from llama405b_tools.remote.messages.stop_request import RUNNER_ENDS_S
 from llama405b_tools.remote.secrets import write_secrets
-from llama405b_tools.run.plan import Terms
+from llama405b_tools.run.plan import RunSpec
 from llama405b_tools.run.preflight import place_words
 from llama405b_tools.run.request import LaunchRequest
 
@@ -47,7 +47,7 @@ class JobRecord:
 class JobRequest:
     """What the nodes of a job build the plan from."""
 
-    terms: Terms
+    terms: RunSpec
     program_again: tuple[str, ...]  # if Slurm requeues the job
     grace_s: float
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)  # cache and scratch, for each node to expand
@@ -76,13 +76,13 @@ def submit(request: LaunchRequest, options: str) -> str:
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.job_state(earlier.job) not in slurm.GONE:
         raise UserError(
-            f"--run: {request.run!r} is already job {earlier.job}; `{to_type('stop', None, request.run)}` ends it"
+            f"--run: {request.run!r} is already job {earlier.job}; `{command_to_type('stop', None, request.run)}` ends it"
         )
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()
     resume = request.resume if request.evaluates else "auto"
     again = dataclasses.replace(request, resume=resume).training_program()
-    write_json(run.job_request, JobRequest(request.terms(), again, SIGNAL_BEFORE_S - 60, request.places))
+    write_json(run.job_request, JobRequest(request.spec(), again, SIGNAL_BEFORE_S - 60, request.places))
     if request.secrets:
         write_secrets(run.job_secrets, dict(request.secrets))
     script = run.job_script
@@ -131,7 +131,7 @@ def _options(text: str) -> list[str]:
         raise UserError(f'--slurm: {text!r} cannot be parsed ({error}); write it as "-N 4 -p gpu"') from None
 
 
-def end_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
+def stop_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
     """End a job: through the node runners, which look for a stop file and let the trainer save, then through Slurm.
 
     Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.

@@ -13,7 +13,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.remote.messages.host_run import Beat, HostRun
-from llama405b_tools.remote.messages.stopping import Ended
+from llama405b_tools.remote.messages.stop_request import StopReply
 from llama405b_tools.remote.messages.stream import BEATS_EVERY_S
 from llama405b_tools.text.clean import clean
 
@@ -72,7 +72,7 @@ class Failure:
         return origin_of(self.cause)
 
 
-def choose(answers: Mapping[str, Sequence[HostRun]]) -> str:
+def choose_run(answers: Mapping[str, Sequence[HostRun]]) -> str:
     """Return the run that is meant if none is named: the only live one, else the newest; there is at least one.
 
     Raises:
@@ -181,7 +181,7 @@ def with_blame(failures: Sequence[Failure], blame: Blame | None) -> list[Failure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Heard:
+class HostHeartbeats:
     """A host's latest heartbeats."""
 
     beats: Sequence[Beat]
@@ -219,7 +219,7 @@ def silent_rank(
     return min(silent, key=lambda rank: (rank.beat.state not in STUCK, rank.beat.step, -rank.age_s), default=None)
 
 
-def hung(heard: Mapping[str, Heard], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:
+def hung(heard: Mapping[str, HostHeartbeats], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:
     """``silent_rank`` as a failure; each host's clock is compared only with itself, so skew does not matter."""
     beats = {
         host: [(beat, hears.now - beat.time + now_s - hears.at_s) for beat in hears.beats]
@@ -268,7 +268,7 @@ def failure_words(failure: Failure) -> str:
     return ": ".join(filter(None, [state_words(failure.state), said]))
 
 
-def not_ended(ends: Outcomes[Ended]) -> dict[str, str]:
+def not_stopped(ends: Outcomes[StopReply]) -> dict[str, str]:
     """Return the hosts where something may be left, each with the reason."""
     return {name: f"could not be queried: {why}" for name, why in unanswered(ends).items()} | {
         name: f"{end.remains} cannot be ended" for name, end in replies(ends).items() if end.remains

@@ -13,9 +13,9 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.rungs import MANY_RANKS_ONLY, ONE_RANK_ONLY, SIGN, Rung, RungResult
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.remote.messages.stopping import ANSWER_S, Ended, EndRequest
-from llama405b_tools.run.follow import Watch, watch_run
-from llama405b_tools.run.judge import failure_words, not_ended
+from llama405b_tools.remote.messages.stop_request import ANSWER_S, StopReply, StopRequest
+from llama405b_tools.run.follow import RunMonitor, watch_run
+from llama405b_tools.run.judge import failure_words, not_stopped
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import LaunchRequest
 
@@ -47,7 +47,7 @@ def climb_on(
     expected = [rung for rung in rungs if rung not in (MANY_RANKS_ONLY if plan.world == 1 else ONE_RANK_ONLY)]
     found: list[RungResult] = []
 
-    def tell(watch: Watch) -> bool:
+    def tell(watch: RunMonitor) -> bool:
         for result in results_in(watch.said):
             if result.rung not in [known.rung for known in found]:
                 found.append(result)
@@ -60,7 +60,7 @@ def climb_on(
             watch = watch_run(fleet, plan, until=tell)
         tell(watch)
     finally:
-        end_everywhere(plan, fleet)
+        stop_everywhere(plan, fleet)
     if len(found) < len(expected) and not any(result.fault for result in found):
         worst = watch.worst()
         fault = f"{worst.host}: {failure_words(worst)}" if worst else "it ended without a result"
@@ -78,12 +78,12 @@ def results_in(lines: Iterable[str]) -> list[RungResult]:
     ]
 
 
-def end_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
+def stop_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
     """End a trial run on every host, whatever attempt is there; with ``hard``, as a crash would.
 
     Raises:
         RunError: Something of it is left.
     """
-    requests = {node.name: EndRequest(plan.run, node.name, hard=hard, discard=discard) for node in plan.nodes}
-    for name, why in not_ended(fleet.ask_all("stop", requests, Ended, ANSWER_S)).items():
-        raise RunError(f"{name}: {why}; `{fleet.typed('stop', plan.run)}` ends what is left")
+    requests = {node.name: StopRequest(plan.run, node.name, hard=hard, discard=discard) for node in plan.nodes}
+    for name, why in not_stopped(fleet.ask_all("stop", requests, StopReply, ANSWER_S)).items():
+        raise RunError(f"{name}: {why}; `{fleet.command_to_type('stop', plan.run)}` ends what is left")

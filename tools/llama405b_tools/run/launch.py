@@ -15,7 +15,7 @@ from llama405b_tools.hosts.outcomes import one_machine
 from llama405b_tools.hosts.printed_commands import hosts_argument
 from llama405b_tools.run.forecast import expected, kept, loading_note, misfit, room_faults
 from llama405b_tools.run.guard_record import asked_for
-from llama405b_tools.run.preflight import Facts, check_training, fault_list, nccl_lines, part_of, plan_of, probe_hosts
+from llama405b_tools.run.preflight import Facts, check_training, fault_list, host_spec, nccl_lines, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 from llama405b_tools.run.start_everywhere import start_run
@@ -44,7 +44,7 @@ def launch(
     began = time.monotonic()
     try:
         answers, way = probe_hosts(request, hosts, fleet)
-        parts = [part_of(host, answers[host.name], way) for host in hosts]
+        parts = [host_spec(host, answers[host.name], way) for host in hosts]
         plan = plan_of(request, parts, answers, way, time.time())
     except UserError as error:
         if again:

@@ -14,7 +14,7 @@ PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> v
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Terms:
+class RunSpec:
     """What is requested of a run, wherever it runs."""
 
     run: str
@@ -30,7 +30,7 @@ class Terms:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HostPart:
+class HostSpec:
     """One host's facts, as far as a plan needs them."""
 
     name: str
@@ -47,7 +47,7 @@ class HostPart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Launching:
+class LaunchSpec:
     """What is specific to one launch."""
 
     attempt: int
@@ -59,7 +59,7 @@ class Launching:
     slurm_job: str = ""
 
 
-def build_plan(terms: Terms, parts: Sequence[HostPart], launching: Launching) -> Plan:
+def build_plan(terms: RunSpec, parts: Sequence[HostSpec], launching: LaunchSpec) -> Plan:
     """Build the plan of a launch.
 
     Raises:
@@ -108,14 +108,14 @@ def places_env(places: Mapping[str, str]) -> dict[str, str]:
     return {PLACES[key]: path for key, path in places.items()}
 
 
-def used_parts(terms: Terms, parts: Sequence[HostPart]) -> Sequence[HostPart]:
+def used_parts(terms: RunSpec, parts: Sequence[HostSpec]) -> Sequence[HostSpec]:
     """Return the parts as the run uses them: without GPUs if it trains on CPUs."""
     if not terms.on_cpu:
         return parts
     return [dataclasses.replace(part, gpus=0) for part in parts]
 
 
-def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
+def nccl_reasons(part: HostSpec) -> dict[str, tuple[str, str]]:
     """Return the NCCL settings for a host's RDMA devices, each with its reason; {} if it has no GPU or no RDMA."""
     ports = part.rdma.ports
     if not part.gpus or not network.has_rdma(ports):
@@ -123,7 +123,7 @@ def nccl_reasons(part: HostPart) -> dict[str, tuple[str, str]]:
     return network.nccl_env(ports, part.interface)
 
 
-def _devices(parts: Sequence[HostPart], slots: Sequence[int]) -> list[dict[str, str]]:
+def _devices(parts: Sequence[HostSpec], slots: Sequence[int]) -> list[dict[str, str]]:
     """Disjoint GPUs for hosts that are one machine.
 
     Raises:

@@ -17,11 +17,11 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
 from llama405b_tools.hosts.outcomes import disagreements, replies, unanswered
-from llama405b_tools.hosts.printed_commands import to_type
+from llama405b_tools.hosts.printed_commands import command_to_type
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.machine.network import is_private
 from llama405b_tools.remote.messages.probe import InputCheck, LaunchFacts, PlaceFault, ProbeRequest, RunPlace
-from llama405b_tools.run.plan import HostPart, Launching, build_plan, nccl_reasons, used_parts
+from llama405b_tools.run.plan import HostSpec, LaunchSpec, build_plan, nccl_reasons, used_parts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names
 
@@ -32,7 +32,7 @@ PORT_TRIES = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class Rendezvous:
     """Where the hosts meet: measured, never taken from the names that SSH uses."""
 
     head: str  # the head's address on the training network
@@ -44,7 +44,7 @@ class Way:
 Facts = Mapping[str, LaunchFacts]  # by host
 
 
-def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Facts, Way]:
+def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Facts, Rendezvous]:
     """Ask every host whether the run can start there, and find out where they meet.
 
     Raises:
@@ -70,8 +70,8 @@ def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> 
     unfit = {host.name: _host_fault(request, host, answers[host.name]) for host in hosts if host.name in answers}
     faults = unanswered(outcomes) | user_faults(request, answers) | unshared(request, answers)
     faults |= {name: why for name, why in unfit.items() if why}
-    way = meet(head, candidates, answers, port)
-    if not isinstance(way, Way):
+    way = find_rendezvous(head, candidates, answers, port)
+    if not isinstance(way, Rendezvous):
         raise RunError(fault_list(way | faults, len(hosts)))
     if faults := hidden_addresses(way, answers) | faults:
         raise RunError(fault_list(faults, len(hosts)))
@@ -132,7 +132,7 @@ def _mbit(text: str) -> int:
     return int(text) if text.lstrip("-").isdigit() else 0
 
 
-def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Way | dict[str, str]:
+def find_rendezvous(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Rendezvous | dict[str, str]:
     """Return the way to the first candidate that every other host reaches; else, by host, why there is none."""
     others = {name: found.head for name, found in answers.items() if name != head.name}
     if head.name not in answers:
@@ -154,14 +154,14 @@ def meet(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Wa
     return faults
 
 
-def _way_at(candidate: str, head: Host, answers: Facts, port: int) -> Way:
+def _way_at(candidate: str, head: Host, answers: Facts, port: int) -> Rendezvous:
     """Return the way to an address of the head that all hosts reach."""
     own = {entry.address: entry.interface for entry in answers[head.name].own}
     mine = candidate
     if candidate not in own and candidate != LOCAL:
         mine = next(iter(own), LOCAL)
     others = {name: found.head[candidate] for name, found in answers.items() if candidate in found.head}
-    return Way(
+    return Rendezvous(
         head=candidate,
         port=port,
         address={head.name: mine, **{name: reach.mine for name, reach in others.items()}},
@@ -188,7 +188,7 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             )
         if found.alive:
             owner = given(", launched by {}", found.owner)
-            stop = to_type("stop", request.hosts_file, request.run)
+            stop = command_to_type("stop", request.hosts_file, request.run)
             raise UserError(
                 f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name"
             )
@@ -204,25 +204,25 @@ def refuse_input(request: LaunchRequest, answers: Facts, port: int) -> None:
             raise UserError(f"{name}: {found.input_fault}")
 
 
-def plan_of(request: LaunchRequest, parts: Sequence[HostPart], answers: Facts, way: Way, now: float) -> Plan:
+def plan_of(request: LaunchRequest, parts: Sequence[HostSpec], answers: Facts, way: Rendezvous, now: float) -> Plan:
     """Build the plan from the answers.
 
     Raises:
         UserError: Hosts that are one machine request more GPUs than it has.
     """
-    launching = Launching(
+    launching = LaunchSpec(
         attempt=1 + max(found.attempt for found in answers.values()),
         created=now,
         token=secrets.token_hex(4),
         endpoint=f"{way.head}:{way.port}",
         owner=f"{getpass.getuser()}@{socket.gethostname()}",
     )
-    return build_plan(request.terms(), parts, launching)
+    return build_plan(request.spec(), parts, launching)
 
 
-def part_of(host: Host, answer: LaunchFacts, way: Way) -> HostPart:
+def host_spec(host: Host, answer: LaunchFacts, way: Rendezvous) -> HostSpec:
     """Return what a plan needs to know about a host."""
-    return HostPart(
+    return HostSpec(
         name=host.name,
         slots=host.slots,
         machine=answer.machine,
@@ -254,7 +254,7 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
                 raise UserError(f"{what}; {bug.cure}. Nothing was started")
 
 
-def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:
+def hidden_addresses(way: Rendezvous, answers: Facts) -> dict[str, str]:
     """Return hosts whose interface has another address first: gloo is given interfaces, and uses their first address."""
     faults = {}
     for name, found in answers.items():
@@ -262,17 +262,17 @@ def hidden_addresses(way: Way, answers: Facts) -> dict[str, str]:
         first = next((entry.address for entry in found.own if entry.interface == interface), address)
         if first != address and interface != "lo":
             faults[name] = (
-                f"its {interface} has {first} before {address}, where the hosts meet, but gloo uses an interface's first "
+                f"its {interface} has {first} before {address}, where the hosts find_rendezvous, but gloo uses an interface's first "
                 f"address; put {address} first, or on an interface of its own"
             )
     return faults
 
 
-def nccl_lines(request: LaunchRequest, parts: Sequence[HostPart]) -> list[str]:
+def nccl_lines(request: LaunchRequest, parts: Sequence[HostSpec]) -> list[str]:
     """Return one line for each NCCL setting that launch makes: for which hosts, and why."""
     lines: dict[str, list[str]] = {}
     own = {name: f"{name}={value} (--env)" for name, value in request.env.items()}
-    for part in used_parts(request.terms(), parts):
+    for part in used_parts(request.spec(), parts):
         for name, (value, why) in nccl_reasons(part).items():
             lines.setdefault(own.get(name, f"{name}={value} ({why})"), []).append(part.name)
     return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
@@ -336,14 +336,16 @@ def _host_fault(request: LaunchRequest, host: Host, found: LaunchFacts) -> str:
         return f"it has {counted(found.gpus, 'GPU')}, but slots={host.slots}; check nvidia-smi, or lower slots="
     if found.leftovers:
         left = counted(len(found.leftovers), "process", "processes")
-        return f"{left} of an earlier attempt left; run `{to_type('stop', request.hosts_file, request.run)}` first"
+        return (
+            f"{left} of an earlier attempt left; run `{command_to_type('stop', request.hosts_file, request.run)}` first"
+        )
     return ""
 
 
 def _lacks(request: LaunchRequest, found: LaunchFacts) -> str:
     """Which program a host lacks; '' if none."""
     if missing := [name for name, version in found.versions.items() if version == "missing"]:
-        setup = to_type("setup", request.hosts_file)
+        setup = command_to_type("setup", request.hosts_file)
         return f"{', '.join(missing)} is not installed for its python; run `{setup}`, or install it there"
     if not found.has_program:
         return f"{_named(request.program)} is not in {found.workdir}; copy it there"

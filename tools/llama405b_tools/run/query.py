@@ -53,8 +53,8 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
         raise no_such_run(fleet, run, names_of(all_runs(fleet)), unanswered(outcomes))
     if not any(answers.values()):
         lost = _silence(unanswered(outcomes))
-        raise UserError(f"no run on these hosts yet{lost}; `{fleet.typed('launch')} …` starts one")
-    chosen = run or judge.choose(answers)
+        raise UserError(f"no run on these hosts yet{lost}; `{fleet.command_to_type('launch')} …` starts one")
+    chosen = run or judge.choose_run(answers)
     return chosen, _seen_of(chosen, outcomes)
 
 
@@ -108,7 +108,7 @@ def no_such_run(fleet: Fleet, run: str, known: Sequence[str], lost: Mapping[str,
     there = "there are none yet"
     if known:
         shown = ", ".join(known[:SHOWN_RUNS]) + and_more(known, SHOWN_RUNS)
-        there = f"there are {shown}; `{fleet.typed('status')} --all` tells more"
+        there = f"there are {shown}; `{fleet.command_to_type('status')} --all` tells more"
     return UserError(f"--run: no host has {run!r} in {places[0]}{and_more(places)}; {there}{_silence(lost)}")
 
 

@@ -21,10 +21,10 @@ from llama405b.contract.rungs import LINKS, line_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Stream
-from llama405b_tools.remote.messages.stopping import CUT, EndRequest
-from llama405b_tools.run.follow import SLACK_S, Limits, Watch, watch_run
+from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
+from llama405b_tools.run.follow import SLACK_S, Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import Failure, failure_words
-from llama405b_tools.run.ladder import climb_on, end_everywhere
+from llama405b_tools.run.ladder import climb_on, stop_everywhere
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.query import newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
@@ -56,7 +56,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     try:
         tethers.tie()
         losses = losses_at(STEPS, fleet, plan, load_s)
-        end_everywhere(plan, fleet, hard=True)
+        stop_everywhere(plan, fleet, hard=True)
         print(f"rehearsal: {STEPS} steps{', saved' if saves else ''}, killed", flush=True)
         if saves:
             step = step_to_repeat(newest_checkpoint(fleet, plan.run), losses)
@@ -68,11 +68,11 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     except RunError as error:
         fault = str(error)
     finally:
-        end_everywhere(plan, fleet, hard=False, discard=True)
+        stop_everywhere(plan, fleet, hard=False, discard=True)
         tethers.cut()
     took = f"{time.monotonic() - began:.0f} s"
     if fault:
-        print(f"rehearsal: FAILED after {took}: {fault}; `{fleet.typed('logs', plan.run)}` shows every rank")
+        print(f"rehearsal: FAILED after {took}: {fault}; `{fleet.command_to_type('logs', plan.run)}` shows every rank")
         return FAILED
     resumed = f", resumed to the same loss ({before:.4f})" if saves else "; nothing was saved: checkpoint.every is 0"
     print(f"rehearsal: good, {took}: loaded, {STEPS} steps{resumed}; nothing is left running")
@@ -150,7 +150,7 @@ class Tethers:
                 raise RunError(f"{name}: {found}")
 
     def _tie(self, name: str) -> None:
-        self.streams.append(self.fleet.stream(name, "tether", EndRequest(self.plan.run, name, discard=True)))
+        self.streams.append(self.fleet.stream(name, "tether", StopRequest(self.plan.run, name, discard=True)))
 
     def cut(self) -> None:
         """End it: the rehearsal was ended from here."""
@@ -160,7 +160,7 @@ class Tethers:
             stream.close()
 
 
-def _where(worst: Failure, watch: Watch) -> str:
+def _where(worst: Failure, watch: RunMonitor) -> str:
     """The phase of a failure: from its cause, else from the latest heartbeats of its host's ranks."""
     beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
     phases = [worst.cause.phase] if worst.cause.phase else sorted({str(beat.phase) for beat in beats})

@@ -21,7 +21,7 @@ from llama405b.contract.schema import Config
 from llama405b.contract.trust import refuse_others_writing
 from llama405b.contract.units import seconds
 from llama405b_tools.remote.messages.probe import Resumable
-from llama405b_tools.run.plan import Terms
+from llama405b_tools.run.plan import RunSpec
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
@@ -75,9 +75,9 @@ class LaunchRequest:
         program = ["--", *self.program] if self.program else []
         return shlex.join([*self.typed, "--run", self.run, "--resume", "auto", *program])
 
-    def terms(self) -> Terms:
+    def spec(self) -> RunSpec:
         """What the plan is built from, wherever it runs."""
-        return Terms(
+        return RunSpec(
             run=self.run,
             program=self.training_program(),
             env=dict(self.env),
@@ -195,7 +195,7 @@ def _add_slurm(group: argparse._ArgumentGroup) -> None:
     add("--scratch", default="", metavar="DIR", help="TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
 
 
-def parse(argv: Sequence[str], now: float) -> LaunchRequest:
+def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     """Parse the command line; a training command goes through the trainer's own parser.
 
     Raises:

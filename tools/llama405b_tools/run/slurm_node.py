@@ -30,7 +30,7 @@ from llama405b_tools.remote.node import NodeRunner
 from llama405b_tools.remote.secrets import read_secrets, write_secrets
 from llama405b_tools.run import jobs
 from llama405b_tools.run.jobs import JobRequest
-from llama405b_tools.run.plan import HostPart, Launching, build_plan
+from llama405b_tools.run.plan import HostSpec, LaunchSpec, build_plan
 
 MEET_S = 120.0
 PORTS = range(20_000, 30_000)
@@ -107,7 +107,7 @@ def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
         gpus=len(visible) or launch_facts.n_gpus(),
         cores=len(os.sched_getaffinity(0)),
         torch=launch_facts.version_of("torch"),
-        rdma=launch_facts.rdma(),
+        rdma=launch_facts.rdma_ports(),
         places={key: launch_facts.place_of(os.path.expandvars(path)) for key, path in places.items()},
     )
 
@@ -131,7 +131,7 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
     terms = request.terms
     if restart_count():
         terms = dataclasses.replace(terms, program=request.program_again)
-    launching = Launching(
+    launching = LaunchSpec(
         attempt=read_plan(run).attempt + 1,
         created=time.time(),
         token=random_secrets.token_hex(4),
@@ -155,9 +155,9 @@ def _check_places(found: Mapping[str, NodeWhere]) -> None:
                 raise SystemExit(f"{name}: --{key}: {why}")
 
 
-def _part(name: str, where: NodeWhere, mine: str) -> HostPart:
+def _part(name: str, where: NodeWhere, mine: str) -> HostSpec:
     """Return what a plan needs to know about a node; ``mine``: its address on the training network."""
-    return HostPart(
+    return HostSpec(
         name=name,
         slots=0,
         machine=where.machine,

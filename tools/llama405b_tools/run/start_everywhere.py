@@ -17,7 +17,7 @@ from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, GuardState
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.printed_commands import front_door
+from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.start import (
     ANSWER_WITHIN_S,
@@ -28,12 +28,12 @@ from llama405b_tools.remote.messages.start import (
     StartFault,
     StartRequest,
 )
-from llama405b_tools.remote.messages.stopping import Ended
+from llama405b_tools.remote.messages.stop_request import StopReply
 from llama405b_tools.run.backends import backend_of_plan
-from llama405b_tools.run.judge import not_ended
+from llama405b_tools.run.judge import not_stopped
 from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.run.screen import show
-from llama405b_tools.text.figures import table
+from llama405b_tools.text.figures import format_table
 
 ROLL_BACK_S = 20.0
 Faults = Mapping[str, Started | HostError]  # hosts that did not start, and why
@@ -84,7 +84,7 @@ def start_run(
     except BaseException:  # Ctrl-C as well: all or nothing
         show("ending what was started", error=True)
         _hang_up(starting)
-        stop_this(plan, fleet)
+        stop_launch(plan, fleet)
         raise
     _hang_up(starting)
     if faults:
@@ -150,20 +150,20 @@ def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts:
     if set(theirs) == set(asked):
         return fault_list(why, len(asked))
     ours = dataclasses.replace(plan, nodes=tuple(plan.node(name) for name in asked if name not in theirs))
-    ends = stop_this(ours, fleet)
+    ends = stop_launch(ours, fleet)
     now = dict.fromkeys(ends, "nothing is left") | dict.fromkeys(theirs, "not touched")
-    now |= {name: f"NOT VERIFIED: {remains}" for name, remains in not_ended(ends).items()}
+    now |= {name: f"NOT VERIFIED: {remains}" for name, remains in not_stopped(ends).items()}
     rows = [(name, why.get(name, "started, then stopped"), now[name]) for name in asked]
-    show(table(("host", "what happened", "now"), rows))
+    show(format_table(("host", "what happened", "now"), rows))
     tail = "; nothing is left running"
-    if unverified := not_ended(ends):
-        tail = f"; run `{front_door()} stop{hosts} --run {plan.run}` once {', '.join(unverified)} can be reached"
+    if unverified := not_stopped(ends):
+        tail = f"; run `{program_name()} stop{hosts} --run {plan.run}` once {', '.join(unverified)} can be reached"
     return f"{fault_list(why, len(asked), '')}{tail}"
 
 
-def stop_this(plan: Plan, fleet: Fleet, blame: Blame | None = None) -> dict[str, Ended | HostError]:
+def stop_launch(plan: Plan, fleet: Fleet, blame: Blame | None = None) -> dict[str, StopReply | HostError]:
     """End this launch's processes on every host; another launch of the same name is not touched.
 
     ``blame``: why it failed, to be recorded on every host.
     """
-    return backend_of_plan(plan).end_launch(fleet, plan, blame)
+    return backend_of_plan(plan).stop_launch(fleet, plan, blame)

@@ -12,7 +12,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, Stream
-from llama405b_tools.remote.messages.stream import Marks, News, StreamRequest
+from llama405b_tools.remote.messages.stream import Marks, StreamMessage, StreamRequest
 from llama405b_tools.text.clean import hide_in_json, pieces_of
 
 RETRY_S = 2.0
@@ -26,11 +26,11 @@ class Unreachable:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Arrival:
+class HostMessage:
     """One message, and when it arrived."""
 
     host: str
-    news: News | Unreachable
+    news: StreamMessage | Unreachable
     at: float  # this machine's clock, seconds since the epoch
 
 
@@ -46,7 +46,7 @@ class Streams:
         (0: all).
         """
         self.fleet, self.request, self.records_of = fleet, request, records_of
-        self.arrivals: queue.Queue[Arrival] = queue.Queue()
+        self.arrivals: queue.Queue[HostMessage] = queue.Queue()
         self.room = {host: threading.Semaphore(most) for host in hosts} if most else {}
         names = read_plan(RunDir.here(request.run)).secrets  # none if it was not launched from here
         self.secrets = pieces_of(os.environ[name] for name in names if name in os.environ)
@@ -84,7 +84,7 @@ class Streams:
             if self.closing.is_set():
                 return
             self.fleet.forget(host, unless_open=ended)
-            self.arrivals.put(Arrival(host, Unreachable(why), time.time()))
+            self.arrivals.put(HostMessage(host, Unreachable(why), time.time()))
             self.closing.wait(RETRY_S)
 
     def _request(self, host: str, marks: Marks) -> StreamRequest:
@@ -102,13 +102,13 @@ class Streams:
                 last = line.strip()[:200] or last
                 continue
             try:
-                news = reader.loads(News, hide_in_json(line, self.secrets), "its news")
+                news = reader.loads(StreamMessage, hide_in_json(line, self.secrets), "its news")
             except reader.MalformedError as error:
                 raise HostError(f"{error}; do both ends run the same version?") from None
             if self.room:
                 self.room[host].acquire()
             marks.update(news.marks)
-            self.arrivals.put(Arrival(host, news, time.time()))
+            self.arrivals.put(HostMessage(host, news, time.time()))
             if news.end:
                 return None
         return last

@@ -10,7 +10,7 @@ from llama405b.contract.phrases import given
 from llama405b_tools.hosts.fleet import is_local
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.login_shell import in_sh
-from llama405b_tools.hosts.printed_commands import file_of, to_type
+from llama405b_tools.hosts.printed_commands import command_to_type, file_of
 from llama405b_tools.remote.tmux import remove_dead_sockets, tmux_session, tmux_socket
 
 
@@ -47,7 +47,7 @@ def build_session(sockets: Mapping[Host, str], run: str) -> str:
     os.environ.pop("TMUX", None)
     remove_dead_sockets()
     first, *others = sockets
-    name, logs = tmux_session(run), to_type("logs", file_of(first), run)
+    name, logs = tmux_session(run), command_to_type("logs", file_of(first), run)
     try:
         server = libtmux.Server(socket_name=operator_socket(run), config_file="/dev/null")
         session = server.new_session(

@@ -87,7 +87,7 @@ def middle(name: str, width: int) -> str:
     return name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format rows as columns, each as wide as it needs to be."""
     lines = [headings, *(list(map(printable, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

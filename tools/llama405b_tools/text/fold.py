@@ -76,7 +76,7 @@ class OneByOne(Fold):
         yield [entry]
 
 
-def text_of(group: Sequence[Entry]) -> str:
+def group_text(group: Sequence[Entry]) -> str:
     """Return the common text of a group, with differing numbers as ``least–most``."""
     if len(group) == 1:
         return group[0].text

@@ -37,7 +37,7 @@ UNITS = {  # of fields, by their name or how it ends
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class ReportOptions:
     """What is asked beside the prediction; 0: not."""
 
     tokens: float = 0.0  # to train on
@@ -45,7 +45,7 @@ class Asked:
     measured: float = 0.0  # seconds that a step is said to take
 
 
-def prediction(outlook: Outlook, asked: Asked) -> list[str]:
+def prediction(outlook: Outlook, asked: ReportOptions) -> list[str]:
     """Tell a prediction."""
     lines = [_what(outlook), *_memory(outlook)]
     if outlook.host_bytes:
@@ -169,7 +169,7 @@ def expectation(outlook: Outlook) -> str:
     return f"expected: {step}{needs.gpu_bytes / GIB:,.0f} of {outlook.cluster.gpu.memory_bytes / GIB:,.0f} GiB of each {of}; {how}"
 
 
-def _time(outlook: Outlook, asked: Asked) -> list[str]:
+def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
     time, lines = outlook.needs.time, list[str]()
     if asked.measured and asked.measured < outlook.floor_s:
         lines.append(
@@ -194,7 +194,7 @@ def _time(outlook: Outlook, asked: Asked) -> list[str]:
     return lines
 
 
-def _goodput(outlook: Outlook, asked: Asked) -> list[str]:
+def _goodput(outlook: Outlook, asked: ReportOptions) -> list[str]:
     """What saves and failures leave of the time."""
     found = outlook.goodput(asked.tokens)
     if not found:
@@ -208,7 +208,7 @@ def _goodput(outlook: Outlook, asked: Asked) -> list[str]:
     return [f"goodput      {100 * found.share:.1f}%: {saves}; {failures}"]
 
 
-def _whole(outlook: Outlook, asked: Asked) -> str:
+def _whole(outlook: Outlook, asked: ReportOptions) -> str:
     """How long all tokens take, and what that costs."""
     hours, spread = outlook.hours(asked.tokens), outlook.time_spread
     if not hours:
@@ -265,7 +265,7 @@ def _ties(found: Sequence[Outlook]) -> list[str]:
     ]
 
 
-def comparison(outlooks: Mapping[str, Outlook], asked: Asked) -> list[str]:
+def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[str]:
     """Tell predictions beside the first one, for so many tokens or a billion."""
     tokens = asked.tokens or 1e9
     titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
@@ -332,7 +332,7 @@ def _spread(value: float, share: float) -> str:
     return f"{value:,.{digits}f} ({value * (1 - share):,.{digits}f} to {value * (1 + share):,.{digits}f})"
 
 
-def record(outlook: Outlook, machines: Machines, asked: Asked) -> dict[str, object]:
+def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[str, object]:
     """Return a prediction, beside what it is of."""
     needs, load = outlook.needs, outlook.load
     hours, goodput = outlook.hours(asked.tokens) or None, outlook.goodput(asked.tokens)
@@ -352,7 +352,7 @@ def record(outlook: Outlook, machines: Machines, asked: Asked) -> dict[str, obje
     }  # fmt: skip
 
 
-def _inputs(outlook: Outlook, machines: Machines, asked: Asked) -> Mapping[str, object]:
+def _inputs(outlook: Outlook, machines: Machines, asked: ReportOptions) -> Mapping[str, object]:
     """What a prediction is of: machines, model, and settings that count."""
     load = outlook.load
     return {

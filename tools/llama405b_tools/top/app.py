@@ -38,7 +38,7 @@ NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0,
 MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
 
 
-def show(session: Session) -> int:
+def run_app(session: Session) -> int:
     """Show the screen until the user quits; return the exit code of the last picture, or 128 + the signal."""
     for name in ("COLUMNS", "LINES"):  # the terminal itself reports its size, and any change of it
         os.environ.pop(name, None)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.logs.log_reader import Reader, entry_of
+from llama405b_tools.logs.log_reader import LogReader, entry_of
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.clean import clean, redact
-from llama405b_tools.text.fold import Fold, fold_names, is_error, text_of, where_of
+from llama405b_tools.text.fold import Fold, fold_names, group_text, is_error, where_of
 from llama405b_tools.text.merge import Entry
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.event_sources import Live
@@ -74,7 +74,7 @@ class LogPane:
         self.lines = kept[::-1]
 
     def _add(self, group: Sequence[Entry]) -> None:
-        text = clean(text_of(group) if len(group) > 1 else group[0].text)
+        text = clean(group_text(group) if len(group) > 1 else group[0].text)
         for line in text.split("\n"):
             hosts = frozenset(entry.host for entry in group)
             self.lines.append(LogLine(group[0].time, where_of(group), line[:LINE_CHARS], is_error(group[0]), hosts))
@@ -90,8 +90,8 @@ class LogStream:
 
     def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
         request = StreamRequest(run, "", follow=True, tail=TAIL, most_bytes=MOST_BYTES)
-        self.intake, self.command = source.intake, fleet.typed("logs", run)
-        self.reader = Reader(fleet, run, first_ranks, request)
+        self.intake, self.command = source.intake, fleet.command_to_type("logs", run)
+        self.reader = LogReader(fleet, run, first_ranks, request)
         self.counted: dict[str, int] = {}  # by host, lines that are known to be missing
         threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
 

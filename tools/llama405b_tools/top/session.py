@@ -10,7 +10,7 @@ from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Repla
 from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.logpane import LogPane, LogStream
 from llama405b_tools.top.state import thresholds
-from llama405b_tools.top.state.cluster import Cluster
+from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, Picture
 
 FIRST_S = 14.0  # for every host to answer or fail; then --once prints what it has
@@ -26,7 +26,7 @@ class Session:
         self, source: EventSource, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
     ) -> None:
         self.source, self.fleet, self.recorder = source, fleet, recorder
-        self.cluster = Cluster(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
+        self.cluster = ClusterState(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
         self.logs = LogPane()
         self.ui = panels.Ui()
         self.log_of: tuple[str, int] | None = None  # run and attempt
@@ -107,7 +107,7 @@ class Session:
         if of and self.log_of and of[0] != self.log_of[0]:  # or another run's lines would seem to be its own
             self.logs = LogPane()
         if of and self.fleet:
-            self.logs.command = self.fleet.typed("logs", of[0])
+            self.logs.command = self.fleet.command_to_type("logs", of[0])
         self.log_of, self.log_since = of, time.monotonic()
 
     def _end_logs(self) -> None:
@@ -121,7 +121,7 @@ class Session:
         self.source.close()
 
 
-def guard_shown(run: str, heard: guard_record.Heard) -> GuardShown:
+def guard_shown(run: str, heard: guard_record.GuardReports) -> GuardShown:
     """Return what a run's guard does, wherever it runs."""
     if not re.fullmatch(r"[\w.-]+", run) or not (found := guard_record.of_hosts(run, heard, time.time())):
         return GuardShown.NONE

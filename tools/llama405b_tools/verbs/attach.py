@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from llama405b.contract.errors import RunError, UserError, code_for
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
-from llama405b_tools.hosts.printed_commands import to_type
+from llama405b_tools.hosts.printed_commands import command_to_type
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.run.tmux_windows import build_session, operator_socket, window_command
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:
-        logs = to_type("logs", None, args.run or "")
+        logs = command_to_type("logs", None, args.run or "")
         raise UserError(f"attach: a Slurm job has no tmux session; `{logs} -f` shows every rank")
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_hosts(fleet, args.run)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         if name in lost and (args.host or not live):
             raise RunError(f"attach: {name}: {lost[name]}")
     if not live:
-        raise UserError(f"run {run} is not running on any host; `{fleet.typed('logs', run)}` shows its logs")
+        raise UserError(f"run {run} is not running on any host; `{fleet.command_to_type('logs', run)}` shows its logs")
     os.environ.pop("TMUX", None)
     if args.host:
         names = [host.name for host in live]

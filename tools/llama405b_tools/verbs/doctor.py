@@ -21,7 +21,7 @@ from llama405b_tools.doctor.stress import check
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
-from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
+from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.verbs.arguments import add_hosts
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     needs = dataclasses.replace(
         needs_of(_config(args, settings), args.preset, hosts),
         hash_weights=args.deep,
-        program=front_door(),
+        program=program_name(),
         hosts=hosts_argument(args.hosts),
     )
     with Fleet(hosts) as fleet:

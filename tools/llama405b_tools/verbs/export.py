@@ -9,7 +9,7 @@ from llama405b.contract.errors import RunError
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.verb_parsers import export_parser
 from llama405b_tools.deliver.collect import Collected, collect
-from llama405b_tools.hosts.dialogue import run_telling
+from llama405b_tools.hosts.dialogue import run_streaming
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.login_shell import shell_path
@@ -45,7 +45,7 @@ def _export(fleet: Fleet, collected: Collected, out: str, options: Sequence[str]
     written = shlex.join(["export", collected.path, out, *options])
     line = f"{prefix} && cd {workdir} && PYTHONPATH=tools {shell_path(python)} -m llama405b_tools.cli {written}"
     try:
-        code = run_telling(connection, line, lambda said: print(f"{host}: {said}", flush=True))
+        code = run_streaming(connection, line, lambda said: print(f"{host}: {said}", flush=True))
     except KeyboardInterrupt:
         print(f"interrupted: the export on {host} ends, too; run the same command to resume", file=sys.stderr)
         raise

@@ -15,7 +15,7 @@ from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
+from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
 from llama405b_tools.run import guard, guard_here, jobs
@@ -24,7 +24,7 @@ from llama405b_tools.run.guard_on import begin_on, check_reach
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.plan import first_ranks, places_env
 from llama405b_tools.run.rehearse import rehearse
-from llama405b_tools.run.request import LaunchRequest, parse
+from llama405b_tools.run.request import LaunchRequest, parse_launch
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.fold import fold_ranks
 
@@ -32,7 +32,7 @@ from llama405b_tools.text.fold import fold_ranks
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     os.umask(UMASK)
-    request = parse(argv, time.time())
+    request = parse_launch(argv, time.time())
     if request.slurm is not None:
         return in_slurm(request, request.slurm)
     hosts = read_hosts(request.hosts_file)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             check_reach(request.guard_on, request, fleet)
         elif request.restart:
             guard_here.check_place(request.run)
-        plan, lines = bring_up(request, hosts, fleet)
+        plan, lines = launch_or_adopt(request, hosts, fleet)
         lines += next_lines(request.hosts_file, plan.run, saves=request.saves)
         guarding = None
         try:
@@ -63,10 +63,10 @@ def main(argv: Sequence[str]) -> int:
     return GOOD
 
 
-def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
+def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
     """Launch the run, and return what there is to print; with ``--restart``, adopt a live run that has lost its guard."""
     lines: list[str] = []
-    if request.restart and (plan := guard.unguarded(request, fleet)):
+    if request.restart and (plan := guard.adopt(request, fleet)):
         lines.append(f"{plan.run}: already running, without a guard; guarding it from now on")
     else:
         plan = launch(request, hosts, fleet, say=lines.append)
@@ -78,7 +78,7 @@ def bring_up(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tup
 
 def start_guard(
     request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet
-) -> tuple[str, guard_here.Guarding | None]:
+) -> tuple[str, guard_here.GuardProcess | None]:
     """Start the guard of a run that is up, here or on a host; returns a line that says where, and the one here.
 
     Raises:
@@ -89,7 +89,7 @@ def start_guard(
             return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None
         guarding = guard_here.spawn(request, hosts, plan)
     except RunError as error:
-        again = f"`{front_door()} launch {request.again}`"
+        again = f"`{program_name()} launch {request.again}`"
         raise RunError(f"the run is up, but without a guard: {error}; {again} guards it") from None
     said = f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}"
     return said, guarding
@@ -185,4 +185,4 @@ def next_lines(hosts_file: Path, run: str, *, saves: bool, attach: bool = True) 
     }
     if not attach:
         del verbs["attach"]
-    return [f"  {front_door()} {verb}{hosts} --run {run}   # {what}" for verb, what in verbs.items()]
+    return [f"  {program_name()} {verb}{hosts} --run {run}   # {what}" for verb, what in verbs.items()]

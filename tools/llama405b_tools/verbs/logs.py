@@ -16,7 +16,7 @@ from llama405b.contract.phrases import counted
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.logs import first_error
-from llama405b_tools.logs.log_reader import Reader
+from llama405b_tools.logs.log_reader import LogReader
 from llama405b_tools.logs.output import Show
 from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run.backends import backend_of
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         request = show.request(run, follow=args.follow, forever=args.follow and is_guarded(run))
         try:
             with contextlib.closing(show):
-                Reader(fleet, run, first_ranks, request).show(show)
+                LogReader(fleet, run, first_ranks, request).show(show)
         except KeyboardInterrupt:
             return STOPPED_FOLLOWING
     return code_for(lost)

@@ -34,13 +34,13 @@ from llama405b_tools.doctor.visit import DEFAULT_PORT, look
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.printed_commands import front_door
+from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote.launch_facts import version_of
 from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
 from llama405b_tools.run.forecast import is_kept, keep, kept
 from llama405b_tools.run.request import source_flags
-from llama405b_tools.text.predictions import SCHEMA, UNITS, Asked, comparison, prediction, ranking, record
+from llama405b_tools.text.predictions import SCHEMA, UNITS, ReportOptions, comparison, prediction, ranking, record
 
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     compared = {
         word: _outlook(_elsewhere(on_these, other), args.preset, measured, other) for word, other in elsewhere.items()
     }
-    wanted = Asked(args.tokens, args.price, args.measured)
+    wanted = ReportOptions(args.tokens, args.price, args.measured)
     if args.json:
         more = {
             "search": [record(each, machines, wanted) for each in ranked],
@@ -281,7 +281,7 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
         RunError: It fails there, or what is found cannot be kept.
     """
     words = [str(args.hosts), "--run", f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}", *source_flags(args), *settings]
-    request = asked_launch.parse([*words, *_no_data(args, settings)], time.time())
+    request = asked_launch.parse_launch([*words, *_no_data(args, settings)], time.time())
     if request.on_cpu and plan.load.offload != "none":
         raise UserError("--calibrate: on CPUs it measures --parallel.offload none alone; use that")
     with Fleet(hosts) as fleet:
@@ -376,6 +376,6 @@ def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, cho
         raise UserError(f"--write: {args.write} cannot be written ({reason_of(error)}); name another file") from None
     preset = f"--preset {args.preset} " if args.preset else ""
     print(
-        f"wrote {args.write}: `{front_door()} launch HOSTS {preset}--config {args.write}` trains with it",
+        f"wrote {args.write}: `{program_name()} launch HOSTS {preset}--config {args.write}` trains with it",
         file=sys.stderr,
     )

@@ -15,8 +15,8 @@ from llama405b_tools.deliver.install import Work, make_wheelhouse, project_root
 from llama405b_tools.deliver.setup_plan import Wishes
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts, write_uses
-from llama405b_tools.hosts.printed_commands import front_door, hosts_argument
-from llama405b_tools.text.figures import table
+from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
+from llama405b_tools.text.figures import format_table
 from llama405b_tools.verbs.arguments import add_hosts
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             raise
     write_uses((host, made[host.name].use) for host in hosts if host.name in made)
     now = {name: found.said for name, found in made.items()} | {name: f"FAILED: {why}" for name, why in faults.items()}
-    print(table(("host", "now"), [(host.name, now[host.name]) for host in hosts]), flush=True)
+    print(format_table(("host", "now"), [(host.name, now[host.name]) for host in hosts]), flush=True)
     if not faults:
-        print(f"next: `{front_door()} doctor{hosts_argument(args.hosts)}`, then launch")
+        print(f"next: `{program_name()} doctor{hosts_argument(args.hosts)}`, then launch")
     return code_for(faults)

@@ -17,7 +17,7 @@ from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import Guard, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State, failure_words, state_words
 from llama405b_tools.run.query import Seen, all_runs, ask_hosts, ask_members, failures_of, progress, states_of
-from llama405b_tools.text.figures import number, table
+from llama405b_tools.text.figures import format_table, number
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"run {run}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
     states = states_of(seen)
-    print(table(headings, [_row(name, found, states.get(name)) for name, found in seen.items()]), flush=True)
+    print(format_table(headings, [_row(name, found, states.get(name)) for name, found in seen.items()]), flush=True)
     if guard:
         print(guard_line(guard))
     print_progress(told)
@@ -94,7 +94,7 @@ def print_runs(fleet: Fleet, *, as_json: bool) -> int:
         print(json.dumps({"runs": known, "lost": lost}))
         return code_for(lost)
     if runs:
-        print(table(query.HEADINGS, [query.row(name, of) for name, of in runs.items()]), flush=True)
+        print(format_table(query.HEADINGS, [query.row(name, of) for name, of in runs.items()]), flush=True)
     elif not lost:
         print("no run on these hosts yet")
     for name, why in lost.items():

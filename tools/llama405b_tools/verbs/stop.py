@@ -18,11 +18,11 @@ from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.guarding import dismiss
-from llama405b_tools.remote.messages.stopping import ANSWER_S, Ended, Orphan, OrphansReply, OrphansRequest
+from llama405b_tools.remote.messages.stop_request import ANSWER_S, Orphan, OrphansReply, OrphansRequest, StopReply
 from llama405b_tools.run.backends import Backend, backend_of
-from llama405b_tools.run.judge import not_ended
+from llama405b_tools.run.judge import not_stopped
 from llama405b_tools.run.query import ask_hosts, ask_members, members_of, progress, seconds_to_save
-from llama405b_tools.text.figures import table
+from llama405b_tools.text.figures import format_table
 from llama405b_tools.verbs.arguments import verb_parser
 
 
@@ -68,19 +68,19 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
             print(
                 f"the trainer has up to {grace_s:.0f} s to save; --grace 0 does not wait", file=sys.stderr, flush=True
             )
-        ends = backend.end(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
+        ends = backend.stop(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
     members, told = members_of(seen), replies(ends)
     print(f"run {run}")
     rows = [_row(name, end, is_member=name in members) for name, end in ends.items()]
-    print(table(("host", "before", "now"), rows), flush=True)
+    print(format_table(("host", "before", "now"), rows), flush=True)
     print_saved(list(told.values()), grace_s)
-    left = not_ended(ends)
+    left = not_stopped(ends)
     for name, why in list(left.items())[:1]:
         print(f"{name}: {why}; run the same command again once it can be reached")
     return code_for(left)
 
 
-def print_saved(ends: Sequence[Ended], grace_s: float) -> None:
+def print_saved(ends: Sequence[StopReply], grace_s: float) -> None:
     """Print the checkpoint that the run can resume from, how many steps it would repeat, and if a save was cut off, that."""
     nodes = [end.node for end in ends if end.known and end.node]
     saved, metrics = progress(nodes)
@@ -109,7 +109,7 @@ def print_orphans(fleet: Fleet, *, end: bool) -> int:
     if not rows:
         print(f"no leftovers on {counted(len(outcomes), 'host')}")
         return GOOD
-    print(table(("host", "run", "processes", "now"), rows), flush=True)
+    print(format_table(("host", "run", "processes", "now"), rows), flush=True)
     if left and not end:
         print("run the same command with --end to end them")
     return code_for(left > 0)
@@ -126,7 +126,7 @@ def _now(orphan: Orphan, *, end: bool) -> str:
     return f"NOT ENDED: {list(orphan.left)}" if end else "still running"
 
 
-def _row(name: str, end: Ended | HostError, *, is_member: bool) -> tuple[str, str, str]:
+def _row(name: str, end: StopReply | HostError, *, is_member: bool) -> tuple[str, str, str]:
     if isinstance(end, HostError):
         return name, "—", f"NOT VERIFIED: {end}"
     if not (end.known or is_member):

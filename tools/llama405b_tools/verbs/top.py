@@ -127,9 +127,9 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
         _await_run(session)
         if args.json or args.once or args.plain or args.watch or not at_terminal:
             return _print(args, session)
-        from llama405b_tools.top.app import show
+        from llama405b_tools.top.app import run_app
 
-        return show(session)
+        return run_app(session)
 
 
 def _print(args: argparse.Namespace, session: Session) -> int:

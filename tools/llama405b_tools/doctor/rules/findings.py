@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from llama405b_tools.doctor.host_facts import HostFacts, PeerReach, Reached
+from llama405b_tools.doctor.host_facts import ConnectAttempt, HostFacts, PeerReach
 from llama405b_tools.doctor.rules import of_host
 from llama405b_tools.doctor.rules.of_host import BAD, NOTE, WARN, Needs
 from llama405b_tools.hosts.inventory import LOOPBACK
@@ -137,7 +137,7 @@ def _sameness(facts: Mapping[str, HostFacts], needs: Needs) -> Iterator[Finding]
         clause, odd = disagreement(name, {host: str(each[name]) for host, each in told.items() if name in each})
         remedy = "make them equal"
         if level == BAD:
-            remedy = f"make them equal: {needs.typed('setup')}"
+            remedy = f"make them equal: {needs.command_to_type('setup')}"
         if odd:
             yield Finding(level, odd, clause, remedy)
 
@@ -168,7 +168,7 @@ def _lookups(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding
         yield Finding(WARN, slow, what, "fix its DNS server (/etc/resolv.conf): it delays every start")
 
 
-def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str, Reached]:
+def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str, ConnectAttempt]:
     """The hosts that reach another at none of its addresses (all, if each reaches a different one), where, and why."""
     addresses = peers.candidates[host]
     lacking = [name for name in others if not any(peers.all_reach(host, each, [name]) for each in addresses)] or others
@@ -176,4 +176,4 @@ def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequenc
         for place, found in peers.way(name, host).reached.items():
             if found.fault:
                 return lacking, f"{place}: ", found
-    return lacking, "", Reached("it was not tried in time")
+    return lacking, "", ConnectAttempt("it was not tried in time")

@@ -49,7 +49,7 @@ class Needs:
     program: str = "llama405b"  # as it is typed here
     hosts: str = ""  # the argument that names these hosts
 
-    def typed(self, verb: str) -> str:
+    def command_to_type(self, verb: str) -> str:
         """Return a command about these hosts, to be typed by the user."""
         return f"`{self.program} {verb}{self.hosts}`"
 
@@ -81,10 +81,14 @@ def _programs(facts: HostFacts, needs: Needs) -> Remarks:
             yield (
                 BAD,
                 f"there is no {program}",
-                f"apt-get update && apt-get install {package} on it, or run {needs.typed('setup')} as root",
+                f"apt-get update && apt-get install {package} on it, or run {needs.command_to_type('setup')} as root",
             )
     if place and not place.workdir_exists:
-        yield BAD, f"there is no {place.workdir}", f"{needs.typed('setup')} puts the project there; or set workdir="
+        yield (
+            BAD,
+            f"there is no {place.workdir}",
+            f"{needs.command_to_type('setup')} puts the project there; or set workdir=",
+        )
     if facts.kill_user_processes and who.user != "root":
         what = "logind ends your processes when you log out (KillUserProcesses=yes), and with them the run"
         yield BAD, what, "run there: loginctl enable-linger"
@@ -95,15 +99,19 @@ def _packages(facts: HostFacts, needs: Needs) -> Remarks:
         return
     packages = facts.environment.packages
     if packages is None:
-        yield BAD, "its python cannot be run", f"{needs.typed('setup')} installs one; or set python= in the hosts file"
+        yield (
+            BAD,
+            "its python cannot be run",
+            f"{needs.command_to_type('setup')} installs one; or set python= in the hosts file",
+        )
         return
     missing = [name for name in ("torch", "transformers", "llama405b") if packages.get(name, "missing") == "missing"]
     if missing:
-        yield BAD, f"{', '.join(missing)} is not installed", f"{needs.typed('setup')} installs it"
+        yield BAD, f"{', '.join(missing)} is not installed", f"{needs.command_to_type('setup')} installs it"
     for name, least in LEAST.items():
         version = _version(packages.get(name, ""))
         if version and version < least:
-            remedy = f"at least {'.'.join(map(str, least))} is needed; {needs.typed('setup')} installs it"
+            remedy = f"at least {'.'.join(map(str, least))} is needed; {needs.command_to_type('setup')} installs it"
             yield BAD, f"{name} is {packages[name]}", remedy
     for what, bug in known_bugs(needs.settings, packages).items():
         yield {"warn": WARN, "refuse": BAD}[bug.level], what, bug.cure
@@ -120,7 +128,7 @@ def _cuda_build(facts: HostFacts, needs: Needs) -> Remarks:
             remedy = f"install driver {branch} or newer, or a torch build for an older CUDA"
             yield BAD, f"driver {driver} is too old for torch's CUDA {cuda}", remedy
     if drivers and cuda == "none":
-        remedy = f"{needs.typed('setup')} installs the build that fits the driver"
+        remedy = f"{needs.command_to_type('setup')} installs the build that fits the driver"
         yield BAD, "it has GPUs, but its torch was built without CUDA", remedy
 
 
@@ -261,7 +269,7 @@ def _mounts(facts: HostFacts) -> Remarks:
 def _leftovers(facts: HostFacts, needs: Needs) -> Remarks:
     for value, pids in (facts.leftovers or {}).items():
         what = f"{counted(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]}, whose node runner is gone"
-        remedy = f"{needs.typed('stop --orphans')} shows what they are, and ends them with --end"
+        remedy = f"{needs.command_to_type('stop --orphans')} shows what they are, and ends them with --end"
         yield WARN, what, remedy
 
 

@@ -37,7 +37,7 @@ class Disk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Noted:
+class NoteReply:
     """The host has taken the note."""
 
     disks: tuple[Disk, ...] = ()  # the host's, or those that it shares

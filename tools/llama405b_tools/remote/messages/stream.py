@@ -31,7 +31,7 @@ class StreamRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NodeNews:
+class NodeUpdate:
     """The state of the host's part of the run."""
 
     alive: bool
@@ -40,14 +40,14 @@ class NodeNews:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class News:
+class StreamMessage:
     """One message of a stream; a field that is not set has not changed."""
 
     entries: tuple[tuple[float, str, str], ...] = ()  # blocks of the logs: time, file, text
     marks: Marks = dataclasses.field(default_factory=dict)  # after them
     metrics: tuple[Metrics | EvaluationMetrics, ...] = ()
     events: tuple[RunEvent, ...] = ()
-    node: NodeNews | None = None
+    node: NodeUpdate | None = None
     beats: tuple[Beat, ...] | None = None
     now: float | None = None
     skipped: int = 0  # lines that were written too fast for ``most_bytes``

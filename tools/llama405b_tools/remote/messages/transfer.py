@@ -59,7 +59,7 @@ class SendRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RelayNews:
+class RelayProgress:
     """The progress of a host of the chain."""
 
     done: int = 0  # bytes
@@ -70,14 +70,14 @@ class RelayNews:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PiecesRequest:
+class PartsRequest:
     """List what is needed to export a run's checkpoints, and is here."""
 
     run: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class CheckpointPart:
     """A directory with files of a checkpoint: the host's own part, or its copy of another's."""
 
     step: int
@@ -88,8 +88,8 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pieces:
+class PartsReply:
     """What is on a host."""
 
     root: str  # directory of the run's checkpoints; "": it has none here
-    found: tuple[Piece, ...] = ()
+    parts: tuple[CheckpointPart, ...] = ()

@@ -11,7 +11,7 @@ from rich.text import Text
 from llama405b.contract.phrases import counted
 from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
 from llama405b_tools.top.draw.marks import ODD
-from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, Training, Verdict, known
+from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, TrainingStatus, Verdict, known
 
 Part = tuple[int, Text]  # the highest number is omitted first
 VERDICTS = {Verdict.HEALTHY: ("●", "green"), Verdict.DEGRADED: ("▲", "yellow"), Verdict.CONNECTING: ("…", "yellow")}
@@ -57,7 +57,7 @@ def _gpus(pic: Picture) -> str:
     return f"GPU {DASH}"
 
 
-def _parts(run: Training, pic: Picture, width: int) -> Iterator[Part]:
+def _parts(run: TrainingStatus, pic: Picture, width: int) -> Iterator[Part]:
     """Yield the parts of the first line that follow the run's phase."""
     yield 2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")
     yield 1, _marked(_risk(run, pic, short=width < WIDE), run, "checkpoint_step")
@@ -74,7 +74,7 @@ def _alarm(words: str, *, when: bool) -> Text:
     return Text(words, "bold red" if when else "")
 
 
-def _risk(run: Training, pic: Picture, *, short: bool) -> str:
+def _risk(run: TrainingStatus, pic: Picture, *, short: bool) -> str:
     if run.lost_steps is None:
         return "ckpt none yet" if run.checkpoint_step is None else f"ckpt step {run.checkpoint_step}"
     steps = counted(run.lost_steps, "step")
@@ -96,7 +96,7 @@ def _no_run(pic: Picture) -> Text:
     return Text(f"no run in {where} on these hosts; `llama405b launch` starts one", "dim")
 
 
-def _progress(run: Training, width: int) -> Text:
+def _progress(run: TrainingStatus, width: int) -> Text:
     if run.phase is RunPhase.LOADING and run.total_bytes:
         done_bytes, total = run.done_bytes or 0, run.total_bytes
         share = f"{done_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB  {100 * done_bytes / total:.0f}%"
@@ -127,7 +127,7 @@ def _progress(run: Training, width: int) -> Text:
     return _joined(first, [part for part in parts if part[1].plain], width, "  ")
 
 
-def _moved(run: Training) -> str:
+def _moved(run: TrainingStatus) -> str:
     """Say how fast rank 0 updates in CPU memory, and what crosses between that and its device in a step."""
     if not run.update_s or run.update_bytes is None:
         return ""
@@ -135,7 +135,7 @@ def _moved(run: Training) -> str:
     return f"host memory {amount(run.update_bytes / run.update_s)}B/s  {crossed}"
 
 
-def _marked(words: str, run: Training, field: str) -> Text:
+def _marked(words: str, run: TrainingStatus, field: str) -> Text:
     """Return the words that show a field, marked if it stands out."""
     return Text().append(words, ODD if field in run.odd_in else "")
 

@@ -46,7 +46,7 @@ class Trouble(NamedTuple):
     of_run: bool  # of the run that is shown: over when another run is shown
 
 
-class Cluster:
+class ClusterState:
     """Takes what arrives; ``picture`` tells what it means."""
 
     def __init__(self, hosts: Sequence[str], interval_s: float, *, hang_after_s: float = 60.0, badge: str = "") -> None:

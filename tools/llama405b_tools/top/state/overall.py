@@ -6,10 +6,10 @@ from llama405b.contract.phrases import given
 from llama405b_tools.run.judge import first_failure
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.moment import Moment
-from llama405b_tools.top.state.picture import HostRow, HostState, Training, Verdict
+from llama405b_tools.top.state.picture import HostRow, HostState, TrainingStatus, Verdict
 
 
-def verdict(found: Moment, rows: Sequence[HostRow], training: Training | None) -> tuple[Verdict, str]:
+def verdict(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | None) -> tuple[Verdict, str]:
     """Return the verdict and why: what ends a run comes before what slows it, then what is not yet known."""
     if found.hang:
         return Verdict.HUNG, f"{found.hang.host}: {found.hang.words}"
@@ -32,7 +32,7 @@ def _first(reasons: Sequence[str]) -> str:
     return reasons[0] + given(", and {} more", len(reasons) - 1)
 
 
-def _reasons(found: Moment, rows: Sequence[HostRow], training: Training | None) -> list[str]:
+def _reasons(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | None) -> list[str]:
     """Return what slows the run, or may slow it, worst first."""
     reasons = []
     if training and training.network == "SOCKET":

@@ -200,7 +200,7 @@ class HostRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Training:
+class TrainingStatus:
     """The run as a whole."""
 
     run: str
@@ -274,7 +274,7 @@ class Picture:
     why: str
     exit_code: int  # 0 healthy, 1 degraded or connecting, 3 hung, failed or down
     hosts: tuple[HostRow, ...]  # in the order of the hosts file
-    training: Training | None
+    training: TrainingStatus | None
     events: tuple[Change, ...]  # oldest first
     fresh: int  # hosts whose last frame is not stale
     gpus_seen: int

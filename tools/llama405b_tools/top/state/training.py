@@ -10,7 +10,7 @@ from llama405b_tools.top.state import steps
 from llama405b_tools.top.state.frames import RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
 from llama405b_tools.top.state.moment import MOVING, Moment
-from llama405b_tools.top.state.picture import GuardShown, RunPhase, Training, known
+from llama405b_tools.top.state.picture import GuardShown, RunPhase, TrainingStatus, known
 
 
 class LoadBegan(NamedTuple):
@@ -30,14 +30,14 @@ class LoadBegan(NamedTuple):
 NOT_LOADING = LoadBegan(0.0, math.inf, 0)
 
 
-def training(found: Moment, guard: GuardShown, load: LoadBegan) -> Training | None:
+def training(found: Moment, guard: GuardShown, load: LoadBegan) -> TrainingStatus | None:
     """Describe the shown run; None if no host knows it."""
     runs = found.told.values()
     if not runs:
         return None
     phase, phase_s = found.phase
     others = {name for run in found.heard.values() for name in run.others} - {found.run}
-    shown = Training(
+    shown = TrainingStatus(
         run=found.run,
         phase=phase,
         phase_s=phase_s,
@@ -67,7 +67,7 @@ def _steps(found: Moment) -> int | None:
     return next((steps for steps in told if steps and steps >= so_far), None)
 
 
-def _stepping(shown: Training, found: Moment, last: StepMetrics) -> Training:
+def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> TrainingStatus:
     """Add what its steps tell."""
     phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
     saved = shown.checkpoint_step or 0

@@ -18,26 +18,26 @@ from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
-from llama405b_tools.remote.messages.stopping import (
+from llama405b_tools.remote.messages.stop_request import (
     CUT,
     RUNNER_ENDS_S,
-    Asked,
+    AskReply,
     AskRequest,
-    Ended,
-    EndRequest,
     Orphan,
     OrphansReply,
     OrphansRequest,
+    StopReply,
+    StopRequest,
 )
 from llama405b_tools.remote.tmux import END_WITHIN_S, remove_dead_sockets, tmux_session, tmux_socket
 
 
-def end(request: EndRequest) -> Ended:
+def stop(request: StopRequest) -> StopReply:
     """End every process of the run on this host, and check whether any is left."""
     run, host = run_of(request.run), request.host
     plan = read_plan(run)
     if request.only not in (None, plan.rdzv_id):  # another launch's: not ours to end
-        return Ended(known=True, was_alive=False, stopped_by=stopped_by(run, host))
+        return StopReply(known=True, was_alive=False, stopped_by=stopped_by(run, host))
     was_alive = is_alive(run, host)
     guard_left: tuple[int, ...] = ()
     if request.by and run.path.is_dir():
@@ -47,7 +47,7 @@ def end(request: EndRequest) -> Ended:
     if request.blame and run.path.is_dir():
         record_blame(run, host, request.blame)
     if was_alive:
-        end_runner(run, host, request)
+        stop_runner(run, host, request)
     ended, left = processes.sweep(f"{run.path}:{host}")
     session = ["kill-session", "-t", f"={tmux_session(host)}"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # tmux is gone or hangs: its processes were ended
@@ -61,7 +61,7 @@ def end(request: EndRequest) -> Ended:
     if request.discard and run.name.endswith(REHEARSAL) and not left:
         shutil.rmtree(checkpoints_of(run, plan), ignore_errors=True)
     has_files = run.path.is_dir() and (plan is NO_PLAN or plan.find(host) is not None)
-    return Ended(
+    return StopReply(
         known=has_files or bool(ended or left),  # somebody may have deleted its files while it ran
         was_alive=was_alive,
         swept=ended,
@@ -71,11 +71,11 @@ def end(request: EndRequest) -> Ended:
     )
 
 
-def tether(request: EndRequest) -> None:
+def tether(request: StopRequest) -> None:
     """End the run once standard input closes, unless it says before that to end nothing: the operator's process is gone."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.stdin.readline() != CUT:
-        end(request)
+        stop(request)
 
 
 def record_blame(run: RunDir, host: str, blame: Blame) -> None:
@@ -84,7 +84,7 @@ def record_blame(run: RunDir, host: str, blame: Blame) -> None:
         append_line(run.blames(host), reader.dumps(blame))
 
 
-def end_runner(run: RunDir, host: str, request: EndRequest) -> None:
+def stop_runner(run: RunDir, host: str, request: StopRequest) -> None:
     """Tell the node runner to end the run, and wait; if it does not end, kill it: its guardian ends the rest."""
     runner = read_record(NodeStatus, run.status(host))
     if runner is None or not processes.same_process(runner.pid, runner.pid_start):
@@ -112,13 +112,13 @@ def orphans(request: OrphansRequest) -> OrphansReply:
     return OrphansReply(tuple(found))
 
 
-def pass_request(request: AskRequest) -> Asked:
+def ask(request: AskRequest) -> AskReply:
     """Write a request for the trainer; called on the head, whose rank 0 looks for requests."""
     run = run_of(request.run)
     plan = read_plan(run)
     if not plan.nodes or not lives(run, plan, plan.nodes[0].name):
-        return Asked("")
+        return AskReply("")
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     record = RunRequest(name, request.kind, request.by, time.time(), request.steps)
     write_json(run.requests / f"{name}.json", record)
-    return Asked(name)
+    return AskReply(name)

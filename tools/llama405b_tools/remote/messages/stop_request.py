@@ -13,7 +13,7 @@ CUT = "cut\n"  # sent to a tether, so that it ends nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class EndRequest:
+class StopRequest:
     """End a run on this host."""
 
     run: str
@@ -27,7 +27,7 @@ class EndRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
+class StopReply:
     """The outcome on this host."""
 
     known: bool  # whether the run is on this host
@@ -81,7 +81,7 @@ class AskRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class AskReply:
     """The request was written."""
 
     id: str  # its answer is an event with this id; "": the run is not alive here
