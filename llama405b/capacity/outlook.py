@@ -174,13 +174,9 @@ class Outlook:
         return self.mfu * (1 + again) if self.mfu else None
 
 
-def units_fault(wrap: Iterable[str]) -> str:
-    """Say that the memory of such FSDP units is not predicted; '' if it is."""
-    units = {*wrap} - {"Embedding"}
-    if units in UNITS:
-        return ""
-    known = " or ".join(",".join(name for name in each if name != "Embedding") for each in (WHOLE, HALVES))
-    return f"plan does not predict FSDP units of {','.join(wrap) or 'nothing'}; use {known}, with Embedding or without"
+def predicts_units(wrap: Iterable[str]) -> bool:
+    """Whether the memory of such FSDP units is predicted."""
+    return {*wrap} - {"Embedding"} in UNITS
 
 
 def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
@@ -245,30 +241,35 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
     While it does not surely fit, those that fit better help; then those that make it faster by more than 1 %.
     """
     load, cluster = outlook.load, outlook.cluster
-    change = functools.partial(dataclasses.replace, load)
-    loads = {
-        f"smaller units (--parallel.wrap {','.join(HALVES)})": change(wrap=HALVES),
-        f"larger units (--parallel.wrap {','.join(WHOLE)})": change(wrap=WHOLE),
-        "--parallel.offload none": change(offload="none", moments="fp32"),
-        "--parallel.offload optimizer": change(offload="optimizer"),
-        "--parallel.offload all": change(offload="all"),
-        "--parallel.moments bf16 (with optimizer.betas of at most 0.99)": change(moments="bf16"),
-        "--parallel.numerics pure-bf16 (loses small updates)": change(numerics="pure-bf16", moments="fp32"),
-        f"--training.micro_batch_size {2 * load.micro_batch}": change(micro_batch=2 * load.micro_batch),
-        _twice(load): change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.world)),
-    }
-    if cluster.rates:
-        del loads["--parallel.numerics pure-bf16 (loses small updates)"]  # measured were others
-    found = {words: outlook.of_load(other) for words, other in loads.items() if other != load and _runs(other, cluster)}
+    changed = [(words, other) for words, other in _changes(load) if other != load and _runs(other, cluster)]
+    if cluster.rates:  # measured with these numerics
+        changed = [(words, other) for words, other in changed if other.numerics == load.numerics]
+    found = [(words, outlook.of_load(other)) for words, other in changed]
     faster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
     if load.hosts > 1:
-        found["twice the network"] = Outlook.of(load, faster, outlook.ram_bytes)
+        found.append(("twice the network", Outlook.of(load, faster, outlook.ram_bytes)))
     helps = [
         (words, other)
-        for words, other in found.items()
+        for words, other in found
         if other.fit > outlook.fit or (other.fit == outlook.fit == Fit.YES and other.gain(outlook) > LEAST_GAIN)
     ]
     return sorted(helps, key=lambda each: (-each[1].fit, -each[1].gain(outlook)))
+
+
+def _changes(load: Load) -> list[tuple[str, Load]]:
+    """Return what can be changed alone, in words, and what is then run."""
+    change = functools.partial(dataclasses.replace, load)
+    return [
+        (f"smaller units (--parallel.wrap {','.join(HALVES)})", change(wrap=HALVES)),
+        (f"larger units (--parallel.wrap {','.join(WHOLE)})", change(wrap=WHOLE)),
+        ("--parallel.offload none", change(offload="none", moments="fp32")),
+        ("--parallel.offload optimizer", change(offload="optimizer")),
+        ("--parallel.offload all", change(offload="all")),
+        ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
+        ("--parallel.numerics pure-bf16 (loses small updates)", change(numerics="pure-bf16", moments="fp32")),
+        (f"--training.micro_batch_size {2 * load.micro_batch}", change(micro_batch=2 * load.micro_batch)),
+        (_twice(load), change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.world))),
+    ]
 
 
 def _twice(load: Load) -> str:

@@ -11,20 +11,27 @@ def nearly_full(free_bytes: int, total_bytes: int) -> bool:
     return free_bytes < LOW_BYTES or free_bytes < LOW_SHARE * total_bytes
 
 
-def room_fault(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> str:
-    """Say why a disk cannot hold ``keep`` checkpoints and one that is being written; '' if it can.
+class NoRoomError(Exception):
+    """A disk cannot hold the checkpoints of a run; says why and what to do, as a clause about the directory."""
+
+
+def check_room(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> None:
+    """Check that a disk can hold ``keep`` checkpoints and one that is being written.
 
     ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already; ``best``: whether
     one of those that are kept is the best.
+
+    Raises:
+        NoRoomError: It cannot.
     """
     there = min(there, keep)
     if (keep + 1 - there) * each_bytes <= free_bytes:
-        return ""
+        return
     fits = free_bytes // each_bytes + there - 1 - best
     remedy = "use another directory"
     if fits >= LEAST_KEPT:
         remedy = f"use --checkpoint.keep {fits}, or another directory"
-    return (
+    raise NoRoomError(
         f"has {size_words(free_bytes)} free, but a checkpoint takes {size_words(each_bytes)}, {keep} are kept, and one more "
         f"is being written; {remedy}"
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llama405b.capacity.room import room_fault
+from llama405b.capacity.room import NoRoomError, check_room
 from llama405b.checkpoint.digests import Fault, PassedOver, check_files, open_manifest, warning_of
 from llama405b.checkpoint.directory import Directory, best_manifest, directories_of
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest
@@ -143,8 +143,10 @@ class Store:
             here = each_bytes * n_ranks // self.me.world
             own = len(self.directory.own())
             keep, free = self.keep + self.keep_best, shutil.disk_usage(self.root).free
-            if why := room_fault(free, here, keep, own, best=self.keep_best):
-                raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {why}")
+            try:
+                check_room(free, here, keep, own, best=self.keep_best)
+            except NoRoomError as error:
+                raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {error}") from None
 
         self.on_owners(look, self.root, fault="cannot be looked into")
 

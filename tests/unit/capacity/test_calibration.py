@@ -206,12 +206,12 @@ def test_waiting_for_updates_is_not_taken_for_the_forward():
 
 def test_it_is_kept_for_its_hosts(tmp_path):
     hosts, found = tmp_path / "hosts", calibration()
-    assert forecast.kept(hosts, [Host("a", "hosts:1")]) is None
-    forecast.keep(hosts, found)
-    assert forecast.kept(hosts, [Host("b", "hosts:2")]) == found
-    assert forecast.kept(hosts, [Host("a", "hosts:1"), Host("c", "hosts:3")]) is None
+    assert forecast.read_calibration(hosts, [Host("a", "hosts:1")]) is None
+    forecast.save_calibration(hosts, found)
+    assert forecast.read_calibration(hosts, [Host("b", "hosts:2")]) == found
+    assert forecast.read_calibration(hosts, [Host("a", "hosts:1"), Host("c", "hosts:3")]) is None
     (tmp_path / "hosts.calibration.json").write_text('{"load": 3}')
-    assert forecast.kept(hosts, [Host("a", "hosts:1")]) is None
+    assert forecast.read_calibration(hosts, [Host("a", "hosts:1")]) is None
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_it_is_kept_for_its_hosts(tmp_path):
     ],
 )
 def test_what_cannot_have_been_measured_is_not_read(tmp_path, part, change):
-    forecast.keep(tmp_path / "hosts", calibration())
+    forecast.save_calibration(tmp_path / "hosts", calibration())
     file = tmp_path / "hosts.calibration.json"
     kept = json.loads(file.read_text())
     kept[part] |= change
     file.write_text(json.dumps(kept))
-    assert forecast.kept(tmp_path / "hosts", [Host("a", "hosts:1")]) is None
+    assert forecast.read_calibration(tmp_path / "hosts", [Host("a", "hosts:1")]) is None
 
 
 def test_a_host_that_waits_while_its_gpu_computes_is_no_slower():

@@ -14,7 +14,7 @@ from llama405b.contract import reader
 from llama405b_tools.remote import launch_facts
 from llama405b_tools.remote.launch_facts import has_program
 from llama405b_tools.remote.messages.probe import InputCheck, RunPlace
-from llama405b_tools.run.preflight import place_words
+from llama405b_tools.run.host_checks import place_words
 
 ON_READ_ONLY = """
 import json, sys

@@ -16,8 +16,8 @@ from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.machine.network import Address, Rdma
 from llama405b_tools.remote import launch_facts
 from llama405b_tools.remote.messages.probe import InputCheck, LaunchFacts, PlaceFault, Reach, RunPlace
-from llama405b_tools.run import jobs, preflight
-from llama405b_tools.run.forecast import expected, loading_note, misfit, room_faults
+from llama405b_tools.run import host_checks, jobs, preflight
+from llama405b_tools.run.forecast import expected, loading_note, refuse_misfit, room_faults
 from llama405b_tools.run.preflight import Rendezvous
 from llama405b_tools.run.rehearse import trial_of
 from llama405b_tools.run.request import parse_launch
@@ -39,6 +39,15 @@ def facts(own, head=None):
         machine="m", gpus=0, rdma=Rdma(), cores=2, port_fault="", port_in_use=False, own=addresses, head=head or {},
         workdir="/w", run_place=RunPlace("/w/runs/r"), places={}, free_bytes=1 << 40, free_files=None, input_fault="",
     )  # fmt: skip
+
+
+def fault_of(request, host, said):
+    """Why a host is not fit; '' if it is."""
+    try:
+        host_checks.check_host(request, host, said)
+    except host_checks.UnfitError as error:
+        return str(error)
+    return ""
 
 
 def answers(*faults):
@@ -66,14 +75,15 @@ def test_the_first_address_that_all_reach():
 
 def test_who_does_not_get_there_is_told_what_was_tried():
     said = answers(("b", "172.31.1.5"), ("b", "10.0.0.1"))
-    faults = preflight.find_rendezvous(A, ["172.31.1.5", "10.0.0.1"], said, 20_000)
+    assert preflight.find_rendezvous(A, ["172.31.1.5", "10.0.0.1"], said, 20_000) is None
+    faults = preflight.cut_off(A, said, 20_000)
     assert list(faults) == ["b"]
     assert "172.31.1.5 (no answer within 3 s), 10.0.0.1 (no answer within 3 s)" in faults["b"]
 
 
 def test_a_name_without_an_address_is_not_called_a_firewall():
     said = {"a": facts([]), "b": facts([], {"train-1": Reach("Name or service not known", unresolved=True)})}
-    why = preflight.find_rendezvous(A, ["train-1"], said, 20_000)["b"]
+    why = preflight.cut_off(A, said, 20_000)["b"]
     assert "at train-1 (Name or service not known); put the name into its /etc/hosts, or give a an IP address" in why
     assert "open TCP ports" not in why
 
@@ -101,10 +111,10 @@ def test_a_program_that_no_host_has_is_refused_and_one_that_some_lack_is_their_f
     with pytest.raises(
         UserError, match=r"^train\.py: no host has it in its working directory; correct the name, or copy"
     ):
-        preflight.refuse_input(request, {"a": lacks, "b": lacks}, 20_000)
-    preflight.refuse_input(request, {"a": has, "b": lacks}, 20_000)
-    assert preflight._host_fault(request, A, lacks) == "train.py is not in /w; copy it there"
-    assert "train.py" not in preflight._host_fault(request, A, has)
+        host_checks.check_request(request, {"a": lacks, "b": lacks}, 20_000)
+    host_checks.check_request(request, {"a": has, "b": lacks}, 20_000)
+    assert fault_of(request, A, lacks) == "train.py is not in /w; copy it there"
+    assert "train.py" not in fault_of(request, A, has)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +142,16 @@ def test_gloo_takes_an_interfaces_first_address():
 def test_what_is_refused_before_anything_starts(seen, words):
     request = parse_launch(["--run", "r", "--preset", "demo", "--checkpoint.dir", "/c"], 0.0)
     with pytest.raises(UserError) as refused:
-        preflight.refuse_input(request, {"a": dataclasses.replace(facts([]), **seen)}, 20_000)
+        host_checks.check_request(request, {"a": dataclasses.replace(facts([]), **seen)}, 20_000)
     assert words in str(refused.value)
 
 
 def test_an_evaluation_without_training_never_gets_into_the_directory_of_another_run():
     only = ["--run", "r", "--preset", "demo", "--evaluate-only", "--resume", "runs/r/checkpoints/step-00000040"]
     with pytest.raises(UserError, match=r"--run: 'r' exists on a; choose another name$"):
-        preflight.refuse_input(parse_launch(only, 0.0), {"a": dataclasses.replace(facts([]), run_exists=True)}, 20_000)
+        host_checks.check_request(
+            parse_launch(only, 0.0), {"a": dataclasses.replace(facts([]), run_exists=True)}, 20_000
+        )
 
 
 def test_an_evaluation_without_training_needs_no_room_for_what_training_takes():
@@ -180,21 +192,21 @@ def of(uid, user, runs):
 
 def test_users_who_cannot_read_each_others_checkpoints_are_refused():
     said = {"a": of(0, "root", "1"), "b": of(1001, "alice", "2"), "c": of(0, "root", "3")}
-    faults = preflight.user_faults(saving("--checkpoint.dir", "/shared/c"), said)
+    faults = host_checks.user_faults(saving("--checkpoint.dir", "/shared/c"), said)
     assert faults == {
         "b": "the run would be alice's there (uid 1001), but root's on a (uid 0), and neither can read what the other "
         "writes in /shared/c; log in as one user everywhere, or save nothing with --checkpoint.every 0"
     }
-    assert preflight.user_faults(saving("--checkpoint.every", "0"), said) == {}
-    assert preflight.user_faults(saving("--checkpoint.storage", "local"), said) == {}
+    assert host_checks.user_faults(saving("--checkpoint.every", "0"), said) == {}
+    assert host_checks.user_faults(saving("--checkpoint.storage", "local"), said) == {}
 
 
 def test_users_who_share_the_directory_of_runs_are_refused():
     said = {"a": of(0, "root", "1"), "b": of(1001, "alice", "1")}
-    faults = preflight.user_faults(saving("--checkpoint.every", "0"), said)
+    faults = host_checks.user_faults(saving("--checkpoint.every", "0"), said)
     assert "writes in /w/runs; log in as one user everywhere, or give each a workdir= of its own" in faults["b"]
     same = {"a": of(1001, "alice", "1"), "b": of(1001, "bob", "1")}  # files know numbers, not names
-    assert preflight.user_faults(saving(), same) == {}
+    assert host_checks.user_faults(saving(), same) == {}
 
 
 def test_the_directory_of_checkpoints_is_tried_before_the_start():
@@ -203,7 +215,7 @@ def test_the_directory_of_checkpoints_is_tried_before_the_start():
     said = dataclasses.replace(
         facts([]), places={"--checkpoint.dir": RunPlace("/shared/c", PlaceFault.DENIED, "/shared", "bob")}
     )
-    assert "--checkpoint.dir=/shared/c cannot be created or written" in preflight._host_fault(saving(), A, said)
+    assert "--checkpoint.dir=/shared/c cannot be created or written" in fault_of(saving(), A, said)
     assert preflight._probe_request(saving("--checkpoint.every", "0"), A, 20_000, "token").places == {}
 
 
@@ -232,7 +244,7 @@ def test_the_directory_of_checkpoints_is_tried_before_the_start():
 )
 def test_what_a_host_lacks_is_found_before_the_start(lacks, said):
     request = parse_launch(["--run", "r", "--", "x.py"], 0.0)
-    why = preflight._host_fault(request, A, dataclasses.replace(facts([]), **lacks))
+    why = fault_of(request, A, dataclasses.replace(facts([]), **lacks))
     assert why.startswith(said)
     assert bool(why) == bool(said)
 
@@ -241,8 +253,8 @@ def test_a_disk_that_became_read_only_is_the_hosts_fault_and_not_the_names():
     request = parse_launch(["--run", "r", "--resume", "auto", "--", "x.py"], 0.0)
     place = RunPlace("/w/runs/r", PlaceFault("read-only"), "/w/runs/r")
     answer = dataclasses.replace(facts([]), run_exists=True, run_place=place)
-    preflight.refuse_input(request, {"a": answer}, 1)
-    assert preflight._host_fault(request, A, answer) == (
+    host_checks.check_request(request, {"a": answer}, 1)
+    assert fault_of(request, A, answer) == (
         "/w/runs/r cannot be written: the filesystem of /w/runs/r is read-only (after an I/O error, dmesg says why); "
         "fix that, or set workdir="
     )
@@ -256,7 +268,7 @@ def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
     with pytest.raises(
         UserError, match="--run: 'r' on a: /w/runs/r belongs to bob, and you cannot write it; choose an"
     ):
-        preflight.refuse_input(request, said, 1)
+        host_checks.check_request(request, said, 1)
 
 
 def planned(flags, each, mbit="25000"):
@@ -326,6 +338,15 @@ def outlook(*flags, gpu="NVIDIA H100 80GB HBM3", mib=81559, llama=LARGE, ram_gib
     """What launch expects of a run on three hosts of eight such GPUs."""
     has = {"gpu": gpu, "gpu_bytes": mib << 20, "llama": llama, "memory_bytes": ram_gib << 30, **more}
     return expected(*planned(("--training.global_batch_size", "24", *flags), [has] * 3), measured)
+
+
+def misfit(found):
+    """Why it is refused; '' if it is not."""
+    try:
+        refuse_misfit(found)
+    except UserError as error:
+        return str(error).partition("; `llama405b plan`")[0]
+    return ""
 
 
 def test_what_cannot_fit_is_known_before_a_launch():

@@ -22,7 +22,7 @@ from llama405b_tools.remote import guarding
 from llama405b_tools.remote.messages.guard_notes import GuardNote
 from llama405b_tools.remote.messages.stream import StreamMessage
 from llama405b_tools.run import follow, guard, guard_record
-from llama405b_tools.run.guard import GuardInput, Watchman
+from llama405b_tools.run.guard import Guard, GuardInput
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import parse_launch
 from llama405b_tools.run.streams import HostMessage
@@ -50,16 +50,16 @@ def guarded(fleet, *lives, checkpoints=(), more=()):
         fleet.fakes[name].lives = [[life[name]] for life in lives]
     asked, hosts = request(*more), list(fleet.hosts.values())
     plan = launch(asked, hosts, fleet)
-    watchman = Watchman(asked, hosts, plan, fleet)
+    watchman = Guard(asked, hosts, plan, fleet)
     saved = iter(checkpoints)
-    real = watchman.bring_back
+    real = watchman.restart
 
-    def bring_back():
+    def restart():
         stopped = real()
         fleet.fakes["a"].checkpoint = next(saved, fleet.fakes["a"].checkpoint)
         return stopped
 
-    watchman.bring_back = bring_back
+    watchman.restart = restart
     code = watchman.main()
     return code, reader.loads(GuardState, RunDir.here("r").guard.read_text(), "guard.json")
 
@@ -225,15 +225,15 @@ def test_the_hosts_hear_how_the_guard_ended(fleet):
 def test_a_heartbeat_comes_when_it_is_due_and_not_from_a_guard_that_hangs(fleet, tmp_path):
     asked = request("--notify", "echo $LLAMA405B_EVENT >>notes", "--notify-every", "1h")
     hosts = list(fleet.hosts.values())
-    watchman = Watchman(asked, hosts, launch(asked, hosts, fleet), fleet)
+    watchman = Guard(asked, hosts, launch(asked, hosts, fleet), fleet)
     watchman.beat()
     assert not (tmp_path / "notes").exists()
     watchman.notified_at -= 3600
-    watchman.turned_at -= 2 * guard.STUCK_S
+    watchman.progress_at -= 2 * guard.STUCK_S
     fleet.fakes["a"].noted = None
     watchman.beat()
     assert (fleet.fakes["a"].noted, (tmp_path / "notes").exists()) == (None, False)
-    watchman.turn()
+    watchman.note_progress()
     for _ in range(2):
         watchman.beat()
     assert (tmp_path / "notes").read_text() == "heartbeat\n"
@@ -285,7 +285,7 @@ def paged(tmp_path):
 def watchman(fleet):
     asked = request("--notify", "echo $LLAMA405B_EVENT: $LLAMA405B_MESSAGE >>notes")
     hosts = list(fleet.hosts.values())
-    return Watchman(asked, hosts, launch(asked, hosts, fleet), fleet)
+    return Guard(asked, hosts, launch(asked, hosts, fleet), fleet)
 
 
 @pytest.mark.parametrize("reasons", [["no route"], ["no route", "no answer", "no route"]], ids=["the same", "changing"])
@@ -301,7 +301,7 @@ def test_a_run_that_does_not_come_back_is_paged_once(fleet, tmp_path, monkeypatc
 
     found, fleet.fakes["b"].stop = watchman(fleet), stop
     found.say(GuardStage.RECOVERING, "a: hung")
-    assert found.bring_back() == ""
+    found.restart()
     assert paged(tmp_path) == ["waiting: a: hung"]
 
 
@@ -312,7 +312,7 @@ def test_saves_that_fail_in_a_row_are_paged_once_until_one_succeeds(fleet, tmp_p
         for step, kind in enumerate(kinds, 1):
             event = RunEvent(0.0, "rank-0", kind, 1, step, detail="No space left on device")
             watch.take(HostMessage("a", StreamMessage(events=(event,)), 0.0))
-            found.turn(watch)
+            found.note_progress(watch)
             found.beat()
         return paged(tmp_path)
 

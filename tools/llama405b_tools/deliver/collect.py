@@ -12,7 +12,7 @@ from llama405b_tools.deliver.push_files import pass_down
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.remote.messages.transfer import PartsReply, PartsRequest
-from llama405b_tools.run.preflight import fault_list
+from llama405b_tools.run.host_checks import fault_list
 from llama405b_tools.text.fold import fold_names
 
 ASK_S = 60.0

@@ -19,8 +19,8 @@ from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.file_sources import FileSource, open_files
+from llama405b_tools.run.host_checks import fault_list
 from llama405b_tools.run.plan import first_ranks
-from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.text.figures import format_table
 
 PASSES = 4  # chains tried, each without the hosts that broke the previous one

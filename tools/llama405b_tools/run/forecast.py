@@ -7,13 +7,15 @@ from pathlib import Path
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.estimate import Cluster, Load, checkpoint_bytes_per_parameter
 from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
-from llama405b.capacity.outlook import Fit, Outlook, units_fault
-from llama405b.capacity.room import room_fault
+from llama405b.capacity.outlook import Fit, Outlook, predicts_units
+from llama405b.capacity.room import NoRoomError, check_room
 from llama405b.contract import reader
 from llama405b.contract.config import on_ranks
+from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
+from llama405b.contract.schema import Config
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.printed_commands import hosts_argument
 from llama405b_tools.machine.network import training_ports
@@ -24,22 +26,22 @@ from llama405b_tools.text.fold import fold_names
 WORTH_BYTES = 10 * 10**9  # below, nobody waits for it
 
 
-def keep(hosts_file: Path, found: Calibration) -> None:
+def save_calibration(hosts_file: Path, calibration: Calibration) -> None:
     """Keep it beside the hosts file."""
-    write_atomic(_file_of(hosts_file), reader.dumps(found) + "\n")
+    write_atomic(_file_of(hosts_file), reader.dumps(calibration) + "\n")
 
 
-def kept(hosts_file: Path, hosts: Sequence[Host]) -> Calibration | None:
+def read_calibration(hosts_file: Path, hosts: Sequence[Host]) -> Calibration | None:
     """Return what was kept there; None: nothing, or of another version, or of other hosts."""
     try:
-        found = reader.loads(Calibration, _file_of(hosts_file).read_text(encoding="utf-8"), "a calibration")
+        calibration = reader.loads(Calibration, _file_of(hosts_file).read_text(encoding="utf-8"), "a calibration")
     except (OSError, UnicodeDecodeError, reader.MalformedError):
         return None
-    return found if {host.name for host in hosts} <= {*found.hosts} else None
+    return calibration if {host.name for host in hosts} <= {*calibration.hosts} else None
 
 
-def is_kept(hosts_file: Path) -> bool:
-    """Whether anything was."""
+def has_calibration(hosts_file: Path) -> bool:
+    """Whether anything was kept."""
     return _file_of(hosts_file).exists()
 
 
@@ -55,39 +57,53 @@ def expected(
     It is not of CPUs, unless they were measured, of GPUs that differ or are in no table, of other FSDP units than are predicted, of
     an evaluation without training, and of other programs.
     """
-    asked, llama = request.config, answers[plan.nodes[0].name].llama
-    kinds = {(answer.gpu, answer.gpu_bytes) for answer in answers.values()}
-    if asked is None or llama is None or request.evaluates:
-        return None
-    if asked.parallel.fsdp == "fsdp1" or not asked.model.activation_checkpointing or units_fault(asked.parallel.wrap):
+    config, llama = request.config, answers[plan.nodes[0].name].llama
+    if config is None or llama is None or request.evaluates or not _is_predicted(config):
         return None
     slots = max(node.slots for node in plan.nodes)
-    ram_bytes = min(answer.memory_bytes for answer in answers.values())
-    name, n_bytes = next(iter(kinds))
-    gpu = gpu_like(name, n_bytes, read_gpus()) if n_bytes and len(kinds) == 1 else None
-    if request.on_cpu:
-        gpu = Gpu.of_cpu(ram_bytes / slots)
+    ram_bytes = min(facts.memory_bytes for facts in answers.values())
+    gpu = Gpu.of_cpu(ram_bytes / slots) if request.on_cpu else _gpu_of(answers)
     if gpu is None:
         return None
-    load = Load.of(llama, on_ranks(asked, plan.world), plan.world)
-    load = dataclasses.replace(load, ranks_per_host=slots)
+    load = dataclasses.replace(Load.of(llama, on_ranks(config, plan.world), plan.world), ranks_per_host=slots)
     cluster = Cluster(gpu, min(_link(answers[node.name], node.interface) for node in plan.nodes))
     outlook = Outlook.of(load, cluster, ram_bytes)
     outlook = outlook.calibrated(measured) if measured else outlook
     return None if gpu.is_cpu and not outlook.calibration else outlook
 
 
-def misfit(outlook: Outlook) -> str:
-    """Say what does not fit, by more than the prediction may be wrong; '' if nothing."""
-    needs, has = outlook.needs, outlook.cluster.gpu.memory_bytes / GIB
+def _is_predicted(config: Config) -> bool:
+    """Whether the memory of such a run is predicted."""
+    if config.parallel.fsdp == "fsdp1" or not config.model.activation_checkpointing:
+        return False
+    return predicts_units(config.parallel.wrap)
+
+
+def _gpu_of(answers: Mapping[str, LaunchFacts]) -> Gpu | None:
+    """Return the GPU that all hosts have; None if they differ, or it is in no table."""
+    kinds = {(facts.gpu, facts.gpu_bytes) for facts in answers.values()}
+    name, n_bytes = next(iter(kinds))
+    return gpu_like(name, n_bytes, read_gpus()) if n_bytes and len(kinds) == 1 else None
+
+
+def refuse_misfit(outlook: Outlook) -> None:
+    """Refuse what does not fit, by more than the prediction may be wrong.
+
+    Raises:
+        UserError: Says what does not.
+    """
+    needs = outlook.needs
     if outlook.gpu is Fit.NO:
-        return (
-            f"a GPU has {has:,.0f} GiB, but a rank would take about {needs.gpu_bytes / GIB:,.0f} at {needs.peak.moment}"
-        )
-    if outlook.ram is Fit.NO:
-        has = outlook.ram_bytes / GIB
-        return f"a host has {has:,.0f} GiB of memory, but the run would take about {outlook.host_bytes / GIB:,.0f}"
-    return ""
+        has, takes = outlook.cluster.gpu.memory_bytes / GIB, needs.gpu_bytes / GIB
+        why = f"a GPU has {has:,.0f} GiB, but a rank would take about {takes:,.0f} at {needs.peak.moment}"
+    elif outlook.ram is Fit.NO:
+        has, takes = outlook.ram_bytes / GIB, outlook.host_bytes / GIB
+        why = f"a host has {has:,.0f} GiB of memory, but the run would take about {takes:,.0f}"
+    else:
+        return
+    raise UserError(
+        f"{why}; `llama405b plan` says what would fit, and --allow-misfit starts it nonetheless. Nothing was started"
+    )
 
 
 def _link(answer: LaunchFacts, interface: str) -> float:
@@ -117,11 +133,13 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
         ring = zip(plan.nodes, (plan.nodes[-1], *plan.nodes), strict=False)  # each with the one before it
         takes = {node.name: each_bytes * (node.slots + copies * before.slots) // plan.world for node, before in ring}
     faults = {}
+    best = checkpoint.keep_best
     for name, n_bytes in takes.items():
         place = answers[name].places.get("--checkpoint.dir", answers[name].run_place)
-        best = checkpoint.keep_best
-        if why := room_fault(place.free_bytes, n_bytes, checkpoint.keep + best, best=best):
-            faults[name] = f"--checkpoint.dir: {place.path} {why}"
+        try:
+            check_room(place.free_bytes, n_bytes, checkpoint.keep + best, best=best)
+        except NoRoomError as error:
+            faults[name] = f"--checkpoint.dir: {place.path} {error}"
     return faults
 
 

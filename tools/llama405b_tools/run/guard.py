@@ -7,6 +7,7 @@ the run, or after N restarts in a row without a newer checkpoint.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import signal
@@ -44,7 +45,7 @@ from llama405b_tools.run.guard_record import (
     run_command,
     unsaved_words,
 )
-from llama405b_tools.run.judge import not_stopped
+from llama405b_tools.run.judge import Failure, not_stopped
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
@@ -55,6 +56,7 @@ RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last on
 WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back
 NOTE_TIMEOUT_S = 60.0
 STUCK_S = 900.0  # longer than any one try to bring a run back
+ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,10 +113,15 @@ def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, NoteRep
     return replies(fleet.ask_all("note", notes, NoteReply, NOTE_TIMEOUT_S))
 
 
-ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
+class HopelessError(Exception):
+    """No restart would help; says why, as a clause."""
 
 
-class Watchman:
+class StoppedError(Exception):
+    """Somebody stopped the run; says who."""
+
+
+class Guard:
     """Follows a run and restarts it."""
 
     def __init__(self, request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
@@ -122,21 +129,22 @@ class Watchman:
         began = processes.start_time(os.getpid()) or 0
         self.record = dataclasses.replace(asked_for(request), machine=machine_id(), pid=os.getpid(), pid_start=began)
         self.telling, self.is_over, self.has_news = threading.Lock(), threading.Event(), threading.Event()
-        self.turned_at = self.notified_at = time.monotonic()
-        self.unsaved, self.down_at = "", math.inf  # why saves fail now; since when the run has been down
-        self.paged = set[Notice]()  # what lasts, and the user was told
+        self.progress_at = self.notified_at = time.monotonic()
+        self.unsaved = ""  # why saves fail now
+        self.down_at = math.inf  # since when the run has been down
+        self.notified = set[Notice]()  # what lasts, and the user was told
         self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
 
     def main(self) -> int:
         """Guard the run to its end, and tell its hosts all the while; returns the exit code."""
         self.say(GuardStage.WATCHING, "")
-        threading.Thread(target=self.beats, daemon=True).start()
+        threading.Thread(target=self.keep_beating, daemon=True).start()
         try:
             return self.watch()
         finally:
             self.end()
 
-    def beats(self) -> None:
+    def keep_beating(self) -> None:
         """Beat until the guard ends, and whenever there is news."""
         while not self.is_over.is_set():
             self.beat()
@@ -146,30 +154,30 @@ class Watchman:
     def beat(self) -> None:
         """Let the hosts know that the guard lives, and the user if it is time; a guard that hangs is to be missed."""
         now = time.monotonic()
-        if now > self.turned_at + STUCK_S:
+        if now > self.progress_at + STUCK_S:
             return
         waits = self.record.message if now > self.down_at + WAITING_AFTER_S else ""
         troubles = {Notice.DISK_FULL: disk_words(self.tell()), Notice.NOT_SAVED: self.unsaved, Notice.WAITING: waits}
-        if any(self.page(notice, why) for notice, why in troubles.items()):
+        if any(self.notify_once(notice, why) for notice, why in troubles.items()):
             return  # the command may have taken so long that the hosts are to be told again
         if self.request.notify_every_s and now >= self.notified_at + self.request.notify_every_s:
             self.notified_at = now
             self.notify(Notice.HEARTBEAT, f"{self.record.state}{given('; {}', self.record.message)}")
 
-    def page(self, notice: Notice, why: str) -> bool:
+    def notify_once(self, notice: Notice, why: str) -> bool:
         """Tell the user what is wrong with a run that is not over, once until it has passed; returns whether it did."""
         if not why:
-            self.paged.discard(notice)
-        if not why or notice in self.paged:
+            self.notified.discard(notice)
+        if not why or notice in self.notified:
             return False
-        self.paged.add(notice)
+        self.notified.add(notice)
         log(f"{notice}: {why}")
         self.notify(notice, why)
         return True
 
-    def turn(self, watch: RunMonitor | None = None) -> bool:
+    def note_progress(self, watch: RunMonitor | None = None) -> bool:
         """Note that the guard does not hang, and whether saves fail; always False: it is to follow the run to its end."""
-        self.turned_at = time.monotonic()
+        self.progress_at = time.monotonic()
         self.unsaved = unsaved_words(watch.failed_saves) if watch else ""
         return False
 
@@ -187,25 +195,36 @@ class Watchman:
     def watch(self) -> int:
         """Guard the run to its end; returns the exit code."""
         while True:
-            ending = follow(self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits, self.turn)
+            ending = follow(
+                self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits, self.note_progress
+            )
             if ending.failure is None:
                 stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
                 self.say(stage, ending.words)
                 self.notify(notice, ending.words)
                 return ending.code
-            self.record = dataclasses.replace(self.record, cause=ending.failure.cause)
-            self.event(EventKind.FAILED)
-            if why := self.hopeless(ending):
-                return self.give_up(f"{ending.words}; {why}")
-            self.say(GuardStage.RECOVERING, ending.words)
-            self.notify(Notice.INCIDENT, ending.words)
             try:
-                if stopped_by := self.bring_back():
-                    self.say(GuardStage.STOPPED, f"stopped by {stopped_by}")
-                    return FAILED
-            except UserError as error:
-                return self.give_up(f"{ending.words}; it cannot be resumed: {error}")
-            self.restarted(ending)
+                self.recover(ending, ending.failure)
+            except HopelessError as error:
+                return self.give_up(f"{ending.words}; {error}")
+            except StoppedError as error:
+                self.say(GuardStage.STOPPED, f"stopped by {error}")
+                return FAILED
+
+    def recover(self, ending: Ending, failure: Failure) -> None:
+        """Restart the run after a failure, and report both.
+
+        Raises:
+            HopelessError: No restart would help.
+            StoppedError: Somebody stopped the run.
+        """
+        self.record = dataclasses.replace(self.record, cause=failure.cause)
+        self.event(EventKind.FAILED)
+        self.count_try(ending)
+        self.say(GuardStage.RECOVERING, ending.words)
+        self.notify(Notice.INCIDENT, ending.words)
+        self.restart()
+        self.restarted(ending)
 
     def restarted(self, ending: Ending) -> None:
         """Count a restart, and report it."""
@@ -216,56 +235,75 @@ class Watchman:
         self.say(GuardStage.WATCHING, said)
         self.notify(Notice.RECOVERY, said)
 
-    def hopeless(self, ending: Ending) -> str:
-        """Why another restart would be pointless; '' if it may help."""
+    def count_try(self, ending: Ending) -> None:
+        """Count a restart that is about to be tried, from the newest checkpoint.
+
+        Raises:
+            HopelessError: It would be refused, or too many before it led to no newer checkpoint.
+        """
         if ending.refused and not self.record.restarts:  # after a restart a host changed, and may change back
-            return "the trainer refused its input and would refuse it again"
+            raise HopelessError("the trainer refused its input and would refuse it again")
         newest = newest_checkpoint(self.fleet, self.plan.run)
         known, in_vain = self.record.checkpoint, self.record.in_vain
         if newest and (not known or step_of(newest) > step_of(Path(known))):
             known, in_vain = str(newest), 0
         if in_vain >= self.request.restart:
             since = given("since {}", known) or "and no checkpoint yet"
-            return f"that was after {counted(in_vain, 'restart')} without a newer checkpoint ({since})"
+            raise HopelessError(f"that was after {counted(in_vain, 'restart')} without a newer checkpoint ({since})")
         self.record = dataclasses.replace(self.record, checkpoint=known, in_vain=in_vain + 1)
-        return ""
 
-    def bring_back(self) -> str:
-        """End what is left on every host and start again, retrying until that works. Returns who stopped the run, or ''.
+    def restart(self) -> None:
+        """End what is left on every host and start again, retrying until that works.
 
         Raises:
-            UserError: The run cannot be resumed, whatever the hosts do.
+            HopelessError: The run cannot be resumed, whatever the hosts do.
+            StoppedError: Somebody stopped the run.
         """
-        said, tries, self.down_at = "", 0, time.monotonic()
-        while True:
-            self.turn()
-            ends = stop_launch(self.plan, self.fleet)
-            if stopped_by := [end.stopped_by for end in replies(ends).values() if end.stopped_by]:
-                return stopped_by[0]
-            why = "; ".join(f"{name}: {why}" for name, why in not_stopped(ends).items()) or self.start_again()
-            if not why:
-                return ""
+        said, self.down_at = "", time.monotonic()
+        for pause_s in itertools.chain(RETRY_S, itertools.repeat(RETRY_S[-1])):
+            self.note_progress()
+            try:
+                self.stop_rest()
+                return self.relaunch()
+            except RunError as error:
+                why = str(error)
             if why != said:
                 said = why
                 self.say(GuardStage.RECOVERING, f"cannot start yet: {why}")
-            time.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
-            tries += 1
+            time.sleep(pause_s)
+        raise AssertionError("it is tried for ever")
 
-    def start_again(self) -> str:
-        """Launch the run from its newest checkpoint; returns why that is not possible now, or ''.
+    def stop_rest(self) -> None:
+        """End what is left on every host.
 
         Raises:
-            UserError: It never will be possible.
+            RunError: Something remains.
+            StoppedError: Somebody stopped the run.
         """
+        ends = stop_launch(self.plan, self.fleet)
+        for end in replies(ends).values():
+            if end.stopped_by:
+                raise StoppedError(end.stopped_by)
+        if remains := not_stopped(ends):
+            raise RunError("; ".join(f"{name}: {why}" for name, why in remains.items()))
+
+    def relaunch(self) -> None:
+        """Launch the run from its newest checkpoint.
+
+        Raises:
+            RunError: That is not possible now.
+            HopelessError: It never will be.
+        """
+        request, hosts = resumed(self.request, self.hosts, self.plan)
         try:
-            request, hosts = resumed(self.request, self.hosts, self.plan)
             self.plan = launch(request, hosts, self.fleet, again=True)
-        except StartError as error:  # something of this attempt may be left, to be ended next
-            self.plan = error.plan
-            return str(error)
-        except RunError as error:
-            return str(error)
-        return ""
+        except StartError as error:
+            self.plan = error.plan  # something of this attempt may be left, to be ended next
+            raise
+        except RunError:
+            raise
+        except UserError as error:
+            raise HopelessError(f"it cannot be resumed: {error}") from None
 
     def event(self, kind: EventKind, path: str = "") -> None:
         """Write an event of the guard's own."""
@@ -314,20 +352,20 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Fleet(order.hosts) as fleet:
-        watchman = Watchman(order.request, order.hosts, order.plan, fleet)
+        guard = Guard(order.request, order.hosts, order.plan, fleet)
 
         def dismissed(*_: object) -> None:
-            watchman.note(GuardStage.STOPPED, "dismissed: the run is stopped, or launched anew")
+            guard.note(GuardStage.STOPPED, "dismissed: the run is stopped, or launched anew")
             end_own_session(RunDir.here(order.plan.run))
             os._exit(FAILED)
 
         signal.signal(signal.SIGTERM, dismissed)
         try:
-            return watchman.main()
+            return guard.main()
         except Exception as error:
-            watchman.say(GuardStage.GAVE_UP, f"the guard itself failed: {type(error).__name__}: {error}")
-            watchman.tell()
-            watchman.notify(Notice.GAVE_UP, watchman.record.message)
+            guard.say(GuardStage.GAVE_UP, f"the guard itself failed: {type(error).__name__}: {error}")
+            guard.tell()
+            guard.notify(Notice.GAVE_UP, guard.record.message)
             raise
         finally:
             end_own_session(RunDir.here(order.plan.run))

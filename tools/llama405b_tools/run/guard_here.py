@@ -17,7 +17,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote.launch_facts import place_of
 from llama405b_tools.run.guard import GuardInput
-from llama405b_tools.run.preflight import place_words
+from llama405b_tools.run.host_checks import place_words
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import printer, show
 

@@ -27,7 +27,7 @@ from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, START_WITHIN_
 from llama405b_tools.remote.secrets import write_private
 from llama405b_tools.remote.tmux import guard_socket, start_session
 from llama405b_tools.run.guard import GuardInput
-from llama405b_tools.run.preflight import fault_list
+from llama405b_tools.run.host_checks import fault_list
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
 from llama405b_tools.run.request import LaunchRequest
 

@@ -46,7 +46,7 @@ class Life(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Guard:
+class GuardStatus:
     """A run's guard, according to its record."""
 
     state: GuardState
@@ -82,7 +82,7 @@ def heard_by(told: Iterable[HostRun]) -> GuardReports:
     return [(host.now - host.guard.time, host.guard) for host in told if host.guard]
 
 
-def of_hosts(run: str, heard: GuardReports, now: float) -> Guard | None:
+def of_hosts(run: str, heard: GuardReports, now: float) -> GuardStatus | None:
     """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since.
 
     A host that it ran on knows at once that it died.
@@ -93,26 +93,26 @@ def of_hosts(run: str, heard: GuardReports, now: float) -> Guard | None:
     if state is None or (here and here.life is Life.LIVES):
         return here
     if here and here.life is Life.DIED and _same_guard(here.state, state):
-        return Guard(here.state, Life.DIED, max(heard_at, here.heard_at))
+        return GuardStatus(here.state, Life.DIED, max(heard_at, here.heard_at))
     if any(other.died and _same_guard(other, state) for _, other in heard):
-        return Guard(state, Life.DIED, heard_at)
+        return GuardStatus(state, Life.DIED, heard_at)
     if now - heard_at < (SILENT_AFTER_S if state.pid else BEGINS_WITHIN_S):
-        return Guard(state, Life.ELSEWHERE, heard_at)
-    return Guard(state, Life.SILENT, heard_at)
+        return GuardStatus(state, Life.ELSEWHERE, heard_at)
+    return GuardStatus(state, Life.SILENT, heard_at)
 
 
 def _same_guard(one: GuardState, other: GuardState) -> bool:
     return (one.machine, one.pid, one.pid_start) == (other.machine, other.pid, other.pid_start)
 
 
-def of_run(run: str) -> Guard | None:
+def of_run(run: str) -> GuardStatus | None:
     """The guard of a run, by its record on this machine; None if there never was one."""
     state = read_record(GuardState, RunDir.here(run).guard)
     if state is None:
         return None
     if not guarding.is_of_this_machine(state):
-        return Guard(state, Life.ELSEWHERE, state.time)
-    return Guard(state, Life.LIVES if guarding.lives_here(state) else Life.DIED, state.time)
+        return GuardStatus(state, Life.ELSEWHERE, state.time)
+    return GuardStatus(state, Life.LIVES if guarding.lives_here(state) else Life.DIED, state.time)
 
 
 def is_guarded(run: str) -> bool:
@@ -121,7 +121,7 @@ def is_guarded(run: str) -> bool:
     return found is not None and found.life is Life.LIVES
 
 
-def guard_line(found: Guard) -> str:
+def guard_line(found: GuardStatus) -> str:
     """Describe what a run's guard is doing, or how to replace it."""
     state, machine = found.state, found.state.machine.partition(" ")[0]
     if found.gone:

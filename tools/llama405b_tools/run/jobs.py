@@ -26,8 +26,8 @@ from llama405b_tools.remote import slurm
 from llama405b_tools.remote.launch_facts import place_of, resumable
 from llama405b_tools.remote.messages.stop_request import RUNNER_ENDS_S
 from llama405b_tools.remote.secrets import write_secrets
+from llama405b_tools.run.host_checks import place_words
 from llama405b_tools.run.plan import RunSpec
-from llama405b_tools.run.preflight import place_words
 from llama405b_tools.run.request import LaunchRequest
 
 SIGNAL_BEFORE_S = 300  # before the job's time limit, for the trainer to save

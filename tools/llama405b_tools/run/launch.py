@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from llama405b.capacity.outlook import Outlook
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import counted
@@ -13,9 +14,11 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import one_machine
 from llama405b_tools.hosts.printed_commands import hosts_argument
-from llama405b_tools.run.forecast import expected, kept, loading_note, misfit, room_faults
+from llama405b_tools.run.forecast import expected, loading_note, read_calibration, refuse_misfit, room_faults
 from llama405b_tools.run.guard_record import asked_for
-from llama405b_tools.run.preflight import Facts, check_training, fault_list, host_spec, nccl_lines, plan_of, probe_hosts
+from llama405b_tools.run.host_checks import Facts, fault_list
+from llama405b_tools.run.plan import HostSpec
+from llama405b_tools.run.preflight import check_training, host_spec, nccl_lines, plan_of, probe_hosts
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 from llama405b_tools.run.start_everywhere import start_run
@@ -23,6 +26,16 @@ from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.predictions import expectation
 
 UNPROVED = "note: CUDA and NCCL are marked 'never run' in docs/proof.md; --rehearse tries them on these hosts first"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckedLaunch:
+    """A launch whose hosts are fit for it."""
+
+    answers: Facts
+    parts: Sequence[HostSpec]
+    plan: Plan
+    outlook: Outlook | None  # what to expect of it, if that can be predicted
 
 
 def launch(
@@ -42,10 +55,27 @@ def launch(
         RunError: A host is not fit, or did not start; nothing is left running, or the message says where something may be.
     """
     began = time.monotonic()
+    checked = check(request, hosts, fleet, again=again)
+    guard = asked_for(request) if request.restart and not again else None
+    stops = {name: facts.stopped_at for name, facts in checked.answers.items()}
+    where = hosts_argument(request.hosts_file)
+    start_run(checked.plan, request.secrets, fleet, stops, again=again, guard=guard, hosts=where)
+    for line in launched_lines(request, hosts, checked, time.monotonic() - began):
+        say(line)
+    return checked.plan
+
+
+def check(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool) -> CheckedLaunch:
+    """Ask every host, refuse what cannot work, and plan the rest.
+
+    Raises:
+        UserError: The request is wrong.
+        RunError: A host is not fit.
+    """
     try:
-        answers, way = probe_hosts(request, hosts, fleet)
-        parts = [host_spec(host, answers[host.name], way) for host in hosts]
-        plan = plan_of(request, parts, answers, way, time.time())
+        answers, meeting = probe_hosts(request, hosts, fleet)
+        parts = [host_spec(host, answers[host.name], meeting) for host in hosts]
+        plan = plan_of(request, parts, answers, meeting, time.time())
     except UserError as error:
         if again:
             raise RunError(str(error)) from None
@@ -53,32 +83,33 @@ def launch(
     check_training(request, plan, answers)
     if faults := room_faults(request, plan, answers):
         raise RunError(fault_list(faults, len(hosts)))
-    if outlook := expected(request, plan, answers, kept(request.hosts_file, hosts)):
-        if (why := misfit(outlook)) and not (request.allow_misfit or again):
-            raise UserError(
-                f"{why}; `llama405b plan` says what would fit, and --allow-misfit starts it nonetheless. Nothing was started"
-            )
-        plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
-    guard = asked_for(request) if request.restart and not again else None
-    stops = {name: answer.stopped_at for name, answer in answers.items()}
-    start_run(plan, request.secrets, fleet, stops, again=again, guard=guard, hosts=hosts_argument(request.hosts_file))
-    took = f"up in {time.monotonic() - began:.1f} s"
-    for same in one_machine({host.name: answers[host.name].machine for host in hosts if not host.loopback}):
-        say(f"note: {fold_names(same)} are one machine, whose GPUs and memory they share; delete all but one of them")
-    for name in sorted({other for answer in answers.values() for other in answer.others}):
-        where = fold_names([host for host, answer in answers.items() if name in answer.others])
-        say(f"note: run {name} is also alive on {where}; both share its GPUs and memory")
-    hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
-    say(f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, {took}")
-    for line in nccl_lines(request, parts):
-        say(f"  {line}")
-    for note in training_notes(request, plan, answers):
-        say(note)
+    outlook = expected(request, plan, answers, read_calibration(request.hosts_file, hosts))
     if outlook:
-        say(expectation(outlook))
-    if request.config and not request.on_cpu and any(answer.gpus for answer in answers.values()):
-        say(UNPROVED)
-    return plan
+        plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
+        if not (request.allow_misfit or again):
+            refuse_misfit(outlook)
+    return CheckedLaunch(answers, parts, plan, outlook)
+
+
+def launched_lines(
+    request: LaunchRequest, hosts: Sequence[Host], checked: CheckedLaunch, took_s: float
+) -> Iterator[str]:
+    """Tell what is running now, and what to know about it."""
+    answers, plan = checked.answers, checked.plan
+    for same in one_machine({host.name: answers[host.name].machine for host in hosts if not host.loopback}):
+        yield f"note: {fold_names(same)} are one machine, whose GPUs and memory they share; delete all but one of them"
+    for name in sorted({other for facts in answers.values() for other in facts.others}):
+        where = fold_names([host for host, facts in answers.items() if name in facts.others])
+        yield f"note: run {name} is also alive on {where}; both share its GPUs and memory"
+    hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
+    yield f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, up in {took_s:.1f} s"
+    for line in nccl_lines(request, checked.parts):
+        yield f"  {line}"
+    yield from training_notes(request, plan, answers)
+    if checked.outlook:
+        yield expectation(checked.outlook)
+    if request.config and not request.on_cpu and any(facts.gpus for facts in answers.values()):
+        yield UNPROVED
 
 
 def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterator[str]:

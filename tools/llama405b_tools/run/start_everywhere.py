@@ -30,8 +30,8 @@ from llama405b_tools.remote.messages.start import (
 )
 from llama405b_tools.remote.messages.stop_request import StopReply
 from llama405b_tools.run.backends import backend_of_plan
+from llama405b_tools.run.host_checks import fault_list
 from llama405b_tools.run.judge import not_stopped
-from llama405b_tools.run.preflight import fault_list
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.figures import format_table
 

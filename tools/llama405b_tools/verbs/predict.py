@@ -20,7 +20,7 @@ from llama405b.capacity.estimate import Cluster, Load
 from llama405b.capacity.hardware import USUAL, Gpu, gpu_named, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.machines import UNSEEN, Described, Machines, assumptions, described
-from llama405b.capacity.outlook import Fit, Outlook, best, units_fault
+from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, predicts_units
 from llama405b.contract import command, config, setting_rules, weights
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
@@ -38,14 +38,14 @@ from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote.launch_facts import version_of
 from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
-from llama405b_tools.run.forecast import is_kept, keep, kept
+from llama405b_tools.run.forecast import has_calibration, read_calibration, save_calibration
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.text.predictions import SCHEMA, UNITS, ReportOptions, comparison, prediction, ranking, record
 
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
 PACKAGES = ("torch", "transformers")
-WHOLE = re.compile("[1-9][0-9]{0,4}")
+WHOLE_NUMBER = re.compile("[1-9][0-9]{0,4}")
 MOST, LARGEST = 99_999, 1e18
 
 
@@ -201,9 +201,9 @@ def _described(args: argparse.Namespace) -> str:
 
 def _kept(args: argparse.Namespace, hosts: Sequence[Host], plan: Outlook) -> tuple[Calibration | None, str]:
     """Return what was measured for such a run on the hosts, or why something that was is not used."""
-    if not (hosts and is_kept(args.hosts)):
+    if not (hosts and has_calibration(args.hosts)):
         return None, ""
-    found = kept(args.hosts, hosts)
+    found = read_calibration(args.hosts, hosts)
     if found is None:
         return None, "it is damaged, of another version, or of other hosts"
     if described := _described(args):
@@ -236,8 +236,12 @@ def _config(asked: Config, machines: Machines) -> Config:
         raise UserError("--parallel.fsdp: plan predicts fsdp2; use that")
     if not asked.model.activation_checkpointing:
         raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
-    if fault := units_fault(asked.parallel.wrap):
-        raise UserError(f"--parallel.wrap: {fault}")
+    if not predicts_units(asked.parallel.wrap):
+        units = ",".join(asked.parallel.wrap) or "nothing"
+        known = " or ".join(",".join(name for name in each if name != "Embedding") for each in (WHOLE, HALVES))
+        raise UserError(
+            f"--parallel.wrap: plan does not predict FSDP units of {units}; use {known}, with Embedding or without"
+        )
     return asked
 
 
@@ -287,7 +291,7 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
     with Fleet(hosts) as fleet:
         found = calibrate(request, hosts, fleet, plan.load, plan.cluster.gpu, time.strftime("%Y-%m-%d"))
     try:
-        keep(args.hosts, found)
+        save_calibration(args.hosts, found)
     except OSError as error:
         raise RunError(f"{args.hosts}: what was measured cannot be kept beside it ({reason_of(error)})") from None
 
@@ -325,7 +329,7 @@ def _alternatives(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, a
         word = f"{name}={value}"
         if name == "gpu":
             word = f"gpu={gpu_named(value, gpus).name}"
-        number = name in ("nodes", "slots") and WHOLE.fullmatch(value)
+        number = name in ("nodes", "slots") and WHOLE_NUMBER.fullmatch(value)
         if not number and name not in ("gpu", "ram", "nic", "disk"):
             raise UserError(
                 f"--what-if: {word!r} is none of nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s, disk=5GB/s; correct it"

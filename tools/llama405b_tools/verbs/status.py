@@ -14,7 +14,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run import judge, query
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.guard_record import Guard, guard_line, heard_by, of_hosts
+from llama405b_tools.run.guard_record import GuardStatus, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State, failure_words, state_words
 from llama405b_tools.run.query import Seen, all_runs, ask_hosts, ask_members, failures_of, progress, states_of
 from llama405b_tools.text.figures import format_table, number
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     return code_for(faults)
 
 
-def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> Guard | None:
+def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> GuardStatus | None:
     """Return the run's guard; None if there is none, or it is gone and was not needed any more."""
     guard = of_hosts(run, heard_by(told), time.time())
     if guard and guard.gone and not (is_needed or any(found.alive for found in told)):
@@ -69,7 +69,7 @@ def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> Guard | N
 
 
 def _record(
-    run: str, seen: Seen, failures: Sequence[Failure], guard: Guard | None, *, is_good: bool
+    run: str, seen: Seen, failures: Sequence[Failure], guard: GuardStatus | None, *, is_good: bool
 ) -> dict[str, Json]:
     """The status as JSON, for scripts."""
     hosts: dict[str, Json] = {}
