@@ -5,7 +5,7 @@ import pytest
 from llama405b.contract import command
 from llama405b.contract.errors import UserError
 from llama405b.contract.trust import refuse_others_writing
-from llama405b_tools.run import request
+from llama405b_tools.run import environment, request
 
 HERE = {"HF_TOKEN": "t0p"}
 
@@ -17,8 +17,8 @@ def parse(*words):
 def test_variables_and_secrets_part_ways(tmp_path):
     path = tmp_path / "run.env"
     path.write_text("# ours\nexport NCCL_DEBUG='INFO'\nWANDB_API_KEY=abc\n\nEMPTY=\n")
-    env, secrets = request.read_env(["A=x=y z", "NCCL_DEBUG=WARN"], [path], ["HF_TOKEN"], HERE)
-    assert request.read_env(["TOKENIZERS_PARALLELISM=false"], [], [], {})[0]
+    env, secrets = environment.read_env(["A=x=y z", "NCCL_DEBUG=WARN"], [path], ["HF_TOKEN"], HERE)
+    assert environment.read_env(["TOKENIZERS_PARALLELISM=false"], [], [], {})[0]
     assert env == {"NCCL_DEBUG": "WARN", "EMPTY": "", "A": "x=y z"}
     assert secrets == {"WANDB_API_KEY": "abc", "HF_TOKEN": "t0p"}
 
@@ -37,7 +37,7 @@ def test_variables_and_secrets_part_ways(tmp_path):
 )
 def test_what_cannot_be_handed_on_is_refused(pairs, names, words):
     with pytest.raises(UserError, match=words) as refused:
-        request.read_env(pairs, [], names, HERE)
+        environment.read_env(pairs, [], names, HERE)
     assert "abc" not in str(refused.value)
 
 
@@ -45,9 +45,9 @@ def test_a_bad_line_of_an_env_file_is_named(tmp_path):
     path = tmp_path / "run.env"
     path.write_text("A=1\nB\n")
     with pytest.raises(UserError, match=r"run\.env:2: there is no '='"):
-        request.read_env([], [path], [], {})
+        environment.read_env([], [path], [], {})
     with pytest.raises(UserError, match="cannot be read"):
-        request.read_env([], [tmp_path / "none"], [], {})
+        environment.read_env([], [tmp_path / "none"], [], {})
 
 
 def test_times():

@@ -388,34 +388,45 @@ def weights(path, hashed=False):
     path = os.path.expanduser(path)
     if not os.path.isdir(path):
         return {"path": path, "present": False}
-    names, faults = ["model.safetensors"], []
-    index = index_in(path)
-    try:
-        if index:
-            with open(os.path.join(path, index), encoding="utf-8") as file:
-                listed = sorted(set(json.load(file)["weight_map"].values()))
-            names = [os.path.join(os.path.dirname(index), name) for name in listed]
-    except (ValueError, KeyError, AttributeError):
-        faults.append("%s cannot be read" % index)
+    names, faults = weight_files(path)
     faults += filter(None, [fault_of(path, name) for name in names])
-    sizes = [os.path.getsize(os.path.join(path, name)) for name in names if os.path.isfile(os.path.join(path, name))]
+    files = [os.path.join(path, name) for name in names]
+    sizes = [os.path.getsize(file) for file in files if os.path.isfile(file)]
     config = os.path.isfile(os.path.join(path, "config.json"))
     found = {"path": path, "present": config, "files": len(names), "bytes": sum(sizes), "faults": faults}
     if hashed and not faults:
         known = block_hashes(path)
         found["unhashed"] = len([name for name in names if name not in known])
-        with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib releases the GIL
-            jobs = [
-                (name, number, digest, pool.submit(sha256, os.path.join(path, name), number))
-                for name in names
-                for number, digest in enumerate(known.get(name, ()))
-            ]
-        bad = {}  # by file, its first bad block
-        for name, number, digest, job in jobs:
-            if job.result() != digest:
-                bad.setdefault(name, number)
-        faults += ["%s is not what was verified (SHA-256 of block %d)" % each for each in sorted(bad.items())]
+        faults += bad_blocks(path, names, known)
     return found
+
+
+def weight_files(path):
+    """The names of a checkpoint's files with tensors, and faults of its index."""
+    index = index_in(path)
+    if not index:
+        return ["model.safetensors"], []
+    try:
+        with open(os.path.join(path, index), encoding="utf-8") as file:
+            listed = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError):
+        return ["model.safetensors"], ["%s cannot be read" % index]
+    return [os.path.join(os.path.dirname(index), name) for name in listed], []
+
+
+def bad_blocks(path, names, known):
+    """Clauses on the files that are not what was verified; ``known``: by file, the SHA-256 of each block."""
+    with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib releases the GIL
+        jobs = [
+            (name, number, digest, pool.submit(sha256, os.path.join(path, name), number))
+            for name in names
+            for number, digest in enumerate(known.get(name, ()))
+        ]
+    first = {}  # by file, its first bad block
+    for name, number, digest, job in jobs:
+        if job.result() != digest:
+            first.setdefault(name, number)
+    return ["%s is not what was verified (SHA-256 of block %d)" % each for each in sorted(first.items())]
 
 
 def index_in(path):
@@ -614,32 +625,46 @@ def main():
 def answer(request, marked):
     """Print the facts, then how the others are reached."""
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
-    facts, failed = {}, {}
-    parts = {
-        "identity": identity,
-        "environment": lambda: environment(request),
-        "gpus": gpus,
-        "rdma": rdma,
-        "network": network,
-        "tmux": inside_tmux,
-        "memory": memory,
-        "disks": lambda: disks(request),
-        "weights": lambda: weights(request.get("weights"), request.get("hash")),
-        "leftovers": leftovers,
-        "kill_user_processes": kill_user_processes,
-    }
+    facts = collect(
+        {
+            "identity": identity,
+            "environment": lambda: environment(request),
+            "gpus": gpus,
+            "rdma": rdma,
+            "network": network,
+            "tmux": inside_tmux,
+            "memory": memory,
+            "disks": lambda: disks(request),
+            "weights": lambda: weights(request.get("weights"), request.get("hash")),
+            "leftovers": leftovers,
+            "kill_user_processes": kill_user_processes,
+        },
+        request.get("within_s", 40),
+    )
+    facts["port_fault"] = listeners[0].fault
+    facts["ports"] = [listener.port for listener in listeners if not listener.fault]
+    facts["marked"] = marked
+    facts["now"] = time.time()
+    print(json.dumps(facts), flush=True)
+    if select.select([sys.stdin], [], [], 3600)[0]:  # all other hosts may have their turn first
+        answer_about_peers(request)
 
-    def collect(name):
+
+def collect(parts, within_s):
+    """What each part returns, at the same time; None, and why in ``failed``, of one that fails or takes too long."""
+    facts, failed = {}, {}
+
+    def run_part(name):
         try:
             facts[name] = parts[name]()
         except Exception as error:  # one fact that is not available must not cost the others
             facts[name] = None
             failed[name] = "%s: %s" % (type(error).__name__, error)
 
-    threads = [threading.Thread(target=collect, args=(name,), daemon=True) for name in parts]
+    threads = [threading.Thread(target=run_part, args=(name,), daemon=True) for name in parts]
     for thread in threads:
         thread.start()
-    deadline = time.time() + request.get("within_s", 40)
+    deadline = time.time() + within_s
     for thread in threads:
         thread.join(max(0, deadline - time.time()))
     for name in parts:
@@ -647,21 +672,21 @@ def answer(request, marked):
             facts[name] = None
             failed[name] = "it did not answer in time"
     facts["failed"] = dict(failed)
-    facts["port_fault"] = listeners[0].fault
-    facts["ports"] = [listener.port for listener in listeners if not listener.fault]
-    facts["marked"] = marked
-    facts["now"] = time.time()
-    print(json.dumps(facts), flush=True)
-    if select.select([sys.stdin], [], [], 3600)[0]:  # all other hosts may have their turn first
-        line = sys.stdin.buffer.readline().decode()
-        if line:
-            second = json.loads(line)
-            found = {"peers": reach_all(second["peers"])}
-            if second.get("mark"):
-                found["sees"] = sees_mark(in_workdir(request, second["mark"]), second["token"])
-            print(json.dumps(found), flush=True)
-            select.select([sys.stdin], [], [], 30)  # others may still be calling
-            sys.stdin.buffer.read()
+    return facts
+
+
+def answer_about_peers(request):
+    """Read which other hosts to reach, and print how that went."""
+    line = sys.stdin.buffer.readline().decode()
+    if not line:
+        return
+    second = json.loads(line)
+    found = {"peers": reach_all(second["peers"])}
+    if second.get("mark"):
+        found["sees"] = sees_mark(in_workdir(request, second["mark"]), second["token"])
+    print(json.dumps(found), flush=True)
+    select.select([sys.stdin], [], [], 30)  # others may still be calling
+    sys.stdin.buffer.read()
 
 
 if __name__ == "__main__":

@@ -75,19 +75,13 @@ def probe(request: ProbeRequest) -> None:
 
 def _facts(request: ProbeRequest) -> LaunchFacts:
     run, host = run_of(request.run), request.host
-    versions = {
-        "python": ".".join(platform.python_version_tuple()[:2]),  # patch releases are compatible
-        **{name: version_of(name) for name in request.packages},
-        "llama405b": llama405b.__version__,
-    }
     plan, disk = read_plan(run), os.statvfs("runs" if Path("runs").exists() else ".")
-    own = addresses()
+    own, mark = addresses(), stop_mark(run, host)
     fault, llama = _look_at(request.inputs)
     gpus = n_gpus()
     gpu, gpu_bytes = first_gpu() if gpus else ("", 0)
-    others = [path.name for path in run.path.parent.glob("*") if path.name != run.name and is_alive(RunDir(path), host)]
     return LaunchFacts(
-        versions=versions,
+        versions=_versions(request.packages),
         tmux=shutil.which("tmux") is not None,
         tmux_fault=tmux_fault(),
         ip=shutil.which("ip") is not None,
@@ -95,7 +89,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         attempt=plan.attempt,
         owner=plan.owner,
         alive=runs(run, host),
-        others=tuple(others),
+        others=_others(run, host),
         leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
         machine=_machine_id(),
         gpus=gpus,
@@ -116,14 +110,27 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         input_fault=fault,
         llama=llama,
         has_program=has_program(request.program),
-        stopped_by=stop_mark(run, host).by,
-        stopped_at=stop_mark(run, host).time,
+        stopped_by=mark.by,
+        stopped_at=mark.time,
         uid=os.getuid(),
         user=user_of(os.getuid()),
         runs=_identity(Path("runs")),
         weights_bytes=_weights_bytes(request.weights),
         resumable=resumable(request.inputs.resume, request.inputs.checkpoints) if request.inputs else None,
     )
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions in which hosts must agree."""
+    python = ".".join(platform.python_version_tuple()[:2])  # patch releases are compatible
+    others = {name: version_of(name) for name in packages}
+    return {"python": python, **others, "llama405b": llama405b.__version__}
+
+
+def _others(run: RunDir, host: str) -> tuple[str, ...]:
+    """Names of other runs that are alive here."""
+    names = (path.name for path in run.path.parent.glob("*") if is_alive(RunDir(path), host))
+    return tuple(name for name in names if name != run.name)
 
 
 def resumable(resume: str, checkpoints: str) -> Resumable | None:

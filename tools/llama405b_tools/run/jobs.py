@@ -26,7 +26,7 @@ from llama405b_tools.remote import slurm
 from llama405b_tools.remote.launch_facts import place_of, resumable
 from llama405b_tools.remote.messages.stop_request import RUNNER_ENDS_S
 from llama405b_tools.remote.secrets import write_secrets
-from llama405b_tools.run.host_checks import place_words
+from llama405b_tools.run.host_checks import other_name, place_words
 from llama405b_tools.run.plan import RunSpec
 from llama405b_tools.run.request import LaunchRequest
 
@@ -61,13 +61,29 @@ def submit(request: LaunchRequest, options: str) -> str:
     """
     if not shutil.which("sbatch"):
         raise UserError("--slurm: sbatch is not installed here; launch from a login node of the cluster")
-    given, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
+    words, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
+    is_new = not run.path.exists()
+    _check_run(request, run)
+    for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
+        leftover.unlink()
+    _write_request(request, run)
+    done = slurm.call(["sbatch", *_own_options(request, run), *words, str(run.job_script)])
+    if done.returncode:
+        run.job_secrets.unlink(missing_ok=True)
+        if is_new:
+            shutil.rmtree(run.path)
+        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
+    job = done.stdout.strip().partition(";")[0]
+    write_json(run.job, JobRecord(job, options))
+    return job
+
+
+def _check_run(request: LaunchRequest, run: RunDir) -> None:
+    """Refuse a run whose name is taken, or that cannot write or resume here."""
     if (place := place_of(str(run.path))).fault:
         raise UserError(f"--slurm: {place.path} cannot be written: {place_words(place)}; launch from another directory")
-    new = not run.path.exists()
     if run.path.exists() and (request.resume == "no" or request.evaluates):
-        other = "choose another name" + ", or continue it with --resume auto" * (not request.evaluates)
-        raise UserError(f"--run: {request.run!r} exists here; {other}")
+        raise UserError(f"--run: {request.run!r} exists here; {other_name(request)}")
     if directory := request.new_checkpoints:
         with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
             refuse_held(Path(directory), committed(Path(directory)))
@@ -75,19 +91,22 @@ def submit(request: LaunchRequest, options: str) -> str:
         request.refuse_changes(resumable(request.resume, request.checkpoints), request.config)
     earlier = read_record(JobRecord, run.job)
     if earlier and slurm.job_state(earlier.job) not in slurm.GONE:
-        raise UserError(
-            f"--run: {request.run!r} is already job {earlier.job}; `{command_to_type('stop', None, request.run)}` ends it"
-        )
-    for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
-        leftover.unlink()
+        stop = command_to_type("stop", None, request.run)
+        raise UserError(f"--run: {request.run!r} is already job {earlier.job}; `{stop}` ends it")
+
+
+def _write_request(request: LaunchRequest, run: RunDir) -> None:
+    """Write what the job's nodes read."""
     resume = request.resume if request.evaluates else "auto"
     again = dataclasses.replace(request, resume=resume).training_program()
     write_json(run.job_request, JobRequest(request.spec(), again, SIGNAL_BEFORE_S - 60, request.places))
     if request.secrets:
         write_secrets(run.job_secrets, dict(request.secrets))
-    script = run.job_script
-    script.write_text(job_script(request.run, run.path), encoding="utf-8")
-    own = [
+    run.job_script.write_text(job_script(request.run, run.path), encoding="utf-8")
+
+
+def _own_options(request: LaunchRequest, run: RunDir) -> list[str]:
+    options = [
         "--parsable",
         "--ntasks-per-node=1",
         f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
@@ -95,16 +114,8 @@ def submit(request: LaunchRequest, options: str) -> str:
         "--open-mode=append",
     ]
     if request.secrets:  # they are not kept, so the job cannot start again
-        own.append("--no-requeue")
-    done = slurm.call(["sbatch", *own, *given, str(script)])
-    if done.returncode:
-        run.job_secrets.unlink(missing_ok=True)
-        if new:
-            shutil.rmtree(run.path)
-        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
-    job = done.stdout.strip().partition(";")[0]
-    write_json(run.job, JobRecord(job, options))
-    return job
+        options.append("--no-requeue")
+    return options
 
 
 def job_script(name: str, directory: Path) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import os
-import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,15 @@ from llama405b.contract.checkpoints import newest_complete, step_of
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import given, reason_of
+from llama405b.contract.phrases import given
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.resuming import accept_changes, as_configured
 from llama405b.contract.schema import Config
-from llama405b.contract.trust import refuse_others_writing
 from llama405b.contract.units import seconds
 from llama405b_tools.remote.messages.probe import Resumable
+from llama405b_tools.run.environment import read_env
 from llama405b_tools.run.plan import RunSpec
 
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
-OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # set by the run itself, which relies on them
 EPILOG = """
 Settings of the training run are flags, too: see `llama405b train --help`. Any other torchrun program goes after --.
 
@@ -61,11 +57,11 @@ class LaunchRequest:
     allow_misfit: bool
     slurm: str | None  # sbatch's options; None: by SSH
     places: Mapping[str, str]  # cache and scratch on a job's nodes, like cache= and scratch= in a hosts file
-    config: Config | None  # None: a program of the user's own
-    flags: tuple[str, ...]  # the training settings, as flags
-    program: tuple[str, ...]
-    typed: tuple[str, ...]  # the command line, without --run, --resume and the program
     typed_in: str  # the directory
+    config: Config | None = None  # None: a program of the user's own
+    flags: tuple[str, ...] = ()  # the training settings, as flags
+    program: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()  # the command line, without --run, --resume and the program
     evaluates: bool = False  # without training
     hides_gpus: bool = False  # from a program that is not our trainer
 
@@ -207,20 +203,34 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     parser = _parser()
     known, rest = parser.parse_known_args(others)
     config.refuse_unknown(rest, parser.options)
-    if "--" in argv and not program:
-        raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
-    if program and (settings or known.preset or known.config or known.rehearse or known.evaluate_only):
-        only = [command.EVALUATE_ONLY] * known.evaluate_only
-        what = [*settings, *source_flags(known), *only, "--rehearse"][0]
-        raise UserError(f"{what}: settings are for the trainer, but there is a program after --; remove one of them")
+    if "--" in argv:
+        _check_program(known, program, settings)
     _check_flags(known)
-    env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
     command.check_resume(known.resume, evaluates=known.evaluate_only)
-    resolved: Config | None = None
-    flags: tuple[str, ...] = ()
+    request = _request(known, now)
+    if program:
+        return dataclasses.replace(request, program=program, typed=_without(argv[:end], "--run", "--resume"))
+    resolved, flags = _training(known, settings)
+    refuse_nothing_to_resume(known, resolved)
+    typed = _without(argv[:end], "--run", "--resume")
+    return dataclasses.replace(request, config=resolved, flags=flags, typed=typed)
+
+
+def _check_program(known: argparse.Namespace, program: Sequence[str], settings: Sequence[str]) -> None:
+    """Refuse a program of the user's own with what is for the trainer."""
     if not program:
-        resolved, flags = _training(known, settings)
-        refuse_nothing_to_resume(known, resolved)
+        raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
+    for_trainer = [*settings, *source_flags(known)]
+    for_trainer += [command.EVALUATE_ONLY] * known.evaluate_only + ["--rehearse"] * known.rehearse
+    if for_trainer:
+        raise UserError(
+            f"{for_trainer[0]}: settings are for the trainer, but there is a program after --; remove one of them"
+        )
+
+
+def _request(known: argparse.Namespace, now: float) -> LaunchRequest:
+    """Return the request of all flags that are not settings of the trainer."""
+    env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
     return LaunchRequest(
         hosts_file=known.hosts,
         run=check_run_name(known.run or _new_name(known, now)),
@@ -242,11 +252,7 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
         allow_misfit=known.allow_misfit,
         slurm=known.slurm,
         places={key: path for key, path in (("cache", known.cache), ("scratch", known.scratch)) if path},
-        config=resolved,
-        flags=flags,
-        program=program,
         evaluates=known.evaluate_only,
-        typed=_without(argv[:end], "--run", "--resume"),
         typed_in=str(Path.cwd()),
     )
 
@@ -304,97 +310,38 @@ def _new_name(known: argparse.Namespace, now: float) -> str:
 
 
 def _check_flags(known: argparse.Namespace) -> None:
-    places = {"cache": known.cache, "scratch": known.scratch}
-    relative = [key for key, path in places.items() if path and not path.startswith(("/", "~/", "$"))]
-    apart = known.restart or known.rehearse or known.port
-    refusals = (
-        (not 0 <= known.restart <= 1000, f"--restart: {known.restart} times; use 0 to 1000"),
-        (known.guard_on and not known.restart, "--guard-on needs --restart N, which guards the run; add it"),
-        (
-            known.guard_on and known.follow,
-            "--follow cannot follow a guard on another machine; remove it, and use `llama405b logs -f` or `top`",
-        ),
-        (known.notify and not known.restart, "--notify needs --restart N, which guards the run; add it"),
-        (known.notify_every != "0" and not known.notify, "--notify-every needs --notify CMD; add it"),
-        (known.slurm is not None and apart, "--slurm: --restart, --rehearse and --port are for SSH hosts; remove them"),
-        (
-            any(places.values()) and known.slurm is None,
-            "--cache and --scratch are for --slurm; in a hosts file, use cache= and scratch=",
-        ),
-        (relative, f"--{''.join(relative[:1])}: {places.get(''.join(relative[:1]))!r} is relative; use a full path"),
-        (
-            known.rehearse and (known.restart or known.resume != "no"),
-            "--rehearse is a run of its own; remove --restart and --resume",
-        ),
-        (
-            known.evaluate_only and (known.restart or known.rehearse),
-            f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse",
-        ),
-        (known.port and not 0 < known.port < 65536, f"--port: {known.port} is out of range; use 1 to 65535"),
-    )
-    for refused, why in refusals:
-        if refused:
-            raise UserError(why)
+    """Refuse flags that contradict each other, or are out of range."""
+    if not 0 <= known.restart <= 1000:
+        raise UserError(f"--restart: {known.restart} times; use 0 to 1000")
+    if known.port and not 0 < known.port < 65536:
+        raise UserError(f"--port: {known.port} is out of range; use 1 to 65535")
+    _check_guard(known)
+    _check_slurm(known)
+    if known.rehearse and (known.restart or known.resume != "no"):
+        raise UserError("--rehearse is a run of its own; remove --restart and --resume")
+    if known.evaluate_only and (known.restart or known.rehearse):
+        raise UserError(f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse")
 
 
-def read_env(
-    pairs: Sequence[str], files: Sequence[Path], names: Sequence[str], here: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the ranks' variables and secrets, from ``--env``, ``--env-file`` and ``--secret`` (looked up in ``here``).
-
-    Raises:
-        UserError: A variable's name is not valid or is the run's own, or it is not set; a secret is on the command
-        line; a file cannot be read.
-    """
-    of_files = {_checked(name, where): value for path in files for where, name, value in _env_lines(path)}
-    secrets = {name: value for name, value in of_files.items() if SECRET.search(name)}
-    env = {name: value for name, value in of_files.items() if name not in secrets}
-    env |= dict(map(_env_pair, pairs))
-    for name in names:
-        if _checked(name.partition("=")[0], "--secret") not in here or "=" in name:
-            raise UserError(f"--secret: {name.partition('=')[0]} is not set here; export it, and write --secret NAME")
-        secrets[name] = here[name]
-    for name, value in env.items():
-        if "\0" in value or "\n" in value:
-            raise UserError(f"--env: the value of {name} contains a line break; remove it")
-    return env, secrets
-
-
-def _env_pair(pair: str) -> tuple[str, str]:
-    name, equals, value = pair.partition("=")
-    if SECRET.search(name):
+def _check_guard(known: argparse.Namespace) -> None:
+    """Refuse what only a guard can do, where there is none."""
+    for flag, value in (("--guard-on", known.guard_on), ("--notify", known.notify)):
+        if value and not known.restart:
+            raise UserError(f"{flag} needs --restart N, which guards the run; add it")
+    if known.guard_on and known.follow:
         raise UserError(
-            f"--env: {name} looks like a secret, which `ps` would show to everyone; export it, and write --secret {name}"
+            "--follow cannot follow a guard on another machine; remove it, and use `llama405b logs -f` or `top`"
         )
-    if not equals:
-        raise UserError(f"--env: {pair!r} has no value; write --env NAME=VALUE")
-    return _checked(name, "--env"), value
+    if known.notify_every != "0" and not known.notify:
+        raise UserError("--notify-every needs --notify CMD; add it")
 
 
-def _env_lines(path: Path) -> list[tuple[str, str, str]]:
-    try:
-        refuse_others_writing(path)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--env-file: {path} cannot be read ({reason_of(error)}); name a file of NAME=VALUE lines"
-        ) from None
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        name, equals, value = line.strip().removeprefix("export ").partition("=")
-        if not equals:
-            raise UserError(f"{path}:{number}: there is no '='; write NAME=VALUE")
-        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
-            value = value[1:-1]
-        found.append((f"{path}:{number}", name.strip(), value))
-    return found
-
-
-def _checked(name: str, where: str) -> str:
-    if not VARIABLE.fullmatch(name):
-        raise UserError(f"{where}: {name!r} is not a valid variable name; use letters, digits and '_'")
-    if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
-        raise UserError(f"{where}: {name} is set by the run itself; use another name")
-    return name
+def _check_slurm(known: argparse.Namespace) -> None:
+    """Refuse what is not for a job, and what is only for one."""
+    if known.slurm is not None and (known.restart or known.rehearse or known.port):
+        raise UserError("--slurm: --restart, --rehearse and --port are for SSH hosts; remove them")
+    for flag, path in (("--cache", known.cache), ("--scratch", known.scratch)):
+        if path and known.slurm is None:
+            raise UserError("--cache and --scratch are for --slurm; in a hosts file, use cache= and scratch=")
+        if path and not path.startswith(("/", "~/", "$")):
+            raise UserError(f"{flag}: {path!r} is relative; use a full path")

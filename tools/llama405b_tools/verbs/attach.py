@@ -9,10 +9,12 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from llama405b.contract.errors import RunError, UserError, code_for
 from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.printed_commands import command_to_type
 from llama405b_tools.run.backends import backend_of
@@ -33,27 +35,42 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"attach: a Slurm job has no tmux session; `{logs} -f` shows every rank")
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_hosts(fleet, args.run)
-    live = {fleet.hosts[name]: found.tmux for name, found in replies(seen).items() if found and found.alive}
+    live = {fleet.hosts[name]: reply.tmux for name, reply in replies(seen).items() if reply and reply.alive}
     lost = unanswered(seen)
-    for name in [args.host] if args.host else lost:
-        if name in lost and (args.host or not live):
-            raise RunError(f"attach: {name}: {lost[name]}")
+    if args.host in lost:
+        raise RunError(f"attach: {args.host}: {lost[args.host]}")
+    if lost and not live:
+        name, why = next(iter(lost.items()))
+        raise RunError(f"attach: {name}: {why}")
     if not live:
         raise UserError(f"run {run} is not running on any host; `{fleet.command_to_type('logs', run)}` shows its logs")
     os.environ.pop("TMUX", None)
     if args.host:
-        names = [host.name for host in live]
-        if args.host not in names:
-            raise UserError(f"--host: run {run} is not running on {args.host!r}; it is on {', '.join(names)}")
-        host = fleet.hosts[args.host]
-        line = window_command(host, live[host], writable=True)
-        os.execvp("/bin/sh", ["sh", "-c", line])
+        attach_one(args.host, run, live)
     if not args.no_attach and not sys.stdout.isatty():
         raise UserError("attach: standard output is not a terminal; add --no-attach to only create the session")
+    return attach_all(run, live, lost, only_print=args.no_attach)
+
+
+def attach_one(name: str, run: str, live: Mapping[Host, str]) -> NoReturn:
+    """Become the session of one host, to which what is typed is passed on.
+
+    Raises:
+        UserError: The run is not running there.
+    """
+    host = next((host for host in live if host.name == name), None)
+    if host is None:
+        there = ", ".join(host.name for host in live)
+        raise UserError(f"--host: run {run} is not running on {name!r}; it is on {there}")
+    os.execvp("/bin/sh", ["sh", "-c", window_command(host, live[host], writable=True)])
+
+
+def attach_all(run: str, live: Mapping[Host, str], lost: Mapping[str, str], *, only_print: bool) -> int:
+    """Show every host in a window of its own, or print the command that does; returns the exit code."""
     attach = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={build_session(live, run)}"]
     for name, why in lost.items():  # to be read before and after tmux has the screen
         print(f"- {name}: {why}; it has no window", file=sys.stderr, flush=True)
-    if args.no_attach:
+    if only_print:
         print(shlex.join(attach))
         return code_for(lost)
     return subprocess.run(attach, check=False).returncode or code_for(lost)

@@ -20,10 +20,9 @@ from llama405b_tools.doctor.rules.of_host import BAD, WARN
 from llama405b_tools.doctor.stress import check
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.run.request import source_flags
-from llama405b_tools.verbs.arguments import add_hosts
+from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
 CODES = {WARN: FAILED, BAD: UNFIT}
 
@@ -35,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(others)
     config.refuse_unknown(rest, parser.options)
     refuse_port(args.port)
-    hosts = read_hosts(args.hosts)
+    hosts = hosts_of(args.hosts)
     needs = dataclasses.replace(
         needs_of(_config(args, settings), args.preset, hosts),
         hash_weights=args.deep,

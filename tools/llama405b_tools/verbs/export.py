@@ -11,8 +11,8 @@ from llama405b.contract.verb_parsers import export_parser
 from llama405b_tools.deliver.collect import Collected, collect
 from llama405b_tools.hosts.dialogue import run_streaming
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.verbs.arguments import hosts_of
 
 TRAINERS_OWN = "llama405b.commands.export"  # what writes the model: it needs torch
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     if args.hosts is None:
         return int(importlib.import_module(TRAINERS_OWN).main(argv))
     check_run_name(args.source)
-    hosts = read_hosts(args.hosts)
+    hosts = hosts_of(args.hosts)
     options = []
     for flag, value in (
         ("--dtype", args.dtype),

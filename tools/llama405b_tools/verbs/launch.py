@@ -13,7 +13,6 @@ from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote.guarding import dismiss
@@ -27,6 +26,7 @@ from llama405b_tools.run.rehearse import rehearse
 from llama405b_tools.run.request import LaunchRequest, parse_launch
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.fold import fold_ranks
+from llama405b_tools.verbs.arguments import hosts_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     request = parse_launch(argv, time.time())
     if request.slurm is not None:
         return in_slurm(request, request.slurm)
-    hosts = read_hosts(request.hosts_file)
+    hosts = hosts_of(request.hosts_file)
     if request.dry_run:
         print_dry_run(request, hosts)
         return GOOD

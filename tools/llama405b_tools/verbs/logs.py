@@ -7,7 +7,7 @@ Exits with 1 if a host could not be reached.
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
@@ -81,18 +81,30 @@ def _check_filters(show: Show, hosts: Sequence[str], run: str, seen: Seen) -> No
     Raises:
         UserError: There is no such attempt, host or rank; says what there is.
     """
-    known = {name: found for name, found in replies(seen).items() if found}
-    newest = max((found.attempt for found in known.values()), default=0)
-    world = max((found.world for found in known.values()), default=0)
+    known = {name: reply for name, reply in replies(seen).items() if reply}
+    newest = max((reply.attempt for reply in known.values()), default=0)
     if show.attempt > newest:
         there = f"attempts 1 to {newest}" if newest > 1 else "attempt 1 alone"
         raise UserError(f"--attempt: run {run} has {there}, and no {show.attempt}")
     if missing := [name for name in hosts if seen[name] is None]:
         raise UserError(f"--host: {missing[0]} has nothing of run {run}; use one of {', '.join(known)}")
-    if world and (beyond := sorted(rank for rank in show.ranks if rank >= world)):
-        raise UserError(f"--rank: run {run} has {counted(world, 'rank')}, from 0 to {world - 1}, and no {beyond[0]}")
-    held = [rank for name in hosts for rank in _ranks_by_host(known, world).get(name, ())]
-    if held and show.ranks and show.ranks.isdisjoint(held):
+    if show.ranks:
+        _check_ranks(show.ranks, hosts, run, known)
+
+
+def _check_ranks(ranks: Collection[int], hosts: Sequence[str], run: str, known: Mapping[str, HostRun]) -> None:
+    """Refuse ranks that the run does not have, or not on these hosts.
+
+    Raises:
+        UserError: Says which there are.
+    """
+    world = max((reply.world for reply in known.values()), default=0)
+    if world and max(ranks) >= world:
+        beyond = min(rank for rank in ranks if rank >= world)
+        raise UserError(f"--rank: run {run} has {counted(world, 'rank')}, from 0 to {world - 1}, and no {beyond}")
+    by_host = _ranks_by_host(known, world)
+    held = [rank for name in hosts for rank in by_host.get(name, ())]
+    if held and not {*ranks} & {*held}:
         raise UserError(
             f"--rank: {', '.join(hosts)} has only {fold_ranks(held)} of run {run}; correct --host or --rank"
         )

@@ -32,7 +32,6 @@ from llama405b_tools.doctor.host_facts import machines_of
 from llama405b_tools.doctor.rules.of_host import Needs
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote.launch_facts import version_of
@@ -41,12 +40,47 @@ from llama405b_tools.run.calibrate import calibrate
 from llama405b_tools.run.forecast import has_calibration, read_calibration, save_calibration
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.text.predictions import SCHEMA, UNITS, ReportOptions, comparison, prediction, ranking, record
+from llama405b_tools.verbs.arguments import hosts_of
 
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
 PACKAGES = ("torch", "transformers")
 WHOLE_NUMBER = re.compile("[1-9][0-9]{0,4}")
 MOST, LARGEST = 99_999, 1e18
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What a plan answers."""
+
+    outlook: Outlook
+    machines: Machines
+    ranked: list[Outlook]  # of --search
+    compared: dict[str, tuple[Machines, Outlook]]  # of --what-if, by its words
+    options: ReportOptions
+    not_used: str  # why what was measured is not used; "": it is, or nothing was
+
+    def as_json(self) -> str:
+        """Return the numbers, for programs."""
+        more = {
+            "search": [record(each, self.machines, self.options) for each in self.ranked],
+            "what_if": {word: record(each, machines, self.options) for word, (machines, each) in self.compared.items()},
+            "calibration_not_used": self.not_used,
+        }
+        own = record(self.outlook, self.machines, self.options)
+        return json.dumps({"schema": SCHEMA, "units": UNITS} | own | more)
+
+    def lines(self, notes: Sequence[str]) -> list[str]:
+        """Return lines for people; ``notes``: on what the prediction rests."""
+        lines = [*prediction(self.outlook, self.options), *notes]
+        if self.not_used:
+            lines.append(f"not used     what was measured on these hosts: {self.not_used}")
+        if self.ranked:
+            lines += ranking(self.ranked)
+        if self.compared:
+            others = {word: outlook for word, (_, outlook) in self.compared.items()}
+            lines += comparison({"as planned": self.outlook} | others, self.options)
+        return lines
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,50 +90,54 @@ def main(argv: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(others)
     config.refuse_unknown(rest, parser.options)
     _check(args, settings)
-    asked = command.parse([*source_flags(args), *settings, *_no_data(args, settings)])
-    hosts, gpus = read_hosts(args.hosts) if args.hosts else (), read_gpus(args.hardware)
-    found = _found(args, hosts, gpus, on_cpu=asked.config.parallel.device == "cpu")
+    asked = command.parse([*source_flags(args), *settings, *_no_data(args, settings)]).config
+    hosts, gpus = hosts_of(args.hosts), read_gpus(args.hardware)
+    found = _found(args, hosts, gpus, on_cpu=asked.parallel.device == "cpu")
     machines = described(found, _said(args), gpus)
-    on_these = _config(asked.config, machines)
+    planned = _config(asked, machines)
     elsewhere = {word: described(found, _said(other), gpus) for word, other in _alternatives(args, gpus).items()}
-    plain = _outlook(on_these, args.preset, None, machines)
+    plain = _outlook(planned, args.preset, None, machines)
     if args.calibrate:
         _calibrate(args, settings, plain, hosts)
     measured, why_not = _kept(args, hosts, plain)
-    outlook = _outlook(on_these, args.preset, measured, machines)
+    outlook = _outlook(planned, args.preset, measured, machines)
+    _refuse_unmeasured_cpu(outlook, why_not)
+    compared = {
+        word: (other, _outlook(_elsewhere(planned, other), args.preset, measured, other))
+        for word, other in elsewhere.items()
+    }
+    ranked = best(outlook, _moments(asked)) if args.search else []
+    options = ReportOptions(args.tokens, args.price, args.measured)
+    answer = Answer(outlook, machines, ranked, compared, options, why_not)
+    if args.json:
+        print(answer.as_json())
+    else:
+        linked = measured and (measured.load.hosts > 1 or outlook.load.hosts == 1)  # or its links are assumed
+        assumed = [] if linked else assumptions(found, _said(args), machines, asked=bool(hosts))
+        bugs = [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(planned, machines.versions).items()]
+        print("\n".join(answer.lines([*assumed, *bugs])))
+    code = UNFIT if [*ranked, outlook][0].fit is Fit.NO else GOOD
+    if args.write and code == GOOD:
+        _write(args, settings, asked, ranked[0])
+    return code
+
+
+def _moments(asked: Config) -> tuple[Moments, ...]:
+    """Return the dtypes of the moments that a search may choose."""
+    return ("fp32", "bf16") if asked.optimizer.betas[1] <= setting_rules.MAX_BETA_BF16 else ("fp32",)
+
+
+def _refuse_unmeasured_cpu(outlook: Outlook, why_not: str) -> None:
+    """Refuse to predict CPUs by a data sheet.
+
+    Raises:
+        UserError: Nothing was measured of them, or not of such a run.
+    """
     if outlook.cluster.gpu.is_cpu and not outlook.calibration:
         unused = given("; what was measured on these hosts is not used: {}", why_not)
         raise UserError(
             f"--parallel.device: no data sheet tells how fast a CPU trains; measure it on the hosts: plan HOSTS --calibrate{unused}"
         )
-    rounds = asked.config.optimizer.betas[1] <= setting_rules.MAX_BETA_BF16
-    moments: tuple[Moments, ...] = ("fp32", "bf16") if rounds else ("fp32",)
-    ranked = best(outlook, moments) if args.search else []
-    compared = {
-        word: _outlook(_elsewhere(on_these, other), args.preset, measured, other) for word, other in elsewhere.items()
-    }
-    wanted = ReportOptions(args.tokens, args.price, args.measured)
-    if args.json:
-        more = {
-            "search": [record(each, machines, wanted) for each in ranked],
-            "what_if": {word: record(each, elsewhere[word], wanted) for word, each in compared.items()},
-            "calibration_not_used": why_not,
-        }
-        print(json.dumps({"schema": SCHEMA, "units": UNITS} | record(outlook, machines, wanted) | more))
-    else:
-        lines = prediction(outlook, wanted)
-        linked = measured and (measured.load.hosts > 1 or outlook.load.hosts == 1)  # or its links are assumed
-        lines += [] if linked else assumptions(found, _said(args), machines, asked=bool(hosts))
-        lines += [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(on_these, machines.versions).items()]
-        lines += [f"not used     what was measured on these hosts: {why_not}"] if why_not else []
-        lines += ranking(ranked) if ranked else []
-        lines += comparison({"as planned": outlook} | compared, wanted) if compared else []
-        print("\n".join(lines))
-    chosen = ranked[0] if ranked else outlook
-    code = UNFIT if chosen.fit is Fit.NO else GOOD
-    if args.write and code == GOOD:
-        _write(args, settings, asked.config, ranked[0])
-    return code
 
 
 def _parser() -> OneLineParser:
@@ -122,12 +160,12 @@ def _parser() -> OneLineParser:
         default="",
         help="all network links of a host, one direction [400Gb/s for each GPU that such hosts have]",
     )
-    add("--disk", default="", help="what a host reads weights and writes checkpoints with [5GB/s]")
+    add("--disk", default="", help="disk bandwidth of each host, for weights and checkpoints [5GB/s]")
     add("--tokens", type=float, default=0.0, help="predict time and cost for so many, like 1e9")
     add(
         "--price", type=float, default=0.0, help="of a GPU for an hour: predict what a day and a step cost, or --tokens"
     )
-    add("--measured", type=float, default=0.0, help="seconds that a step is said to take: is it possible?")
+    add("--measured", type=float, default=0.0, help="a claimed step time, in seconds, to check against the prediction")
     add(
         "--what-if",
         nargs="+",
@@ -138,7 +176,7 @@ def _parser() -> OneLineParser:
     add(
         "--search",
         action="store_true",
-        help="rank places of the states, moments, FSDP units and micro-batches; of the fastest that fit, the one with most room first",
+        help="try offload, moments, FSDP units and micro-batches; of the fastest that fit, the one with most room first",
     )
     add(
         "--write",
@@ -175,21 +213,31 @@ def _check(args: argparse.Namespace, settings: Sequence[str]) -> None:
         UserError: A number is out of range, no model is named, or --write has nothing to write.
     """
     _check_numbers(args)
-    if args.calibrate and not args.hosts:
-        raise UserError("--calibrate: measures on hosts; name a hosts file")
-    other = next((f"--{name}" for name in ("nodes", "slots", "ram") if getattr(args, name)), _described(args))
-    if args.calibrate and other:
-        raise UserError(f"{other}: --calibrate measures the hosts as they are; remove one of them")
-    if args.calibrate and not os.access(args.hosts.absolute().parent, os.W_OK):
-        raise UserError(
-            f"--calibrate: {args.hosts.absolute().parent} cannot be written, and what it finds is kept there"
-        )
+    if args.calibrate:
+        _check_calibrate(args)
     if args.write and not args.search:
         raise UserError("--write: writes what --search finds; add --search")
     if args.write and os.path.lexists(args.write):
         raise UserError(f"--write: {args.write} exists; name another file")
     if not (args.preset or args.config or _is_set("model.path", args, settings)):
         raise UserError("plan: which model? add --preset, --model.path, or --config; see `llama405b plan --help`")
+
+
+def _check_calibrate(args: argparse.Namespace) -> None:
+    """Refuse to measure other machines than those of a hosts file, or what cannot be kept.
+
+    Raises:
+        UserError: There is no such file, its directory cannot be written, or other machines are described.
+    """
+    if not args.hosts:
+        raise UserError("--calibrate: measures on hosts; name a hosts file")
+    other = next((f"--{name}" for name in ("nodes", "slots", "ram") if getattr(args, name)), _described(args))
+    if other:
+        raise UserError(f"{other}: --calibrate measures the hosts as they are; remove one of them")
+    if not os.access(args.hosts.absolute().parent, os.W_OK):
+        raise UserError(
+            f"--calibrate: {args.hosts.absolute().parent} cannot be written, and what it finds is kept there"
+        )
 
 
 def _described(args: argparse.Namespace) -> str:

@@ -16,8 +16,7 @@ from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.push_files import check_there, parse_origin, push_code, push_files, push_parts, same_place
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
-from llama405b_tools.verbs.arguments import add_hosts
+from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; for code, workdir=]")
     parser.add_argument("--shards", action="store_true", help="send each host only the rows of its ranks")
     args = parser.parse(argv)
-    hosts = read_hosts(args.hosts)
+    hosts = hosts_of(args.hosts)
     origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
         raise UserError(f"--to: {args.to!r} is relative; use a full path")

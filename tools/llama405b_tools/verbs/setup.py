@@ -14,10 +14,10 @@ from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.install import Work, make_wheelhouse, project_root
 from llama405b_tools.deliver.setup_plan import Wishes
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts, write_uses
+from llama405b_tools.hosts.hosts_file import write_uses
 from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.text.figures import format_table
-from llama405b_tools.verbs.arguments import add_hosts
+from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         names = sourcetree.walk(root)
     lines = sourcetree.manifest(root, names)
     wishes = Wishes(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)
-    hosts = read_hosts(args.hosts)
+    hosts = hosts_of(args.hosts)
     here = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"
     wheels = make_wheelhouse(root) if args.offline else None
     with Fleet(hosts) as fleet:

@@ -40,20 +40,26 @@ def main(argv: Sequence[str]) -> int:
         run, seen = ask_hosts(fleet, backend.run)
         if not backend.elsewhere:
             seen = ask_members(fleet, run, seen)
-    failures, told = failures_of(seen), [found for found in replies(seen).values() if found]
+    return print_run(run, seen, as_json=args.json)
+
+
+def print_run(run: str, seen: Seen, *, as_json: bool) -> int:
+    """Print what the hosts say of a run; returns the exit code."""
+    known = {name: reply for name, reply in replies(seen).items() if reply}
+    failures, told = failures_of(seen), list(known.values())
     guard = guard_of(run, told, is_needed=bool(failures))
-    faults = bool(failures) or any(found.unsaved for found in told) or (guard is not None and guard.gone)
-    if args.json:
+    faults = bool(failures) or any(reply.unsaved for reply in told) or (guard is not None and guard.gone)
+    if as_json:
         print(json.dumps(_record(run, seen, failures, guard, is_good=not faults)))
         return code_for(faults)
     print(f"run {run}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
     states = states_of(seen)
-    print(format_table(headings, [_row(name, found, states.get(name)) for name, found in seen.items()]), flush=True)
+    print(format_table(headings, [_row(name, reply, states.get(name)) for name, reply in seen.items()]), flush=True)
     if guard:
         print(guard_line(guard))
     print_progress(told)
-    print_copies({name: found for name, found in replies(seen).items() if found})
+    print_copies(known)
     if failures:
         worst = judge.first_failure(failures)
         print(f"{worst.host}: {failure_words(worst)}")
@@ -102,18 +108,20 @@ def print_runs(fleet: Fleet, *, as_json: bool) -> int:
     return code_for(lost)
 
 
-def print_progress(found: Sequence[HostRun]) -> None:
+def print_progress(on_hosts: Sequence[HostRun]) -> None:
     """Print the last step and the newest checkpoint, if any host knows them."""
-    saved, last = progress(found)
+    saved, last = progress(on_hosts)
+    only_evaluates = isinstance(last, EvaluationMetrics)
     if isinstance(last, EvaluationMetrics):
         print(f"evaluation of step {last.step}: loss {number(last.evaluation_loss, '.4f')}")
     elif last:
         print(
             f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s per step"
         )
-    if saved or (any(each.heartbeats for each in found) and not isinstance(last, EvaluationMetrics)):
+    trains = any(run.heartbeats for run in on_hosts) and not only_evaluates
+    if saved or trains:
         print(f"newest checkpoint: {saved or 'none yet'}")
-    for unsaved in {each.unsaved for each in found if each.unsaved}:
+    for unsaved in {run.unsaved for run in on_hosts} - {""}:
         print(f"NOT SAVED: {unsaved}")
 
 

@@ -14,16 +14,16 @@ from llama405b.contract.plan import check_run_name
 from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.guarding import dismiss
+from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.remote.messages.stop_request import ANSWER_S, Orphan, OrphansReply, OrphansRequest, StopReply
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.judge import not_stopped
 from llama405b_tools.run.query import ask_hosts, ask_members, members_of, progress, seconds_to_save
 from llama405b_tools.text.figures import format_table
-from llama405b_tools.verbs.arguments import verb_parser
+from llama405b_tools.verbs.arguments import hosts_of, verb_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if args.orphans and args.run:
         raise UserError("--run cannot be used with --orphans, which looks at every run")
     if args.orphans:
-        with Fleet(read_hosts(args.hosts)) as fleet:
+        with Fleet(hosts_of(args.hosts)) as fleet:
             return print_orphans(fleet, end=args.end)
     return end_run(backend_of(args.run, args.hosts), grace_s)
 
@@ -86,14 +86,18 @@ def print_saved(ends: Sequence[StopReply], grace_s: float) -> None:
     saved, metrics = progress(nodes)
     if not isinstance(metrics, Metrics):
         return
-    last, hint = metrics.step, ""
-    if saved and (lost := last - step_of(Path(saved))):
-        hint = f" ({counted(lost, 'step')} earlier)"
-    beats = [beat for node in nodes for beat in node.heartbeats]
-    cut_off = all(end.was_alive for end in ends if end.known) and any(beat.phase is Phase.CHECKPOINT for beat in beats)
-    if cut_off and not any(node.unsaved for node in nodes):  # else no time would have helped
+    lost = metrics.step - step_of(Path(saved)) if saved else 0
+    hint = given(" ({} earlier)", counted(lost, "step") if lost else "")
+    if all(end.was_alive for end in ends if end.known) and _was_saving(nodes):
         hint += f"; it was still saving: --grace {max(60, 4 * int(grace_s))}s would have given it more time"
-    print(f"last step: {last}; newest checkpoint: {saved or 'none'}{hint}")
+    print(f"last step: {metrics.step}; newest checkpoint: {saved or 'none'}{hint}")
+
+
+def _was_saving(nodes: Sequence[HostRun]) -> bool:
+    """Whether a save was cut off for which time would have helped."""
+    if any(node.unsaved for node in nodes):
+        return False
+    return any(beat.phase is Phase.CHECKPOINT for node in nodes for beat in node.heartbeats)
 
 
 def print_orphans(fleet: Fleet, *, end: bool) -> int:

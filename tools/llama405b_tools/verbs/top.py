@@ -23,8 +23,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
-from llama405b_tools.hosts.inventory import Host, parse_hosts
+from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.query import no_such_run
@@ -34,6 +33,7 @@ from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Repla
 from llama405b_tools.top.leaving import on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.state.picture import HostState, Picture
+from llama405b_tools.verbs.arguments import HERE, hosts_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,18 +98,14 @@ def _parser() -> OneLineParser:
 
 
 def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
-    """Return the hosts in a hosts file, or the hosts that are named.
+    """Return the hosts that are named, or those of ./hosts.
 
     Raises:
         UserError: The file cannot be read, or a name is not valid.
     """
-    if not words:
-        if not Path("hosts").exists():
-            raise UserError("hosts: no such file; name a hosts file or hosts, or try `cluster-top --replay demo`")
-        return read_hosts(Path("hosts"))
-    if len(words) == 1 and (Path(words[0]).exists() or "/" in words[0]):
-        return read_hosts(Path(words[0]))
-    return parse_hosts("\n".join(words), "HOSTS")
+    if not words and not HERE.exists():
+        raise UserError("hosts: no such file; name a hosts file or hosts, or try `cluster-top --replay demo`")
+    return hosts_of(words or HERE)
 
 
 def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, hang_after_s: float) -> int:
