@@ -12,7 +12,7 @@ def plan(*program, name="r", attempt=2, created=0.0, addresses=None):
 
 
 def take(watch, host, **news):
-    return watch.take(HostMessage(host, StreamMessage(**news), 0.0))
+    return watch.handle(HostMessage(host, StreamMessage(**news), 0.0))
 
 
 def metrics(step, loss, attempt):

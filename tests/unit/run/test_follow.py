@@ -30,7 +30,7 @@ def foreign():
 
 
 def test_who_is_lost_is_named_before_who_waits_for_it(watch):
-    watch.take(HostMessage("b", Unreachable("no answer"), 0.0))
+    watch.handle(HostMessage("b", Unreachable("no answer"), 0.0))
     take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=1000.0)
     watch.look_for_hang(Limits(300.0, 3600.0))
     worst = watch.worst()
@@ -89,9 +89,9 @@ def test_a_rank_whose_heartbeat_stands_does_not_hang_while_steps_are_taken(watch
 
 
 def test_a_host_that_is_only_lost_is_no_failure(watch):
-    watch.take(HostMessage("b", Unreachable("no answer"), 0.0))
+    watch.handle(HostMessage("b", Unreachable("no answer"), 0.0))
     assert watch.worst() is None
-    assert len(watch.take(HostMessage("b", Unreachable("no answer"), 0.0))) == 0  # said once
+    assert len(watch.handle(HostMessage("b", Unreachable("no answer"), 0.0))) == 0  # said once
     assert len(take(watch, "b", end=True)) == 1  # and that it is back
 
 

@@ -25,28 +25,28 @@ def foreign():
 
 def test_a_silence_before_the_first_step_is_explained(watch):
     silence = IdleMessage(watch, 100.0)
-    assert silence.words(100.0 + QUIET_S - 1) == ""
-    assert silence.words(110.0) == "10 s: starting Python and PyTorch (ranks 0-1)"
+    assert silence.due(100.0 + QUIET_S - 1) == []
+    assert silence.due(110.0) == ["10 s: starting Python and PyTorch (ranks 0-1)"]
     take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.DATA, 0.0),), now=0.0)
-    silence.broken(111.0)
-    assert silence.words(121.0) == "21 s: starting Python and PyTorch (rank 0), reading the data (rank 1)"
+    silence.since_s = 111.0
+    assert silence.due(121.0) == ["21 s: starting Python and PyTorch (rank 0), reading the data (rank 1)"]
     take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
     take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
-    assert silence.words(131.0) == "31 s: loading the weights (ranks 0-1)"
-    assert silence.words(131.0 + SAME_QUIET_S - 1) == ""  # the same is not repeated so often
-    assert silence.words(131.0 + SAME_QUIET_S) == "91 s: loading the weights (ranks 0-1)"
+    assert silence.due(131.0) == ["31 s: loading the weights (ranks 0-1)"]
+    assert silence.due(131.0 + SAME_QUIET_S - 1) == []  # the same is not repeated so often
+    assert silence.due(131.0 + SAME_QUIET_S) == ["91 s: loading the weights (ranks 0-1)"]
     take(watch, "a", metrics=(metrics(1, 5.0, 2),))
-    assert silence.words(900.0) == ""
+    assert silence.due(900.0) == []
 
 
 def test_an_evaluation_before_the_first_step_is_no_step(watch, capsys):
     silence = IdleMessage(watch, 100.0)
     for host, rank in (("a", 0), ("b", 1)):
         take(watch, host, beats=(Beat(rank, host, 5, 0.0, 0, Phase.EVAL, 0.0),), now=0.0)
-    assert silence.words(110.0) == "10 s: evaluating (ranks 0-1)"
+    assert silence.due(110.0) == ["10 s: evaluating (ranks 0-1)"]
     take(watch, "a", metrics=(EvaluationMetrics(0, 0.0, 7.6, 2),))
     take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.TRAIN, 0.0),), now=0.0)
-    assert silence.words(120.0) == "20 s: evaluating (rank 0), taking the first step (rank 1)"
+    assert silence.due(120.0) == ["20 s: evaluating (rank 0), taking the first step (rank 1)"]
     summarise(watch, watch.plan)
     assert "steps" not in capsys.readouterr().out
     last = dataclasses.replace(metrics(2, 4.0, 2), evaluation_loss=4.25)

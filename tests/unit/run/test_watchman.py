@@ -311,7 +311,7 @@ def test_saves_that_fail_in_a_row_are_paged_once_until_one_succeeds(fleet, tmp_p
     def saves(*kinds):
         for step, kind in enumerate(kinds, 1):
             event = RunEvent(0.0, "rank-0", kind, 1, step, detail="No space left on device")
-            watch.take(HostMessage("a", StreamMessage(events=(event,)), 0.0))
+            watch.handle(HostMessage("a", StreamMessage(events=(event,)), 0.0))
             found.note_progress(watch)
             found.beat()
         return paged(tmp_path)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import llama405b
@@ -127,10 +127,7 @@ class Work:
         """
         connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
         directory = shell_path(workdir)
-        made_from = ("./pyproject.toml", "./constraints.txt")
-        material = [line for line in self.lines.splitlines() if line.endswith(made_from)]
-        text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
-        wishes = dataclasses.replace(self.wishes, stamp=hashlib.sha256(text.encode()).hexdigest())
+        wishes = dataclasses.replace(self.wishes, stamp=self.stamp(facts, workdir))
         fresh = connection.run(f"cd {directory} && {setup_plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0
         small = setup_plan.has_no_gpu(facts) and not (fresh or wishes.offline)
         if small and connection.run(setup_plan.CPU_ANSWERS, "", FACTS_TIMEOUT_S).code == 0:
@@ -139,14 +136,22 @@ class Work:
             steps = setup_plan.plan(facts, wishes, self.here)
         except UserError as error:
             raise HostError(str(error)) from None
-        did, version = "set up", ""
-        if fresh:
-            did, steps = "was set up already", [step for step in steps if step.always]
+        version = ""
         for step in steps:
-            version = self.take(name, step, locked="has_flock" in facts)
+            if step.always or not fresh:
+                version = self.take(name, step, locked="has_flock" in facts)
         python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
-        said = f"{did}: torch {version or 'as in the image'}, {python}"
-        return Installed(Use(python, workdir, self.wishes.module), said)
+        did = "was set up already" if fresh else "set up"
+        return Installed(
+            Use(python, workdir, self.wishes.module), f"{did}: torch {version or 'as in the image'}, {python}"
+        )
+
+    def stamp(self, facts: Mapping[str, str], workdir: str) -> str:
+        """Return a hash of all that the environment of a host is made from."""
+        made_from = ("./pyproject.toml", "./constraints.txt")
+        material = [line for line in self.lines.splitlines() if line.endswith(made_from)]
+        text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def take(self, name: str, step: setup_plan.Step, *, locked: bool) -> str:
         """Take a step on a host, however long it takes while the connection holds; returns its last line.

@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import RunError, UserError, code_for
@@ -26,6 +26,24 @@ from llama405b_tools.text.figures import format_table
 PASSES = 4  # chains tried, each without the hosts that broke the previous one
 AT_ONCE = 8  # parts: each takes a session on the sending host, of which sshd allows 10
 COUNT_GPUS = "nvidia-smi -L 2>/dev/null | grep -c '^GPU '; true"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PushResult:
+    """What came of it, by host."""
+
+    faults: dict[str, str]  # why hosts lack files
+    same: dict[str, str]  # which share a directory with an earlier one
+    dead: set[str]  # which can never receive
+
+    @classmethod
+    def joined(cls, results: Sequence["PushResult"]) -> "PushResult":
+        """Join those of several hosts."""
+        faults, same = dict[str, str](), dict[str, str]()
+        for each in results:
+            faults |= each.faults
+            same |= each.same
+        return cls(faults, same, set[str]().union(*(each.dead for each in results)))
 
 
 def parse_origin(text: str, hosts: Sequence[Host]) -> Origin:
@@ -101,31 +119,40 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     """
     parts, began = owned_parts(fleet), time.monotonic()
     ends = {name: f"{parts[name].name}: every file verified" for name in targets}
-    whole = [
-        name
-        for name, has in fleet.each(lambda name: _has_whole(fleet, name, targets[name]), targets).items()
-        if has is True
-    ]
-    ends |= dict.fromkeys(whole, "all weights are there")
-    lacking = {name: to for name, to in targets.items() if name not in whole}
+    has_whole = fleet.each(lambda name: _has_whole(fleet, name, targets[name]), targets)
+    ends |= {name: "all weights are there" for name, answer in has_whole.items() if answer is True}
+    lacking = {name: to for name, to in targets.items() if has_whole[name] is not True}
     origins = {name: dataclasses.replace(origin, part=parts[name]) for name in lacking}
     sources = {name: _source_of(each) for name, each in origins.items()}
-    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "part")  # the fleet's own threads serve the chains
-    try:
-        with show_progress() as progress:
-            if same := Chain(fleet, origin, None, lacking, progress).shared():
-                name, first = next(iter(same.items()))
-                where = f"{name} and {first} share {lacking[name]}"
-                raise UserError(f"--shards: {where}; push all weights there, for both, without --shards")
-            results = [
-                pool.submit(pass_down, fleet, origins[name], sources[name], {name: to}, progress)
-                for name, to in lacking.items()
-            ]
-            result = PushResult.joined([each.result() for each in results])
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    with show_progress() as progress:
+        _refuse_shared(Chain(fleet, origin, None, lacking, progress), lacking)
+
+        def send(name: str) -> PushResult:
+            return pass_down(fleet, origins[name], sources[name], {name: lacking[name]}, progress)
+
+        result = PushResult.joined(_all_at_once(send, list(lacking)))
     size = sum(n_bytes for source in sources.values() if source for _, n_bytes in source.files)
     return _report(targets, ends, result, size, time.monotonic() - began)
+
+
+def _all_at_once(send: Callable[[str], PushResult], names: Sequence[str]) -> list[PushResult]:
+    """Send to several hosts at the same time, in threads of its own: the fleet's serve the chains."""
+    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "part")
+    try:
+        return [each.result() for each in [pool.submit(send, name) for name in names]]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _refuse_shared(chain: Chain, lacking: Mapping[str, str]) -> None:
+    """Refuse to send different rows into one directory.
+
+    Raises:
+        UserError: Two hosts share theirs.
+    """
+    for name, first in chain.shared().items():
+        where = f"{name} and {first} share {lacking[name]}"
+        raise UserError(f"--shards: {where}; push all weights there, for both, without --shards")
 
 
 def _has_whole(fleet: Fleet, name: str, to: str) -> bool:
@@ -147,24 +174,6 @@ def owned_parts(fleet: Fleet) -> dict[str, Part]:
     slots = [host.slots or int(str(asked[name]).strip() or 0) or 1 for name, host in fleet.hosts.items()]
     parts = [Part(first, first + n - 1, sum(slots)) for first, n in zip(first_ranks(slots), slots, strict=True)]
     return dict(zip(fleet.hosts, parts, strict=True))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PushResult:
-    """What came of it, by host."""
-
-    faults: dict[str, str]  # why hosts lack files
-    same: dict[str, str]  # which share a directory with an earlier one
-    dead: set[str]  # which can never receive
-
-    @classmethod
-    def joined(cls, results: Sequence["PushResult"]) -> "PushResult":
-        """Join those of several hosts."""
-        faults, same = dict[str, str](), dict[str, str]()
-        for each in results:
-            faults |= each.faults
-            same |= each.same
-        return cls(faults, same, set[str]().union(*(each.dead for each in results)))
 
 
 def _report(targets: Mapping[str, str], ends: dict[str, str], result: PushResult, n_bytes: int, took_s: float) -> int:

@@ -151,6 +151,11 @@ class HostFacts:
         return (self.rdma or Rdma()).ports
 
     @property
+    def rdma_gbit(self) -> float:
+        """What its RDMA ports that are up carry together, in Gb/s."""
+        return sum(port.gbit for port in self.rdma_ports if port.up)
+
+    @property
     def addresses(self) -> Sequence[Address]:
         """Its IPv4 addresses, as far as known."""
         return (self.network or NO_NETWORK).addresses
@@ -202,14 +207,10 @@ def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dic
     for host in hosts:
         devices = facts[host.name].devices
         for device in devices[:1]:
-            size = (device.memory_mib or 0) * 1024 * 1024
-            known = gpu_like(device.name, size, gpus) if size else None
-            kinds.setdefault(known.name if known else f"{device.name}, {size >> 30} GiB", []).append(host.name)
+            kinds.setdefault(_kind_of(device, gpus), []).append(host.name)
         slots.setdefault(host.slots or len(devices) or 1, []).append(host.name)
-    for what, of in (("GPU", kinds), ("number of ranks", slots)):
-        if len(of) > 1:
-            told = "; ".join(f"{kind} on {names[0]}{and_more(names)}" for kind, names in of.items())
-            raise UserError(f"hosts differ in their {what} ({told}); predict them apart, with hosts files of their own")
+    _refuse_differences("GPU", kinds)
+    _refuse_differences("number of ranks", slots)
     kind = next(iter(kinds), "")
     if kind and kind not in gpus:
         raise UserError(
@@ -219,9 +220,21 @@ def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dic
         nodes=len(hosts),
         slots=next(iter(slots)),
         gpu=gpus[kind] if kind else None,
-        ram_bytes=min((found.memory.total for found in facts.values() if found.memory), default=0),
-        nic_bytes_per_s=min(sum(port.gbit for port in facts[host.name].rdma_ports if port.up) for host in hosts)
-        * 1e9
-        / 8,
+        ram_bytes=min((each.memory.total for each in facts.values() if each.memory), default=0),
+        nic_bytes_per_s=min(facts[host.name].rdma_gbit for host in hosts) * 1e9 / 8,
         versions=facts[hosts[0].name].packages,
     )
+
+
+def _kind_of(device: GpuReport, gpus: dict[str, Gpu]) -> str:
+    """Return a GPU's name in the table, or what nvidia-smi says of one that is not there."""
+    size = (device.memory_mib or 0) * 1024 * 1024
+    known = gpu_like(device.name, size, gpus) if size else None
+    return known.name if known else f"{device.name}, {size >> 30} GiB"
+
+
+def _refuse_differences(what: str, hosts_of: Mapping[str, list[str]] | Mapping[int, list[str]]) -> None:
+    """Refuse hosts that differ; ``hosts_of``: by value, the hosts that have it."""
+    if len(hosts_of) > 1:
+        values = "; ".join(f"{value} on {names[0]}{and_more(names)}" for value, names in hosts_of.items())
+        raise UserError(f"hosts differ in their {what} ({values}); predict them apart, with hosts files of their own")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from llama405b.capacity import estimate
 from llama405b.capacity.known import known_shape
 from llama405b.contract import config
-from llama405b.contract.schema import Config
+from llama405b.contract.schema import Checkpoint, Config
 from llama405b_tools.doctor.host_facts import HostFacts, PeersReply
 from llama405b_tools.doctor.rules.findings import Finding, Peers
 from llama405b_tools.doctor.rules.of_host import BAD, Needs
@@ -40,24 +40,32 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     """Compute what a run needs on the host with the most ranks: its state, and on GPUs an estimate of its peak."""
     if asked is None:
         return Needs()
-    path = asked.model.path if asked.model.path != config.DEMO_MODEL else ""
-    saving = asked.checkpoint
-    shared = (saving.dir or "runs") if saving.cadence.saves and saving.storage == "shared" else ""
-    needs = Needs(weights=path, cuda=asked.parallel.device != "cpu", shared=shared, settings=asked)
+    needs = Needs(
+        weights=asked.model.path if asked.model.path != config.DEMO_MODEL else "",
+        cuda=asked.parallel.device != "cpu",
+        shared=_shared_directory(asked.checkpoint),
+        settings=asked,
+    )
+    llama = known_shape(asked, preset)
+    if llama is None:
+        return needs
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)
-    if (llama := known_shape(asked, preset)) is None:
-        return needs
     on_device, on_host = (each * llama.parameters // world for each in asked.parallel.state_bytes)
     if not needs.cuda:
-        on_device, on_host = 0, on_device + on_host
+        return dataclasses.replace(needs, ram_bytes=(on_device + on_host) * most)
     needs = dataclasses.replace(needs, gpu_bytes=on_device, ram_bytes=on_host * most)
-    if not (needs.cuda and asked.model.activation_checkpointing):
+    if not asked.model.activation_checkpointing:
         return needs
     load = estimate.Load.of(llama, asked, world)
-    found = estimate.estimate(load)
-    at_peak = found.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
-    return dataclasses.replace(needs, gpu_peak_bytes=int(found.gpu_bytes), ram_peak_bytes=int(at_peak))
+    predicted = estimate.estimate(load)
+    at_peak = predicted.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
+    return dataclasses.replace(needs, gpu_peak_bytes=int(predicted.gpu_bytes), ram_peak_bytes=int(at_peak))
+
+
+def _shared_directory(saving: Checkpoint) -> str:
+    """Return the directory of checkpoints that all hosts must see; '' if each has its own, or nothing is saved."""
+    return (saving.dir or "runs") if saving.cadence.saves and saving.storage == "shared" else ""
 
 
 class _Questions:

@@ -110,6 +110,7 @@ class RunMonitor:
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
         self.stopped: dict[str, StopReply | HostError] = {}  # how ending the rest went, if that was needed
         self.hangs = False
+        self.give_up_at = math.inf  # when the other hosts are ended
         self.stopped_by = ""  # who stopped the run, if anyone did
         self.heard: dict[str, HostHeartbeats] = {}  # each host's heartbeats
 
@@ -132,7 +133,7 @@ class RunMonitor:
         """The last step of this attempt that was not skipped; 0 before the first."""
         return max((m.step for m in self.metrics if m.attempt == self.plan.attempt), default=0)
 
-    def take(self, arrival: HostMessage) -> list[str]:
+    def handle(self, arrival: HostMessage) -> list[str]:
         """Take one message; returns the lines to print."""
         host, news = arrival.host, arrival.news
         if isinstance(news, Unreachable):
@@ -178,6 +179,14 @@ class RunMonitor:
                 self.saved, self.failed_saves = event.path, []
             if event.kind is EventKind.NOT_SAVED:
                 self.failed_saves.append(event)
+
+    def gives_up(self, limits: Limits | None) -> bool:
+        """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""
+        if limits and self.plan.trains:
+            self.look_for_hang(limits)
+        if self.failures and self.give_up_at == math.inf:
+            self.give_up_at = time.monotonic() + (0 if self.hangs else PEER_GRACE_S)
+        return time.monotonic() > self.give_up_at
 
     def look_for_hang(self, limits: Limits) -> None:
         """Count a rank that has been silent for too long as a failure, unless steps are taken meanwhile, which needs it."""
@@ -235,20 +244,16 @@ class RunMonitor:
 class IdleMessage:
     """How long nothing was printed, and what to print then."""
 
-    def __init__(self, watch: RunMonitor, now_s: float) -> None:
-        self.watch, self.began_s, self.since_s, self.said = watch, now_s, now_s, ""
+    def __init__(self, monitor: RunMonitor, now_s: float) -> None:
+        self.monitor, self.began_s, self.since_s, self.said = monitor, now_s, now_s, ""
 
-    def broken(self, now_s: float) -> None:
-        """Note that something was printed."""
-        self.since_s = now_s
-
-    def words(self, now_s: float) -> str:
-        """What to print; '' for nothing."""
-        words, quiet_s = self.watch.before_first_step(), now_s - self.since_s
+    def due(self, now_s: float) -> list[str]:
+        """Return the line to print now, if there is one."""
+        words, quiet_s = self.monitor.before_first_step(), now_s - self.since_s
         if not words or quiet_s < QUIET_S or (words == self.said and quiet_s < SAME_QUIET_S):
-            return ""
+            return []
         self.said, self.since_s = words, now_s
-        return f"{now_s - self.began_s:.0f} s: {words}"
+        return [f"{now_s - self.began_s:.0f} s: {words}"]
 
 
 def watch_run(
@@ -265,37 +270,35 @@ def watch_run(
     Raises:
         NobodyReadsError: Nothing can be printed any more, and there is nothing to guard.
     """
-    watch, screen = RunMonitor(plan), screen or PlainPrinter()
+    monitor, screen = RunMonitor(plan), screen or PlainPrinter()
     names = [node.name for node in plan.nodes]
     request = StreamRequest(plan.run, "", follow=True, beats=plan.trains)
-    silence = IdleMessage(watch, time.monotonic())
+    idle = IdleMessage(monitor, time.monotonic())
     streams = Streams(fleet, names, request, records_of=names[0])
-    give_up_at = float("inf")
     try:
-        while not watch.is_over and not until(watch):
-            if limits and plan.trains:
-                watch.look_for_hang(limits)
-            if watch.failures and give_up_at == float("inf"):
-                give_up_at = time.monotonic() + (0 if watch.hangs else PEER_GRACE_S)
-            if time.monotonic() > give_up_at:  # the rest may still run or hang, but cannot continue without that host
-                break
-            lines: list[str] = []
-            with contextlib.suppress(queue.Empty):
-                lines = watch.take(streams.arrivals.get(timeout=POLL_S))
+        while not (monitor.is_over or until(monitor) or monitor.gives_up(limits)):
+            lines = _next_lines(streams, monitor)
             if lines:
-                silence.broken(time.monotonic())
-            elif words := silence.words(time.monotonic()):
-                lines = [words]
+                idle.since_s = time.monotonic()
+            else:
+                lines = idle.due(time.monotonic())
             if lines and not screen.show([clean(line) for line in lines]) and limits is None:
                 raise NobodyReadsError
     finally:
         screen.close()
         streams.close()
-    if watch.failures:
-        watch.count_lost(time.monotonic())
-    if (worst := watch.worst()) and not (plan.slurm_job and watch.is_over):  # such a job ends by itself
-        watch.stopped = stop_launch(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
-    return watch
+    if monitor.failures:
+        monitor.count_lost(time.monotonic())
+    if (worst := monitor.worst()) and not (plan.slurm_job and monitor.is_over):  # such a job ends by itself
+        monitor.stopped = stop_launch(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
+    return monitor
+
+
+def _next_lines(streams: Streams, monitor: RunMonitor) -> list[str]:
+    """Take the next message, if one arrives in time; returns the lines to print."""
+    with contextlib.suppress(queue.Empty):
+        return monitor.handle(streams.arrivals.get(timeout=POLL_S))
+    return []
 
 
 def follow(

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
@@ -33,7 +33,7 @@ from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.guarding import end_own_session, machine_id
 from llama405b_tools.remote.messages.guard_notes import GuardNote, NoteReply
-from llama405b_tools.remote.messages.host_run import PlanRequest
+from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, RunMonitor, follow
 from llama405b_tools.run.guard_record import (
     BEAT_S,
@@ -71,7 +71,8 @@ class GuardInput:
 def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     """Return the plan of the requested run if it is still running but its guard died, with the machine or the terminal.
 
-    Only if it is the same run, by its hosts, program, settings and the names of its secrets.
+    Only if it is the same run, by its hosts, program, settings and the names of its secrets. Its hosts are told then that
+    a guard was asked for.
 
     Raises:
         UserError: Its guard lives.
@@ -81,22 +82,31 @@ def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
         _, seen = ask_hosts(fleet, request.run)
     except UserError:
         return None  # it is new, or launch reports what is wrong
-    found = [run for run in replies(seen).values() if run]
-    known = of_hosts(request.run, heard_by(found), time.time())
-    if known and known.guards:
-        who = f"process {known.state.pid} on {known.state.machine.partition(' ')[0]}"
+    known = {name: run for name, run in replies(seen).items() if run}
+    _refuse_guarded(request, known.values())
+    alive = {name: run for name, run in known.items() if run.alive}
+    if not alive or any(run.stopped_by for run in known.values()):
+        return None  # which launch reports
+    plan = fleet.ask(next(iter(alive)), "planned", PlanRequest(request.run), Plan, STATUS_TIMEOUT_S)
+    if not _is_same(request, fleet, plan) or {run.created for run in alive.values()} != {plan.created}:
+        return None
+    tell_hosts(fleet, plan, asked_for(request))
+    return plan
+
+
+def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> None:
+    """Refuse a second guard.
+
+    Raises:
+        UserError: The run has one that lives.
+    """
+    status = of_hosts(request.run, heard_by(runs), time.time())
+    if status and status.guards:
+        who = f"process {status.state.pid} on {status.state.machine.partition(' ')[0]}"
         stop = f"{program_name()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
         raise UserError(
             f"--run: {request.run!r} already has a guard ({who}); `{stop}` ends both, or leave them running"
         )
-    alive = [name for name, run in replies(seen).items() if run and run.alive]
-    if not alive or any(run.stopped_by for run in found):
-        return None  # which launch reports
-    plan = fleet.ask(alive[0], "planned", PlanRequest(request.run), Plan, STATUS_TIMEOUT_S)
-    if not _is_same(request, fleet, plan) or {run.created for run in found if run.alive} != {plan.created}:
-        return None
-    tell_hosts(fleet, plan, asked_for(request))
-    return plan
 
 
 def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:

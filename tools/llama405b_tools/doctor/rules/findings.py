@@ -77,27 +77,38 @@ def diagnose(
     """Return all findings, problems first; equal findings of several hosts are merged."""
     found = [Finding(BAD, (host,), "cannot be reached", why) for host, why in lost.items()]
     for i, (host, each) in enumerate(facts.items()):
-        said = of_host.of_host(each, needs, is_head=i == 0)
-        found += [Finding(level, (host,), what, remedy) for level, what, remedy in said]
-        skew = skew_s.get(host, 0.0)
-        if abs(skew) > MAX_SKEW_S:
-            what = f"its clock is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}"
-            found.append(Finding(WARN, (host,), what, "start chrony or systemd-timesyncd on it"))
+        remarks = of_host.of_host(each, needs, is_head=i == 0)
+        found += [Finding(level, (host,), what, remedy) for level, what, remedy in remarks]
+        found += _clock(host, skew_s.get(host, 0.0))
     found += _sameness(facts, needs)
-    machines = {host: each.identity.machine for host, each in facts.items() if each.identity}
-    networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
-    for same in one_machine(networked):
-        found.append(Finding(WARN, same, "are one machine under several names", "delete all but one of them"))
+    found += _one_machine(facts, peers)
     if peers.unshared:
         found.append(_sharing(facts, peers.unshared, needs))
     for host in peers.candidates:
         if others := peers.others(host):
             found += [*_address(host, others, peers), *_lookups(host, others, peers)]
-    merged: dict[tuple[str, str, str], list[str]] = {}
-    for finding in found:
-        merged.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
-    once = [Finding(level, tuple(dict.fromkeys(hosts)), what, how) for (level, what, how), hosts in merged.items()]
-    return sorted(once, key=lambda finding: LEVELS.index(finding.level))
+    return sorted(_merged(found), key=lambda finding: LEVELS.index(finding.level))
+
+
+def _merged(findings: Sequence[Finding]) -> list[Finding]:
+    """Return equal findings of several hosts as one."""
+    hosts_of: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        hosts_of.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
+    return [Finding(level, tuple(dict.fromkeys(hosts)), what, how) for (level, what, how), hosts in hosts_of.items()]
+
+
+def _clock(host: str, skew_s: float) -> Iterator[Finding]:
+    if abs(skew_s) > MAX_SKEW_S:
+        what = f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
+        yield Finding(WARN, (host,), what, "start chrony or systemd-timesyncd on it")
+
+
+def _one_machine(facts: Mapping[str, HostFacts], peers: Peers) -> Iterator[Finding]:
+    machines = {host: each.identity.machine for host, each in facts.items() if each.identity}
+    networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
+    for same in one_machine(networked):
+        yield Finding(WARN, same, "are one machine under several names", "delete all but one of them")
 
 
 def _sharing(facts: Mapping[str, HostFacts], unshared: Sequence[str], needs: Needs) -> Finding:

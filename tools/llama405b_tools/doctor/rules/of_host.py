@@ -10,7 +10,7 @@ from llama405b.capacity.outlook import MEMORY_SPREAD, Fit
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import and_more, counted
 from llama405b.contract.schema import Config
-from llama405b_tools.doctor.host_facts import NO_DISKS, NOBODY, HostFacts
+from llama405b_tools.doctor.host_facts import NO_DISKS, NOBODY, Filesystem, HostFacts
 from llama405b_tools.machine import gpus, network
 from llama405b_tools.machine.network import is_private
 
@@ -180,7 +180,11 @@ def _gpu(gpu: gpus.GpuReport, needs: Needs) -> Remarks:
     if gpu.is_narrow:
         what = f"{where}: PCIe x{gpu.pcie_width} of x{gpu.pcie_width_max}"
         yield WARN, what, "reseat it, or replace the machine"
-    room = (gpu.memory_mib or 0) << 20
+    yield from _gpu_memory(gpu, needs)
+
+
+def _gpu_memory(gpu: gpus.GpuReport, needs: Needs) -> Remarks:
+    where, room = f"GPU {gpu.index}", (gpu.memory_mib or 0) << 20
     if room and room < needs.gpu_bytes:
         what = f"{where}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
         yield BAD, what, "use more ranks, --parallel.offload all, or pure-bf16"
@@ -237,19 +241,25 @@ def _tmux(facts: HostFacts) -> Remarks:
 
 def _disks(facts: HostFacts) -> Remarks:
     for entry in facts.filesystems:
-        if entry.path and entry.free < GIB:
-            yield BAD, f"{entry.path} has {entry.free / GIB:.2f} GiB free", "make room, or set workdir= on another disk"
-        if entry.path and entry.free_files is not None and entry.free_files < MIN_FREE_FILES:
-            what = f"{entry.path} is out of inodes ({counted(entry.free_files, 'more file')} can be created)"
-            yield BAD, what, "delete files, or set workdir= on another disk"
-        if entry.path and entry.read_only:
-            remedy = "after an I/O error, dmesg says why: remount or replace the disk, or choose another"
-            yield BAD, f"{entry.path} is on a filesystem that is read-only", remedy
-        elif entry.path and not entry.writable:
-            yield BAD, f"{entry.path} cannot be written", "choose a directory of your own, or change its owner"
+        if entry.path:
+            yield from _disk(entry)
     for disk in (facts.disks or NO_DISKS).unmounted_nvme:
         what = f"{disk.device} ({disk.size / 1e12:.1f} TB) is not mounted"
         yield NOTE, what, "mount it, and point cache= and scratch= at it"
+
+
+def _disk(entry: Filesystem) -> Remarks:
+    """Check the filesystem of a directory that a run writes to."""
+    if entry.free < GIB:
+        yield BAD, f"{entry.path} has {entry.free / GIB:.2f} GiB free", "make room, or set workdir= on another disk"
+    if entry.free_files is not None and entry.free_files < MIN_FREE_FILES:
+        what = f"{entry.path} is out of inodes ({counted(entry.free_files, 'more file')} can be created)"
+        yield BAD, what, "delete files, or set workdir= on another disk"
+    if entry.read_only:
+        remedy = "after an I/O error, dmesg says why: remount or replace the disk, or choose another"
+        yield BAD, f"{entry.path} is on a filesystem that is read-only", remedy
+    elif not entry.writable:
+        yield BAD, f"{entry.path} cannot be written", "choose a directory of your own, or change its owner"
 
 
 def _mounts(facts: HostFacts) -> Remarks:
