@@ -85,6 +85,11 @@ def _call(args: list[str]) -> int:
     if args[0] == "--version" or args[1:] == ["--version"]:
         print(f"llama405b {__version__}")
         return 0
+    return _run(args)
+
+
+def _run(args: list[str]) -> int:
+    """Run a verb; returns its exit code, and says why if it was refused or failed."""
     try:
         if args[0] not in VERBS:
             raise UserError(f"unknown verb {args[0]!r}{did_you_mean(args[0], VERBS)}; use one of {', '.join(VERBS)}")

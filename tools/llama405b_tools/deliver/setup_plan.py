@@ -144,15 +144,14 @@ def _programs(facts: Mapping[str, str]) -> list[Step]:
     if not missing:
         return []
     names = " ".join(missing)
-    is_root = facts.get("uid") == "0"
     dnf = f"dnf install -y {names.replace('iproute2', 'iproute')}"
     by_hand = {"has_apt-get": f"apt-get update && apt-get install -y {names}", "has_dnf": dnf}
     commands = [command for program, command in by_hand.items() if program in facts]
     if not commands:
         raise UserError(f"{names} missing; install them on it with its package manager")
-    if not (is_root or "sudo" in facts):
+    as_root = "" if facts.get("uid") == "0" else "sudo -n "
+    if as_root and "sudo" not in facts:
         raise UserError(f"{names} missing, and this user cannot install; run there as root: {commands[0]}")
-    as_root = "" if is_root else "sudo -n "
     line = f"{WHOLE}{as_root}{dnf}"
     if "has_apt-get" in facts:
         options = "DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600"

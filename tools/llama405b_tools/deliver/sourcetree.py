@@ -78,12 +78,17 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
     differ, _, before = there.out.partition("===\n")
     wanted = {line[66:] for line in lines.splitlines()}
     send = [name for name in differ.splitlines() if name in wanted]
-    gone = [name for name in before.splitlines() if name.startswith("./") and name not in wanted and "/../" not in name]
+    gone = [name for name in before.splitlines() if name not in wanted and _is_inside(name)]
     if gone:
         _checked(connection.run(f"{enter}xargs -0 rm -f --", "\0".join(gone), TIMEOUT_S))
     unpack, archive = (_unpack(new), _archive(root, send)) if send else ("", "")
     _checked(connection.run(f"{enter}{unpack}mv {new} {MANIFEST}", archive, TIMEOUT_S))
     return len(send), len(gone)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name from a host's own manifest is of a file below its directory."""
+    return name.startswith("./") and "/../" not in name
 
 
 def _unpack(manifest: str) -> str:

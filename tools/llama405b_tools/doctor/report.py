@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llama405b.contract.phrases import counted, given
+from llama405b.contract.phrases import counted
 from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
@@ -23,11 +23,16 @@ def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *
     if found:
         print()
     print(format_table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
-    bad, warnings = (sum(finding.level == level for finding in found) for level in (BAD, WARN))
-    verdict = given("not fit: {}", bad and counted(bad, "problem"))
-    verdict = verdict or given("fit, with {}", warnings and counted(warnings, "warning")) or "fit"
     never = "" if deep else "; links and GPUs were not tested under load: add --deep"
-    print(f"\n{counted(len(names), 'host')}: {verdict}{never}")
+    print(f"\n{counted(len(names), 'host')}: {_verdict([finding.level for finding in found])}{never}")
+
+
+def _verdict(levels: Sequence[str]) -> str:
+    if BAD in levels:
+        return f"not fit: {counted(levels.count(BAD), 'problem')}"
+    if WARN in levels:
+        return f"fit, with {counted(levels.count(WARN), 'warning')}"
+    return "fit"
 
 
 def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:

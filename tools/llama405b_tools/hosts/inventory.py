@@ -90,17 +90,22 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
     if IPV6.fullmatch(address := words[0].rpartition("@")[2]):
         how = f"write a name, and in ~/.ssh/config `Host` with that name and `HostName {address.strip('[]')}`"
         raise UserError(f"{where}: {words[0]!r} is an IPv6 address, which a hosts file cannot name; {how}")
-    match = TARGET.fullmatch(words[0])
+    user, name, port = _parse_target(words[0], where)
+    options = _parse_options(words[1:], where)
+    slots = int(options.pop("slots", 0))
+    return [Host(each, where, user, port, slots, **options) for each in _expand(name, where)]
+
+
+def _parse_target(target: str, where: str) -> tuple[str, str, int]:
+    """Return the user ('': not said), the name and the port (0: not said)."""
+    match = TARGET.fullmatch(target)
     if not match:
         form = "[user@]host[:port], with letters, digits, '.', '_' and '-'"
-        raise UserError(f"{where}: {words[0]!r} is not a valid host; write {form}")
+        raise UserError(f"{where}: {target!r} is not a valid host; write {form}")
     port = int(match["port"] or 0)
     if match["port"] and not 0 < port < 65536:
         raise UserError(f"{where}: port {port} is out of range; use 1 to 65535")
-    options = _parse_options(words[1:], where)
-    slots = int(options.pop("slots", 0))
-    names = _expand(match["name"], where)
-    return [Host(name, where, match["user"] or "", port, slots, **options) for name in names]
+    return match["user"] or "", match["name"], port
 
 
 def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:

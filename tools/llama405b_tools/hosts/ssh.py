@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -280,13 +280,17 @@ def load_known_hosts(client: paramiko.SSHClient, options: SshOptions) -> None:
 
 def _known_lines(files: Iterable[Path]) -> Iterator[str]:
     """Yield lines of known_hosts that have a key that is not revoked."""
-    paths = [path for path in files if path.is_file()]
-    lines = [line for path in paths for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file()]
+    lines = [line for text in texts for line in text.splitlines()]
     revoked = {word for line in lines if line.startswith("@revoked") for word in line.split()[3:4]}
     for line in lines:
         words = line.split()
-        if len(words) >= 3 and not words[0].startswith(("#", "@")) and revoked.isdisjoint(words):
+        if _has_key(words) and revoked.isdisjoint(words):
             yield line
+
+
+def _has_key(words: Sequence[str]) -> bool:
+    return len(words) >= 3 and not words[0].startswith(("#", "@"))
 
 
 def _names(entry: str, host: str) -> bool:

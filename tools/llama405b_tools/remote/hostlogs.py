@@ -15,7 +15,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b_tools.remote.messages.stream import StreamMessage, StreamRequest
 from llama405b_tools.remote.tail import Tail
-from llama405b_tools.text.blocks import Blocks, split_lines, time_of
+from llama405b_tools.text.blocks import Block, Blocks, split_lines, time_of
 from llama405b_tools.text.merge import Entry, Merge
 
 ATTEMPT_DIR = re.compile(r".+-(\d+)-[0-9a-f]{8}_\w+")
@@ -84,21 +84,27 @@ class HostLogs:
             if self.merge.size(file):
                 found = True
                 continue
-            piece = next((piece for piece in self.tail.new_of(path, final=final)), None)
-            if piece:
-                self.idle.discard(file)
-                blocks = list(self.blocks[file].feed(piece.begin, piece.data))
-            elif final or file in self.idle:
-                blocks = list(self.blocks[file].flush())
-            else:  # a block that may continue waits for one more pass
-                self.idle.add(file)
-                blocks = []
-            if piece or blocks:
+            if self._read_file(path, file, final=final):
                 found = True
-                self.merge.push(file, [self._entry(file, block.text, block.end) for block in blocks])
             else:
                 self.merge.end(file)
         return found
+
+    def _read_file(self, path: Path, file: str, *, final: bool) -> bool:
+        """Read a piece of a file; returns whether there was anything."""
+        chunk = next(iter(self.tail.new_of(path, final=final)), None)
+        blocks: list[Block] = []
+        if chunk:
+            self.idle.discard(file)
+            blocks = list(self.blocks[file].feed(chunk.begin, chunk.data))
+        elif final or file in self.idle:
+            blocks = list(self.blocks[file].flush())
+        else:  # a block that may continue waits for one more pass
+            self.idle.add(file)
+        if not (chunk or blocks):
+            return False
+        self.merge.push(file, [self._entry(file, block.text, block.end) for block in blocks])
+        return True
 
     def _entry(self, file: str, text: str, end: int) -> Entry:
         arrived = self.times.of(file, end) or (self.root / file).stat().st_mtime

@@ -64,15 +64,9 @@ class Receiver:
         if offer.block_bytes != BLOCK_BYTES:
             raise OSError("the source runs another version; install the same version on both")
         files = list(offer.files)
-        for name, _ in files:
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise OSError(f"{name!r} points outside the directory")
+        _refuse_outside(files)
         mine = [self._present(name, size) for name, size in files]
-        lacking = sum(size - have for (_, size), have in zip(files, mine, strict=True))
-        self.root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.root).free
-        if lacking > free:
-            raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(lacking)}; make room")
+        self._check_space(sum(size - have for (_, size), have in zip(files, mine, strict=True)))
         theirs = self._connect(below, files) if below else mine
         least = [min(pair) for pair in zip(mine, theirs, strict=True)]
         chain_protocol.send_bytes(link, f"{reader.dumps(chain_protocol.Present(tuple(least)))}\n".encode())
@@ -82,6 +76,13 @@ class Receiver:
             self._receive(link, name, size, have, below_have)
         if self.next:
             self.next.close()
+
+    def _check_space(self, n_bytes: int) -> None:
+        """Check that what is lacking has room here."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.root).free
+        if n_bytes > free:
+            raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(n_bytes)}; make room")
 
     def accept(self) -> socket.socket:
         """Accept the connection of the host that knows the token.
@@ -273,3 +274,10 @@ def _fill(link: socket.socket, buffer: memoryview) -> memoryview:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
+
+
+def _refuse_outside(files: FileList) -> None:
+    """Refuse names that lead out of the directory."""
+    for name, _ in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise OSError(f"{name!r} points outside the directory")

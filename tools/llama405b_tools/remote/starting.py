@@ -66,22 +66,28 @@ def _start(request: StartRequest) -> Started:
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):
         return Started(StartFault.STOPPED, by=mark.by)
+    _write_files(request, run)
+    runner = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
+    try:
+        return _await_torchrun(run, host, start_session(tmux_socket(run), tmux_session(host), runner))
+    except RunError as error:
+        run.secrets(host).unlink(missing_ok=True)
+        return Started(StartFault.TMUX, detail=str(error))
+
+
+def _write_files(request: StartRequest, run: RunDir) -> None:
+    """Replace what an earlier attempt left by what the node runner reads."""
+    host = request.host
     run.stop(host).unlink(missing_ok=True)
     if not request.again:
         dismiss(run)  # the guard of an earlier launch of this name
         note_guard(run, host, request.guard)
-    write_json(run.plan, plan)
+    write_json(run.plan, request.plan)
     run.status(host).unlink(missing_ok=True)
     for rank in request.ranks:
         run.heartbeat(rank).unlink(missing_ok=True)
     if request.secrets:
         write_secrets(run.secrets(host), dict(request.secrets))
-    node = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
-    try:
-        return _await_torchrun(run, host, start_session(tmux_socket(run), tmux_session(host), node))
-    except RunError as error:
-        run.secrets(host).unlink(missing_ok=True)
-        return Started(StartFault.TMUX, detail=str(error))
 
 
 def _await_torchrun(run: RunDir, host: str, runner: int) -> Started:

@@ -39,22 +39,11 @@ def stop(request: StopRequest) -> StopReply:
     if request.only not in (None, plan.rdzv_id):  # another launch's: not ours to end
         return StopReply(known=True, was_alive=False, stopped_by=stopped_by(run, host))
     was_alive = is_alive(run, host)
-    guard_left: tuple[int, ...] = ()
-    if request.by and run.path.is_dir():
-        write_json(run.stop(host), StopMark(request.by, request.grace_s, time.time()))
-        note_guard(run, host, None)
-        guard_left = dismiss(run)
-    if request.blame and run.path.is_dir():
-        record_blame(run, host, request.blame)
+    guard_left = _record_why(run, request) if run.path.is_dir() else ()
     if was_alive:
         stop_runner(run, host, request)
     ended, left = processes.sweep(f"{run.path}:{host}")
-    session = ["kill-session", "-t", f"={tmux_session(host)}"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # tmux is gone or hangs: its processes were ended
-        subprocess.run(
-            ["tmux", "-L", tmux_socket(run), *session], capture_output=True, timeout=END_WITHIN_S, check=False
-        )
-    remove_dead_sockets(ending=tmux_socket(run))
+    _end_session(run, host)
     with contextlib.suppress(OSError):
         run.secrets(host).unlink()
     run.guard_order(host).unlink(missing_ok=True)
@@ -69,6 +58,28 @@ def stop(request: StopRequest) -> StopReply:
         stopped_by=stopped_by(run, host),
         node=describe(run, plan, host),
     )
+
+
+def _record_why(run: RunDir, request: StopRequest) -> tuple[int, ...]:
+    """Record who stops the run, whose guard goes then, or why it failed; returns the guard's pid if it stays."""
+    left: tuple[int, ...] = ()
+    if request.by:
+        write_json(run.stop(request.host), StopMark(request.by, request.grace_s, time.time()))
+        note_guard(run, request.host, None)
+        left = dismiss(run)
+    if request.blame:
+        record_blame(run, request.host, request.blame)
+    return left
+
+
+def _end_session(run: RunDir, host: str) -> None:
+    """End the run's tmux session, if tmux has not gone and does not hang: its processes were ended."""
+    session = ["kill-session", "-t", f"={tmux_session(host)}"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            ["tmux", "-L", tmux_socket(run), *session], capture_output=True, timeout=END_WITHIN_S, check=False
+        )
+    remove_dead_sockets(ending=tmux_socket(run))
 
 
 def tether(request: StopRequest) -> None:

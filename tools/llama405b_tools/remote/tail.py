@@ -54,26 +54,31 @@ class Tail:
 
     def new_of(self, path: Path, *, final: bool = False) -> Iterator[Chunk]:
         """Yield what was added to one file, at most one piece."""
-        inode, offset = self.marks.get(path, (0, 0))
         try:
             with path.open("rb") as file:
-                now = os.fstat(file.fileno())
-                if now.st_ino != inode or now.st_size < offset:  # rewritten
-                    offset = 0
-                whole = offset < self.whole_to.get(path, 0)
-                if self.most_bytes and not whole and now.st_size - offset > self.most_bytes:
-                    offset = self._skip(file, offset, now.st_size - self.most_bytes)
-                file.seek(offset)
-                block = file.read(MAX_READ_BYTES) if now.st_size > offset else b""
+                inode, begin = self._begin_of(path, file)
+                file.seek(begin)
+                block = file.read(MAX_READ_BYTES)
         except OSError:
             return
         end = block.rfind(b"\n") + 1
         too_long = not end and len(block) >= MAX_LINE_BYTES
         if too_long or (final and len(block) < MAX_READ_BYTES):
             end = len(block)
-        self.marks[path] = (now.st_ino, offset + end)
+        self.marks[path] = (inode, begin + end)
         if end:
-            yield Chunk(path, offset, block[:end])
+            yield Chunk(path, begin, block[:end])
+
+    def _begin_of(self, path: Path, file: BinaryIO) -> Mark:
+        """Return a file's inode, and from where on to read it."""
+        inode, offset = self.marks.get(path, (0, 0))
+        now = os.fstat(file.fileno())
+        if now.st_ino != inode or now.st_size < offset:  # rewritten
+            offset = 0
+        is_whole = offset < self.whole_to.get(path, 0)
+        if self.most_bytes and not is_whole and now.st_size - offset > self.most_bytes:
+            offset = self._skip(file, offset, now.st_size - self.most_bytes)
+        return now.st_ino, offset
 
     def _skip(self, file: BinaryIO, begin: int, end: int) -> int:
         """Count the lines up to about ``end``, and return where the next one begins."""

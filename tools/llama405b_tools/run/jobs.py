@@ -47,7 +47,7 @@ class JobRecord:
 class JobRequest:
     """What the nodes of a job build the plan from."""
 
-    terms: RunSpec
+    spec: RunSpec
     program_again: tuple[str, ...]  # if Slurm requeues the job
     grace_s: float
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)  # cache and scratch, for each node to expand

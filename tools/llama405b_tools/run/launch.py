@@ -96,11 +96,7 @@ def launched_lines(
 ) -> Iterator[str]:
     """Tell what is running now, and what to know about it."""
     answers, plan = checked.answers, checked.plan
-    for same in one_machine({host.name: answers[host.name].machine for host in hosts if not host.loopback}):
-        yield f"note: {fold_names(same)} are one machine, whose GPUs and memory they share; delete all but one of them"
-    for name in sorted({other for facts in answers.values() for other in facts.others}):
-        where = fold_names([host for host, facts in answers.items() if name in facts.others])
-        yield f"note: run {name} is also alive on {where}; both share its GPUs and memory"
+    yield from sharing_notes(hosts, answers)
     hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
     yield f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, up in {took_s:.1f} s"
     for line in nccl_lines(request, checked.parts):
@@ -110,6 +106,15 @@ def launched_lines(
         yield expectation(checked.outlook)
     if request.config and not request.on_cpu and any(facts.gpus for facts in answers.values()):
         yield UNPROVED
+
+
+def sharing_notes(hosts: Sequence[Host], answers: Facts) -> Iterator[str]:
+    """Say which hosts are one machine, and which other runs are on them."""
+    for same in one_machine({host.name: answers[host.name].machine for host in hosts if not host.loopback}):
+        yield f"note: {fold_names(same)} are one machine, whose GPUs and memory they share; delete all but one of them"
+    for name in sorted({other for facts in answers.values() for other in facts.others}):
+        where = fold_names([host for host, facts in answers.items() if name in facts.others])
+        yield f"note: run {name} is also alive on {where}; both share its GPUs and memory"
 
 
 def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterator[str]:

@@ -59,43 +59,48 @@ class LaunchSpec:
     slurm_job: str = ""
 
 
-def build_plan(terms: RunSpec, parts: Sequence[HostSpec], launching: LaunchSpec) -> Plan:
+def build_plan(spec: RunSpec, parts: Sequence[HostSpec], launch: LaunchSpec) -> Plan:
     """Build the plan of a launch.
 
     Raises:
         UserError: Hosts that are one machine request more GPUs than it has.
     """
-    parts = used_parts(terms, parts)
+    parts = used_parts(spec, parts)
     slots = [part.slots or part.gpus or 1 for part in parts]
     devices = _devices(parts, slots)
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if terms.on_cpu else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if spec.on_cpu else {}
     nccl = [{name: value for name, (value, _) in nccl_reasons(part).items()} for part in parts]
     firsts = first_ranks(slots)
     nodes = []
     for i, part in enumerate(parts):
         on_machine = sum(n for n, other in zip(slots, parts, strict=True) if other.machine == part.machine)
-        threads = {"OMP_NUM_THREADS": str(max(1, part.cores // on_machine))}
-        own = {OWN_THREADS: "1"} if "OMP_NUM_THREADS" in terms.env else {}
-        env = threads | own | hidden | devices[i] | nccl[i] | places_env(part.places) | dict(terms.env)
+        threads = _threads_env(part, on_machine, spec)
+        env = threads | hidden | devices[i] | nccl[i] | places_env(part.places) | dict(spec.env)
         nodes.append(Node(part.name, slots[i], firsts[i], part.workdir, part.python, part.address, part.interface, env))
     return Plan(
-        run=terms.run,
-        attempt=launching.attempt,
-        created=launching.created,
-        rdzv_id=f"{terms.run}-{launching.attempt}-{launching.token}",
-        endpoint=launching.endpoint,
-        program=terms.program,
-        secrets=terms.secrets,
+        run=spec.run,
+        attempt=launch.attempt,
+        created=launch.created,
+        rdzv_id=f"{spec.run}-{launch.attempt}-{launch.token}",
+        endpoint=launch.endpoint,
+        program=spec.program,
+        secrets=spec.secrets,
         nodes=tuple(nodes),
-        checkpoint_dir=terms.checkpoint_dir,
-        replicates=terms.replicates,
-        spread=terms.spread,
-        owner=launching.owner,
-        setup=terms.setup,
-        refuse_sockets=all(nccl) and not terms.allow_sockets,
-        grace_s=launching.grace_s,
-        slurm_job=launching.slurm_job,
+        checkpoint_dir=spec.checkpoint_dir,
+        replicates=spec.replicates,
+        spread=spec.spread,
+        owner=launch.owner,
+        setup=spec.setup,
+        refuse_sockets=all(nccl) and not spec.allow_sockets,
+        grace_s=launch.grace_s,
+        slurm_job=launch.slurm_job,
     )
+
+
+def _threads_env(part: HostSpec, ranks: int, spec: RunSpec) -> dict[str, str]:
+    """Return each rank's share of a machine's cores, unless the user says how many threads it has."""
+    threads = {"OMP_NUM_THREADS": str(max(1, part.cores // ranks))}
+    return threads | {OWN_THREADS: "1"} if "OMP_NUM_THREADS" in spec.env else threads
 
 
 def first_ranks(slots: Sequence[int]) -> list[int]:
@@ -108,9 +113,9 @@ def places_env(places: Mapping[str, str]) -> dict[str, str]:
     return {PLACES[key]: path for key, path in places.items()}
 
 
-def used_parts(terms: RunSpec, parts: Sequence[HostSpec]) -> Sequence[HostSpec]:
+def used_parts(spec: RunSpec, parts: Sequence[HostSpec]) -> Sequence[HostSpec]:
     """Return the parts as the run uses them: without GPUs if it trains on CPUs."""
-    if not terms.on_cpu:
+    if not spec.on_cpu:
         return parts
     return [dataclasses.replace(part, gpus=0) for part in parts]
 
@@ -136,12 +141,16 @@ def _devices(parts: Sequence[HostSpec], slots: Sequence[int]) -> list[dict[str, 
         begin = used.get(part.machine, 0)
         used[part.machine] = begin + count
         if part.gpus and used[part.machine] > part.gpus:
-            names = fold_names(each.name for each in parts if each.machine == part.machine)
-            what = f"{used[part.machine]} ranks on {counted(part.gpus, 'GPU')}"
-            if machines.count(part.machine) > 1:
-                raise UserError(f"slots: {names} are one machine: {what}; delete all but one of them, or lower slots=")
-            raise UserError(f"slots: {names}: {what}; lower slots= in the hosts file")
+            names = [each.name for each in parts if each.machine == part.machine]
+            raise UserError(_too_many_ranks(names, used[part.machine], part.gpus))
         ids = ",".join(str(i) for i in range(begin, begin + count))
         shared = part.gpus and machines.count(part.machine) > 1
         environments.append({"CUDA_VISIBLE_DEVICES": ids} if shared else {})
     return environments
+
+
+def _too_many_ranks(names: Sequence[str], ranks: int, gpus: int) -> str:
+    what = f"{ranks} ranks on {counted(gpus, 'GPU')}"
+    if len(names) > 1:
+        return f"slots: {fold_names(names)} are one machine: {what}; delete all but one of them, or lower slots="
+    return f"slots: {names[0]}: {what}; lower slots= in the hosts file"

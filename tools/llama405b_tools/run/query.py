@@ -45,17 +45,22 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
     if not answers:
         name, fault = next(iter(outcomes.items()))
         raise HostError(f"no host can be queried: {name}: {fault}")
-    strangers = [name for reply in replies(outcomes).values() for name in reply.strangers]
-    if strangers and not any(answers.values()):
-        where = fold_names(dict.fromkeys(strangers))
-        raise UserError(f"--run: {run!r} was launched on {where}; name the hosts file that has them")
-    if run and not any(answers.values()):
-        raise no_such_run(fleet, run, names_of(all_runs(fleet)), unanswered(outcomes))
     if not any(answers.values()):
-        lost = _silence(unanswered(outcomes))
-        raise UserError(f"no run on these hosts yet{lost}; `{fleet.command_to_type('launch')} …` starts one")
+        raise _nothing_known(fleet, run, outcomes)
     chosen = run or judge.choose_run(answers)
     return chosen, _seen_of(chosen, outcomes)
+
+
+def _nothing_known(fleet: Fleet, run: str | None, outcomes: Outcomes[StatusReply]) -> UserError:
+    """Say that the hosts do not know the run, or any."""
+    strangers = [name for reply in replies(outcomes).values() for name in reply.strangers]
+    if strangers:
+        where = fold_names(dict.fromkeys(strangers))
+        return UserError(f"--run: {run!r} was launched on {where}; name the hosts file that has them")
+    if run:
+        return no_such_run(fleet, run, names_of(all_runs(fleet)), unanswered(outcomes))
+    lost = _silence(unanswered(outcomes))
+    return UserError(f"no run on these hosts yet{lost}; `{fleet.command_to_type('launch')} …` starts one")
 
 
 def members_of(seen: Seen) -> set[str]:

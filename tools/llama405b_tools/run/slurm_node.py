@@ -74,7 +74,7 @@ def main() -> int:
         _make_plan(run, request, names, this)
     _wait(lambda: _plan_of(run, this), f"{names[0]} made no plan")
     secrets = read_secrets(run.job_secrets)
-    if secrets and request.terms.secrets:
+    if secrets and request.spec.secrets:
         write_secrets(run.secrets(name), secrets)
     write_json(run.where(name), NodeWhere(this, ready=True))
     if name == names[0]:
@@ -128,9 +128,9 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
     head = [*seen, *own, "127.0.0.1"][0]
     mine = {name: where.mine for name, where in found.items()} | {names[0]: head}
     parts = [_part(name, where, mine[name]) for name, where in found.items()]
-    terms = request.terms
+    spec = request.spec
     if restart_count():
-        terms = dataclasses.replace(terms, program=request.program_again)
+        spec = dataclasses.replace(spec, program=request.program_again)
     launching = LaunchSpec(
         attempt=read_plan(run).attempt + 1,
         created=time.time(),
@@ -140,7 +140,7 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
         grace_s=request.grace_s,
         slurm_job=os.environ["SLURM_JOB_ID"],
     )
-    write_json(run.plan, build_plan(terms, parts, launching))
+    write_json(run.plan, build_plan(spec, parts, launching))
 
 
 def _check_places(found: Mapping[str, NodeWhere]) -> None:

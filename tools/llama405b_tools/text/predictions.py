@@ -269,30 +269,22 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
     """Tell predictions beside the first one, for so many tokens or a billion."""
     tokens = asked.tokens or 1e9
     titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
-    rows = [titles[: 9 + bool(asked.price)]]
     first = next((each.tokens_per_s for each in outlooks.values() if each.tokens_per_s), None)
-    for name, each in outlooks.items():
-        rows.append(
-            (
-                name,
-                f"{each.batch:,}",
-                _spread(each.needs.gpu_bytes / GIB, each.memory_spread),
-                _ram(each),
-                *_pace(each, first),
-            )
-        )
-        rows[-1] += _bill(each, tokens, asked.price)
+    rows = [titles[: 9 + bool(asked.price)]]
+    rows += [_compared(name, each, first) + _bill(each, tokens, asked.price) for name, each in outlooks.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    told = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    cells = ["  " + "  ".join(map(str.ljust, row, widths)) for row in rows]
     verdicts = ["", *(FITS[each.fit] for each in outlooks.values())]
-    lines = [f"{line}  {verdict}".rstrip() for line, verdict in zip(told, verdicts, strict=True)]
-    changed = [_changed_batch(name, each, next(iter(outlooks.values()))) for name, each in outlooks.items()]
-    return [
-        "",
-        *lines,
-        *filter(None, changed),
-        f"  days{', GPU-hours and cost' if asked.price else ' and GPU-hours'} are of {tokens:,.0f} tokens, with saves and failures",
-    ]
+    lines = [f"{line}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
+    planned = next(iter(outlooks.values()))
+    batches = filter(None, (_changed_batch(name, each, planned) for name, each in outlooks.items()))
+    what = "days, GPU-hours and cost" if asked.price else "days and GPU-hours"
+    return ["", *lines, *batches, f"  {what} are of {tokens:,.0f} tokens, with saves and failures"]
+
+
+def _compared(name: str, outlook: Outlook, first: float | None) -> tuple[str, ...]:
+    gpu = _spread(outlook.needs.gpu_bytes / GIB, outlook.memory_spread)
+    return (name, f"{outlook.batch:,}", gpu, _ram(outlook), *_pace(outlook, first))
 
 
 def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
