@@ -50,7 +50,7 @@ in_one_line() {  # in_one_line COMMAND …  run it; a terminal shows its last li
     columns=$(tput cols 2>/dev/null) || columns=80
     (trap - INT && exec "$@") <&0 >"$output" 2>&1 & # without a trap of its own it would never hear of Ctrl-C
     child=$!
-    trap 'kill -INT $child; wait $child; rm -f "$output"; echo "interrupted; run the same command again to go on" >&2; exit 130' INT
+    trap 'kill -INT $child; wait $child; rm -f "$output"; interrupted' INT
     while kill -0 $child 2>/dev/null; do
         printf '\r\033[K%4d s  %s' $((SECONDS - began)) "$(tail -c 4000 "$output" | tr -d '\0\t\033' | tr '\r' '\n' | tail -n 1 | cut -c "1-$((columns - 10))")"
         sleep 0.2
@@ -84,13 +84,18 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
         return 2
     }
     echo "installing into .venv, once: $comes; unpacking takes minutes"
-    trap 'echo "interrupted; run the same command again to go on" >&2; exit 130' INT
+    trap interrupted INT
     in_one_line .venv/bin/python -m pip install --disable-pip-version-check "${index[@]}" -c constraints.txt -e ".[$1]" || {
         echo "pip could not install the packages; see its output above" >&2
         return 2
     }
     trap - INT
     echo "$stamp" >>.venv/.set-up
+}
+
+interrupted() { # what Ctrl-C comes to
+    echo "interrupted; run the same command again to go on" >&2
+    exit 130
 }
 
 answers() {  # answers URL  whether it can be read from here

@@ -109,7 +109,7 @@ def type_what_status_says(work, cli, run):
     state = cli(work, "status", "--run", run)
     assert state.returncode == 1, state.stdout
     said = re.search(
-        r"guard: GONE, last heard at \S+ \S+ \(.*\); nothing will restart this run: `(.*)` guards it again",
+        r"guard: GONE, last heard at \S+ \S+ \(.*\); to guard the run again, use `(.*)`",
         state.stdout,
     )
     assert said, state.stdout
@@ -294,7 +294,7 @@ def test_a_rehearsal_goes_the_whole_way_and_leaves_nothing(work, cli, demo, corp
     assert done.returncode == 0, done.stdout + done.stderr
     assert "each rank made its own random weights" in done.stdout
     assert "resumed from runs/r-rehearsal/checkpoints/step-00000002" in done.stdout
-    assert "rehearsal: good" in done.stdout
+    assert "rehearsal: passed" in done.stdout
     assert not (work / "runs/r-rehearsal/checkpoints").exists()
     assert not (work / "runs/r").exists()
 

@@ -45,9 +45,9 @@ def test_a_run_whose_guard_cannot_start_is_said_to_be_up_and_how_to_guard_it(fle
     monkeypatch.setattr(subprocess, "Popen", full)
     with pytest.raises(RunError) as failed:
         launch.main(["--restart", "1", *ARGV])
-    again = "launch --restart 1 --run r --resume auto -- -m mine` guards it"
+    again = "launch --restart 1 --run r --resume auto -- -m mine`"
     assert str(failed.value).startswith(
-        "the run is up, but without a guard: runs/r/guard.log: No space left on device; `"
+        "the run started, but its guard did not: runs/r/guard.log: No space left on device; to guard the run, use `"
     )
     assert str(failed.value).endswith(again)
     assert "r: 2 hosts, 2 ranks" in capsys.readouterr().out

@@ -54,7 +54,11 @@ class Chain:
         progress: PushProgress,
     ) -> None:
         """Plan one; ``source``: what this machine sends, None if a host does."""
-        self.fleet, self.origin, self.source, self.targets, self.progress = fleet, origin, source, targets, progress
+        self.fleet = fleet
+        self.origin = origin
+        self.source = source
+        self.targets = targets
+        self.progress = progress
         self.token = secrets.token_hex(32)
         self.dialogues: dict[str, Dialogue] = {}
         self.faults: dict[str, str] = {}  # by host

@@ -117,4 +117,4 @@ def _link(fleet: Fleet, head: str, path: str, places: Places) -> None:
             lines.append(f"ln -f {shlex.quote(f'{there}/{name}')} {shlex.quote(f'{path}/{name}')}")
     done = fleet.connection(head).run("set -e\n" + "\n".join(lines), "", ASK_S)
     if done.code:
-        raise RunError(f"{head}: {path} cannot be made ({done.err.strip()}); correct that, then export again")
+        raise RunError(f"{head}: {path} cannot be made ({done.err.strip()}); fix that, then export again")

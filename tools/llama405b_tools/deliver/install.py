@@ -79,7 +79,11 @@ class Work:
     """The work on every host, in three parts; each part runs on all hosts in parallel."""
 
     def __init__(self, fleet: Fleet, root: Path, lines: str, wishes: Wishes, here: str) -> None:
-        self.fleet, self.root, self.lines, self.wishes, self.here = fleet, root, lines, wishes, here
+        self.fleet = fleet
+        self.root = root
+        self.lines = lines
+        self.wishes = wishes
+        self.here = here
         self.facts: dict[str, dict[str, str]] = {}
         self.progress = StepProgress()
         self.streams: dict[str, Stream] = {}  # of the steps
@@ -125,7 +129,9 @@ class Work:
         Raises:
             HostError: A step failed; says which, and what to do.
         """
-        connection, facts, workdir = self.fleet.connection(name), self.facts[name], self.fleet.workdir(name)
+        connection = self.fleet.connection(name)
+        facts = self.facts[name]
+        workdir = self.fleet.workdir(name)
         directory = shell_path(workdir)
         wishes = dataclasses.replace(self.wishes, stamp=self.stamp(facts, workdir))
         fresh = connection.run(f"cd {directory} && {setup_plan.up_to_date(wishes)}", "", FACTS_TIMEOUT_S).code == 0

@@ -57,7 +57,9 @@ class StepProgress:
 
     def __init__(self, every_s: float = SAY_EVERY_S) -> None:
         self.every_s = every_s
-        self.lock, self.began, self.said = threading.Lock(), time.monotonic(), 0.0
+        self.lock = threading.Lock()
+        self.began = time.monotonic()
+        self.said = 0.0
         self.doing: dict[str, tuple[str, str]] = {}  # by host: the step, and the last line of its output
 
     def say(self, whose: str, what: str) -> None:

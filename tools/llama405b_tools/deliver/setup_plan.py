@@ -101,7 +101,9 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
     where, comes, size = _index(facts, wishes)
     needs = f"{size.download} {size.unpacked}"
     if wishes.offline:
-        where, comes, needs = _wheels(facts, wishes, wheel_python), "", shlex.quote(wishes.offline)
+        where = _wheels(facts, wishes, wheel_python)
+        comes = ""
+        needs = shlex.quote(wishes.offline)
     done = f"mkdir -p .venv && printf %s {shlex.quote(wishes.stamp)} >{STAMP}.new && mv {STAMP}.new {STAMP}"
     install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {done}"
     room = f"{wishes.before}PYTHONPATH=tools {PYTHON} -m llama405b_tools.remote.venv_room {needs}"

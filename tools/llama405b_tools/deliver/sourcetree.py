@@ -120,9 +120,7 @@ def _archive(root: Path, names: Sequence[str]) -> str:
 
 def _checked(result: Result) -> None:
     if result.code:
-        raise HostError(
-            f"the files could not be written ({_last(result.err)}); correct that, or choose another directory"
-        )
+        raise HostError(f"the files could not be written ({_last(result.err)}); fix that, or choose another directory")
 
 
 def _last(text: str) -> str:

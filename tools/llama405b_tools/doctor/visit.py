@@ -83,7 +83,9 @@ class _Questions:
 
     def facts(self, name: str) -> HostFacts:
         """Ask a host for its facts."""
-        connection, needs, workdir = self.fleet.connection(name), self.needs[name], self.fleet.workdir(name)
+        connection = self.fleet.connection(name)
+        needs = self.needs[name]
+        workdir = self.fleet.workdir(name)
         began = time.monotonic()
         alive = connection.run("command -v python3 || echo none", "", FACTS_TIMEOUT_S)
         self.latency_ms[name] = round((time.monotonic() - began) * 1000, 1)

@@ -132,7 +132,9 @@ class Fleet:
 
     def fault_of(self, name: str, said: str, *, cannot_run: bool = False) -> HostError:
         """Explain why the agent did not run on a host, from the last line that the shell or Python wrote there."""
-        python, workdir, setup = self.python(name), self.workdir(name), self.command_to_type("setup")
+        python = self.python(name)
+        workdir = self.workdir(name)
+        setup = self.command_to_type("setup")
         if too_old := TOO_OLD.search(said):
             return HostError(
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="

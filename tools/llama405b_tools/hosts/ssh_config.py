@@ -56,7 +56,9 @@ def _options(said: Said, name: str, user: str, port: int) -> SshOptions:
         full = [re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), word) for word in words]
         return tuple(Path(path).expanduser() for path in full)
 
-    hostname, user, port = one("hostname", name), one("user", user), int(one("port", str(port)))
+    hostname = one("hostname", name)
+    user = one("user", user)
+    port = int(one("port", str(port)))
     alias, here = one("hostkeyalias", ""), socket.gethostname()
     tokens = {"%": "%", "d": str(Path.home()), "h": hostname, "i": str(os.getuid()), "k": alias or name, "l": here}
     tokens |= {"L": here.partition(".")[0], "n": name, "p": str(port), "r": user, "u": getpass.getuser()}

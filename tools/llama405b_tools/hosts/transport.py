@@ -149,7 +149,9 @@ class _LocalStream:
     def __init__(self, child: "subprocess.Popen[str]", stdin: str) -> None:
         assert child.stdin
         assert child.stdout
-        self.child, self.stdin, self.stdout = child, child.stdin, child.stdout
+        self.child = child
+        self.stdin = child.stdin
+        self.stdout = child.stdout
         with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
             self._write(stdin)
 

@@ -37,7 +37,10 @@ class LogReader:
 
     def __init__(self, fleet: Fleet, run: str, first_ranks: Mapping[str, int], request: StreamRequest) -> None:
         """``first_ranks``: by host to read; ``request``: sent to each host."""
-        self.run, self.first_ranks, self.follow, self.forever = run, first_ranks, request.follow, request.forever
+        self.run = run
+        self.first_ranks = first_ranks
+        self.follow = request.follow
+        self.forever = request.forever
         self.streams = Streams(fleet, list(first_ranks), request, most=MESSAGES)
         self.merge = Merge(MOST if self.follow else 0)
         self.going, self.away = set(first_ranks), set[str]()

@@ -29,7 +29,9 @@ class HostLogs:
     """What is new in the logs of a run."""
 
     def __init__(self, run: RunDir, host: str, request: StreamRequest) -> None:
-        self.run, self.host, self.request = run, host, request
+        self.run = run
+        self.host = host
+        self.request = request
         self.root = run.logs(host)
         marked = [int(m[1]) for file in request.marks if (m := ATTEMPT_DIR.fullmatch(file.split("/")[0]))]
         newest = read_plan(run).attempt

@@ -174,7 +174,9 @@ class _Target:
     def __init__(self, path: Path, size: int, have: int, known: Blocks | None) -> None:
         """Check what is here: ``have`` bytes, whose hashes may be known."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.at, self.known = path, _partial(path), known
+        self.path = path
+        self.at = _partial(path)
+        self.known = known
         self.hasher = BlockHasher()
         if path.is_file() and path.stat().st_size == size:
             self.at = path

@@ -47,7 +47,9 @@ class Replicator:
     """One attempt's copies, on one host."""
 
     def __init__(self, run: RunDir, host: str) -> None:
-        self.run, self.host, self.plan = run, host, read_plan(run)
+        self.run = run
+        self.host = host
+        self.plan = read_plan(run)
         spot = read_record(Endpoint, run.spot(host))
         if spot is None or spot.attempt != self.plan.attempt:  # else this process was killed: the others know its spot
             spot = Endpoint(self.plan.attempt, self.plan.node(host).address, 0, secrets.token_hex(16))
@@ -66,7 +68,9 @@ class Replicator:
             threading.Thread(target=act, daemon=True).start()
         given = time.monotonic()
         while not (self.last and time.monotonic() - given > GIVE_UP_S):
-            ring, last, began = self.ring(), self.last, time.monotonic()
+            ring = self.ring()
+            last = self.last
+            began = time.monotonic()
             gave = ring is None or self._give(ring)
             if gave or time.monotonic() - began > GIVE_UP_S / 2:  # or it failed late
                 given = time.monotonic()

@@ -28,7 +28,9 @@ STREAM_EVERY_S = 0.3
 def stream(request: StreamRequest) -> None:
     """Print news until standard input closes, or the run is over."""
     run, host = run_of(request.run), request.host
-    logs, records, state = HostLogs(run, host, request), _Records(run), _State(run, request)
+    logs = HostLogs(run, host, request)
+    records = _Records(run)
+    state = _State(run, request)
     secrets = _Secrets(run, host)
     while True:
         plan = read_plan(run)

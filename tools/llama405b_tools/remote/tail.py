@@ -31,7 +31,9 @@ class Tail:
         ``wants`` selects files; ``most_bytes``: of what was added to a file only the end is read (0: all of it), after
         what ``begin_at`` wants whole.
         """
-        self.root, self.wants, self.most_bytes = root, wants, most_bytes
+        self.root = root
+        self.wants = wants
+        self.most_bytes = most_bytes
         self.n_skipped = 0  # lines
         self.marks: dict[Path, Mark] = {}
         self.whole_to: dict[Path, int] = {}  # up to there nothing is skipped

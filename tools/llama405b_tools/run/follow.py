@@ -245,7 +245,10 @@ class IdleMessage:
     """How long nothing was printed, and what to print then."""
 
     def __init__(self, monitor: RunMonitor, now_s: float) -> None:
-        self.monitor, self.began_s, self.since_s, self.said = monitor, now_s, now_s, ""
+        self.monitor = monitor
+        self.began_s = now_s
+        self.since_s = now_s
+        self.said = ""
 
     def due(self, now_s: float) -> list[str]:
         """Return the line to print now, if there is one."""
@@ -364,7 +367,9 @@ def _export(plan: Plan, hosts: str) -> str:
 def _progress(watch: RunMonitor, plan: Plan) -> str:
     """Loss and rate from the first step to the last."""
     metrics = watch.metrics
-    first, last, ending = metrics[0], metrics[-1], metrics[-MEAN_OF:]
+    first = metrics[0]
+    last = metrics[-1]
+    ending = metrics[-MEAN_OF:]
     loss = sum(each.loss for each in ending) / len(ending)
     tokens_per_s = sum(each.tokens_per_s * each.step_s for each in metrics) / sum(each.step_s for each in metrics)
     return (

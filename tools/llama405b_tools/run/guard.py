@@ -135,10 +135,15 @@ class Guard:
     """Follows a run and restarts it."""
 
     def __init__(self, request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
-        self.request, self.hosts, self.plan, self.fleet = request, hosts, plan, fleet
+        self.request = request
+        self.hosts = hosts
+        self.plan = plan
+        self.fleet = fleet
         began = processes.start_time(os.getpid()) or 0
         self.record = dataclasses.replace(asked_for(request), machine=machine_id(), pid=os.getpid(), pid_start=began)
-        self.telling, self.is_over, self.has_news = threading.Lock(), threading.Event(), threading.Event()
+        self.telling = threading.Lock()
+        self.is_over = threading.Event()
+        self.has_news = threading.Event()
         self.progress_at = self.notified_at = time.monotonic()
         self.unsaved = ""  # why saves fail now
         self.down_at = math.inf  # since when the run has been down

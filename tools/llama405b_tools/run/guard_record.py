@@ -137,7 +137,7 @@ def guard_line(found: GuardStatus) -> str:
             given(f"`{program_name()} launch {{}}`{place}", state.command)
             or "the same launch command, with --resume auto,"
         )
-        return clean(f"guard: GONE, {last} at {at} ({died}); nothing will restart this run: {again} guards it again")
+        return clean(f"guard: GONE, {last} at {at} ({died}); to guard the run again, use {again}")
     times = counted(state.restarts, "restart")
     where = f" on {machine}" if found.life is Life.ELSEWHERE else ""
     if not state.pid:

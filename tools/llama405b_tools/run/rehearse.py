@@ -75,7 +75,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
         print(f"rehearsal: FAILED after {took}: {fault}; `{fleet.command_to_type('logs', plan.run)}` shows every rank")
         return FAILED
     resumed = f", resumed to the same loss ({before:.4f})" if saves else "; nothing was saved: checkpoint.every is 0"
-    print(f"rehearsal: good, {took}: loaded, {STEPS} steps{resumed}; nothing is left running")
+    print(f"rehearsal: passed, {took}: loaded, {STEPS} steps{resumed}; nothing is left running")
     return GOOD
 
 

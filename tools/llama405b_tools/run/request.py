@@ -165,7 +165,12 @@ def _parser() -> OneLineParser:
 def _add_guard(group: argparse._ArgumentGroup) -> None:
     add, again = group.add_argument, "resume it on failure or hang, up to N times without a newer checkpoint [0]"
     add("--restart", type=int, default=0, metavar="N", help=again)
-    add("--hang-after", default="5m", metavar="TIME", help="a rank silent this long counts as hung [5m]")
+    add(
+        "--hang-after",
+        default="5m",
+        metavar="TIME",
+        help="with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
+    )
     where = "run the guard on this host of the run, so that this machine may be switched off [this machine]"
     add("--guard-on", default="", metavar="HOST", help=where)
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")

@@ -61,7 +61,9 @@ def main() -> int:
     request = read_record(JobRequest, run.job_request)
     if request is None:
         raise SystemExit(f"{run.path} is missing on {socket.gethostname()}: it must be on a disk that all nodes share")
-    name, job, restarts = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"], restart_count()
+    name = os.environ["SLURMD_NODENAME"]
+    job = os.environ["SLURM_JOB_ID"]
+    restarts = restart_count()
     names = _names(os.environ["SLURM_JOB_NODELIST"])
     if sys.argv[2:] == ["save"]:
         jobs.ask_to_stop(run, names, "the job's time limit", request.grace_s)

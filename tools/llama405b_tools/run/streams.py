@@ -45,7 +45,9 @@ class Streams:
         ``records_of``: the host that writes metrics and events; ``most``: messages kept per host before it has to wait
         (0: all).
         """
-        self.fleet, self.request, self.records_of = fleet, request, records_of
+        self.fleet = fleet
+        self.request = request
+        self.records_of = records_of
         self.arrivals: queue.Queue[HostMessage] = queue.Queue()
         self.room = {host: threading.Semaphore(most) for host in hosts} if most else {}
         names = read_plan(RunDir.here(request.run)).secrets  # none if it was not launched from here

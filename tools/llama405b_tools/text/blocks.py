@@ -56,7 +56,9 @@ class Blocks:
             data = b"".join(self.lines)
             end = self.begin + len(data)
             yield Block(self.begin, end, data.decode("utf-8", "replace").rstrip("\r\n"))
-            self.begin, self.lines, self.open = end, [], False
+            self.begin = end
+            self.lines = []
+            self.open = False
 
 
 def split_lines(data: bytes) -> list[bytes]:

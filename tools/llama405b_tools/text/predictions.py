@@ -63,7 +63,9 @@ def prediction(outlook: Outlook, asked: ReportOptions) -> list[str]:
 
 
 def _what(outlook: Outlook) -> str:
-    load, cluster, n = outlook.load, outlook.cluster, outlook.load.llama.parameters
+    load = outlook.load
+    cluster = outlook.cluster
+    n = outlook.load.llama.parameters
     size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
     network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
     return (

@@ -187,7 +187,10 @@ class TopApp(App[int]):
         self.ui.back = min(max(0, most - 3), max(0, self.ui.back + up))
 
     def _text(self, title: str, lines: list[str]) -> None:
-        self.ui.mode, self.ui.title, self.ui.lines, self.ui.back = "text", title, lines, 0
+        self.ui.mode = "text"
+        self.ui.title = title
+        self.ui.lines = lines
+        self.ui.back = 0
 
     def _first_error(self) -> None:
         """Show the first error: from the hosts if they are live, else from the recording's lines."""

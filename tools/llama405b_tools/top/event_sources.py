@@ -62,7 +62,9 @@ class _Quiet:
 
     def __init__(self, interval_s: float) -> None:
         self.least_s = max(thresholds.QUIET_S, thresholds.QUIET_FRAMES * interval_s)
-        self.limit_s, self.since, self.gave_up_after_s = self.least_s, 0.0, 0.0
+        self.limit_s = self.least_s
+        self.since = 0.0
+        self.gave_up_after_s = 0.0
 
     def opened(self, now: float) -> None:
         self.since, self.gave_up_after_s = now, 0.0
@@ -84,7 +86,9 @@ class Live:
 
     def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
         """``elsewhere``: the hosts' files are on this machine, but the hosts are other machines."""
-        self.fleet, self.interval_s, self.badge = fleet, interval_s, ""
+        self.fleet = fleet
+        self.interval_s = interval_s
+        self.badge = ""
         waits = {"interval_s": interval_s, "deaf_s": thresholds.DEAF_S, "smi_retry_s": thresholds.SMI_RETRY_S}
         self.request = {"run": run, "stay": "", "elsewhere": elsewhere} | waits
         self.hosts: Sequence[str] = list(fleet.hosts)
@@ -198,7 +202,9 @@ class Replay:
 
     def __init__(self, header: Header, events: Iterator[SourceEvent], badge: str, speed: float = 1.0) -> None:
         self.hosts: Sequence[str] = header.hosts
-        self.interval_s, self.badge, self.speed = header.interval_s, badge, speed
+        self.interval_s = header.interval_s
+        self.badge = badge
+        self.speed = speed
         self.rest = events
         self.next: SourceEvent | None = next(events, None)
         self.begin = self.next.t if self.next else 0.0

@@ -25,7 +25,9 @@ class Session:
     def __init__(
         self, source: EventSource, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
     ) -> None:
-        self.source, self.fleet, self.recorder = source, fleet, recorder
+        self.source = source
+        self.fleet = fleet
+        self.recorder = recorder
         self.cluster = ClusterState(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
         self.logs = LogPane()
         self.ui = panels.Ui()

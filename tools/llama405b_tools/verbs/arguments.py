@@ -37,5 +37,7 @@ def verb_parser(verb: str, description: str | None) -> OneLineParser:
     """Return a parser with the arguments that status, stop, logs and attach share."""
     parser = OneLineParser(prog=f"llama405b {verb}", description=description)
     add_hosts(parser)
-    parser.add_argument("--run", help="name of the run [the only live one, else the newest]")
+    parser.add_argument(
+        "--run", help="name of the run [the only live one, else the newest; cluster-top takes the newest of several]"
+    )
     return parser

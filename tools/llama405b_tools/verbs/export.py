@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
 def _export(fleet: Fleet, collected: Collected, out: str, options: Sequence[str]) -> int:
     """Write the model where its weights are, and delete what was brought there."""
     host, connection = collected.host, fleet.connection(collected.host)
-    python, workdir, prefix = fleet.python(host), shell_path(fleet.workdir(host)), fleet.hosts[host].prefix or "true"
+    python = fleet.python(host)
+    workdir = shell_path(fleet.workdir(host))
+    prefix = fleet.hosts[host].prefix or "true"
     written = shlex.join(["export", collected.path, out, *options])
     line = f"{prefix} && cd {workdir} && PYTHONPATH=tools {shell_path(python)} -m llama405b_tools.cli {written}"
     try:

@@ -90,7 +90,7 @@ def start_guard(
         guarding = guard_here.spawn(request, hosts, plan)
     except RunError as error:
         again = f"`{program_name()} launch {request.again}`"
-        raise RunError(f"the run is up, but without a guard: {error}; {again} guards it") from None
+        raise RunError(f"the run started, but its guard did not: {error}; to guard the run, use {again}") from None
     said = f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}"
     return said, guarding
 

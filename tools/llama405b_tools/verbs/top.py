@@ -76,13 +76,16 @@ def _parser() -> OneLineParser:
     )
     add = parser.add_argument
     add("hosts", nargs="*", metavar="HOSTS", help="hosts file or host names [hosts]")
-    add("--run", help="name of the run [the newest live one, else the newest]")
+    add(
+        "--run",
+        help="name of the run [the newest live one, else the newest; other verbs refuse to choose among live ones]",
+    )
     add("--interval", type=float, default=2.0, metavar="S", help="seconds between samples [2]")
     add(
         "--hang-after",
         default="60s",
         metavar="TIME",
-        help="a rank silent this long counts as hung; at least 5 steps [60s]",
+        help="show a rank that is silent this long, and for 5 steps, as hung; ends nothing, unlike launch's [60s]",
     )
     add("--sort", choices=panels.SORTS, default=panels.SORTS[0], help="order of the hosts [worst]")
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
@@ -117,7 +120,9 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
             leaving.callback(recorder.close)  # first of all: closing the rest may take a while
         on_signals(sys.exit)
         session.cluster.wanted = args.run or ""
-        session.ui.sort, session.ui.filter, session.ui.odd_only = args.sort, args.filter, args.odd
+        session.ui.sort = args.sort
+        session.ui.filter = args.filter
+        session.ui.odd_only = args.odd
         streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
         at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
         _await_run(session)

@@ -25,7 +25,9 @@ PHASE_STYLES = {
 
 def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
     """Return what runs where, how it goes, and the verdict, which may take ``max_lines``."""
-    run, ages, first = pic.training, known(row.age_s for row in pic.hosts), Text()
+    run = pic.training
+    ages = known(row.age_s for row in pic.hosts)
+    first = Text()
     parts = [
         (0, _alarm(f"hosts {pic.fresh}/{len(pic.hosts)}", when=pic.fresh < len(pic.hosts))),
         (0, _alarm(_gpus(pic), when=pic.gpus_seen < pic.gpus_expected)),

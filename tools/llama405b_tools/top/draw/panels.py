@@ -101,7 +101,9 @@ def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
 def _words(pic: Picture, ui: Ui, width: int, room: int) -> list[Text]:
     """Draw a text from its beginning, or the events up to the newest."""
     lines = whole_text(pic, ui, width)
-    title, begin, end = ui.title, ui.back, ui.back + room - 1
+    title = ui.title
+    begin = ui.back
+    end = ui.back + room - 1
     if ui.mode == "events":
         end = max(0, len(lines) - ui.back)
         title, begin = "EVENTS", max(0, end - room + 1)
@@ -179,7 +181,9 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
 
 def _gpu_columns(rows: Sequence[HostRow]) -> tuple[str, int, str]:
     """Return the heading and width of the wide grid's GPU columns, and what their numbers mean."""
-    n_gpus, numbers, what = _most_gpus(rows), "CPU", ""
+    n_gpus = _most_gpus(rows)
+    numbers = "CPU"
+    what = ""
     area = max(8, n_gpus)
     if n_gpus:
         numbers, what = "GPU", "util %"

@@ -51,7 +51,9 @@ class ClusterState:
 
     def __init__(self, hosts: Sequence[str], interval_s: float, *, hang_after_s: float = 60.0, badge: str = "") -> None:
         self.hosts = {name: HostView(name) for name in hosts}
-        self.interval_s, self.hang_after_s, self.badge = interval_s, hang_after_s, badge
+        self.interval_s = interval_s
+        self.hang_after_s = hang_after_s
+        self.badge = badge
         self.run = ""
         self.created = 0.0
         self.metrics_of: dict[str, collections.deque[StepMetrics]] = collections.defaultdict(
@@ -84,7 +86,9 @@ class ClusterState:
             self._over(host, "link", now)
         elif not self.away.lasts(now):
             self._say(host, "link", Level.BAD, found, f"{found}: {why}", now)
-        known.link, known.why, known.linked_at = found, clean(why), now
+        known.link = found
+        known.why = clean(why)
+        known.linked_at = now
 
     def take(self, host: str, arrived: Json, now: float) -> None:
         """Take a frame, as parsed JSON."""
@@ -192,7 +196,9 @@ class ClusterState:
             self.standing = {key: said for key, said in self.standing.items() if not said.of_run}
         if best.name == self.run and best.created > self.created and best.attempt > 1:
             self._event(now, "", Level.NOTE, f"{best.name}: attempt {best.attempt} began")
-        self.load, self.run, self.created = NOT_LOADING, best.name, best.created
+        self.load = NOT_LOADING
+        self.run = best.name
+        self.created = best.created
 
     def _eligible(self, told: Sequence[RunFrame], now: float) -> Sequence[RunFrame]:
         """Return the shown run while it is live or may come back, and while no other is live; else all runs."""

@@ -70,7 +70,9 @@ class HostView:
 
     def take(self, frame: Frame, now: float) -> list[str]:
         """Take a frame; return the GPU errors that are new in the kernel log."""
-        self.before, self.frame, self.heard_at = self.frame, frame, now
+        self.before = self.frame
+        self.frame = frame
+        self.heard_at = now
         self.link, self.why = HostState.OK, ""
         self._keep(frame, now)
         self._take_smi(frame.smi)
@@ -251,7 +253,9 @@ class HostView:
         rows = []
         for pid, state, _, rss, rank, command in self.procs:
             uuid, mib = on.get(pid, ("", None))
-            cpu, gpu, words = self.cpu_of.get(pid), index_of.get(uuid), _clean_command(command)
+            cpu = self.cpu_of.get(pid)
+            gpu = index_of.get(uuid)
+            words = _clean_command(command)
             rows.append(ProcessRow(pid, state, cpu, rss, _whole(rank), gpu, mib, words))
         return tuple(rows)
 
@@ -272,7 +276,9 @@ class HostView:
 
     def _rate(self, bytes_of: Callable[[Frame], dict[str, int]]) -> float | None:
         """Return bytes per second between the last two frames, of the busiest entry."""
-        new, old, seconds = bytes_of(self.frame), bytes_of(self.before), self.frame.now - self.before.now
+        new = bytes_of(self.frame)
+        old = bytes_of(self.before)
+        seconds = self.frame.now - self.before.now
         flowed = [new[key] - old[key] for key in new if key in old]
         if seconds <= 0 or min(flowed, default=-1) < 0:  # counters that were reset tell nothing
             return None

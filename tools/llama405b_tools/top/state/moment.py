@@ -250,7 +250,7 @@ class Moment:
             return
         age_s = min((age_s for _, age_s in beats), default=0.0)
         if age_s >= max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
-            yield Note("stall", f"no rank has moved for {age_s:.0f} s, where a step takes {step_s:.1f} s", ("step",))
+            yield Note("stall", f"no progress for {age_s:.0f} s (a step usually takes {step_s:.1f} s)", ("step",))
 
     @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:

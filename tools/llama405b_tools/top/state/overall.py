@@ -39,6 +39,6 @@ def _reasons(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | 
         reasons.append("training runs over TCP sockets")
     reasons += [note.words for note in found.run_notes]
     if training and training.is_unguarded:
-        reasons.append("its guard is gone: nothing will restart this run")
+        reasons.append("its guard is gone, so nothing restarts this run")
     reasons += [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity]
     return reasons + [f"{row.name}: {row.notes[0]}" for row in rows if row.notes]

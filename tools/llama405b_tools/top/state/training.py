@@ -69,7 +69,10 @@ def _steps(found: Moment) -> int | None:
 
 def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> TrainingStatus:
     """Add what its steps tell."""
-    phase, step_s, tokens_per_s, eta_s = shown.phase, found.median("step_s"), None, None
+    phase = shown.phase
+    step_s = found.median("step_s")
+    tokens_per_s = None
+    eta_s = None
     saved = shown.checkpoint_step or 0
     evaluated = next((each for each in reversed(found.metrics) if each.evaluation_loss is not None), None)
     if evaluated:
