@@ -62,7 +62,7 @@ STUCK = {
 }  # by process state
 SAID_BY_RANK = {  # how a rank reports its own end; other kinds: the detail alone
     CauseKind.LOST_PEER: "lost contact with another rank in phase {phase}: {detail}",
-    CauseKind.FOLLOWED: "stopped with rank {peer}: {detail}",
+    CauseKind.FOLLOWED: "rank {peer} failed: {detail}",
 }
 WORDS = {
     CauseKind.STOPPED: "stopped by {by}",

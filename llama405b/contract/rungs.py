@@ -99,7 +99,7 @@ def line_of(result: RungResult) -> str:
     if result.fault:
         return f"{result.rung:13} FAILED after {result.seconds:.0f} s: {result.fault}; {REMEDIES[result.rung]}"
     found = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
-    return f"{result.rung:13} good, {result.seconds:.0f} s: {found}"
+    return f"{result.rung:13} passed, {result.seconds:.0f} s: {found}"
 
 
 def proof_rows(results: Iterable[RungResult], date: str) -> list[str]:

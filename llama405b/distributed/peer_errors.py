@@ -34,5 +34,5 @@ class FollowedError(UserError):
     """Another rank refused its input, so all ranks stop."""
 
     def __init__(self, peer: int, words: str) -> None:
-        super().__init__(f"stopped with rank {peer}: {words}")
+        super().__init__(f"rank {peer} failed: {words}")
         self.peer, self.words = peer, words

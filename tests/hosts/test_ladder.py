@@ -10,7 +10,7 @@ def test_the_ladder_is_climbed_on_one_rank_then_on_all(work, cli):
     alone = ["start", "copies"]
     together = ["start", "collectives", "copies"]
     assert [line.split()[0] for line in lines] == ["one", *alone, "all", *together]
-    assert all("good, " in line for line in lines if line.startswith(" "))
+    assert all("passed, " in line for line in lines if line.startswith(" "))
     found = [json.loads(path.read_text()) for path in sorted((work / "found").glob("*.json"))]
     assert sorted((each["hosts"], each["ranks"], each["rung"]) for each in found) == sorted(
         [(1, 1, name) for name in alone] + [(2, 2, name) for name in together]

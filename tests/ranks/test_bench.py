@@ -46,7 +46,7 @@ def test_the_ladder_is_climbed_rung_by_rung_in_a_process_each(tmp_path, warm_cli
     done = warm_cli(tmp_path, "bench", "gpu", "--rungs", ",".join(BY_PROCESS))
     assert done.returncode == 0, done.stdout + done.stderr
     climbed = [line.split()[:2] for line in done.stdout.partition("---")[0].splitlines()]
-    assert climbed == [[str(rung), "good,"] for rung in BY_PROCESS]
+    assert climbed == [[str(rung), "passed,"] for rung in BY_PROCESS]
     results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "bench-gpu").glob("*.json")}
     assert {result["rung"] for result in results.values()} == set(BY_PROCESS)
     named = {figure["name"] for result in results.values() for figure in result["figures"]}

@@ -357,7 +357,7 @@ def test_a_rank_that_may_not_read_the_directory_refuses_it():
         Path(place).chmod(0o755)
         words = run_ranks(2, _prove_as_another_user, Path(place))
     assert words[1].startswith(f"{place}/shared: cannot be written (it belongs to root) on host-1")
-    assert words[0] == f"stopped with rank 1: {words[1]}"
+    assert words[0] == f"rank 1 failed: {words[1]}"
 
 
 def _prove_where_it_is_mounted_read_only(me, root):
@@ -384,7 +384,7 @@ def test_a_read_only_directory_is_not_told_as_its_owners(tmp_path):
 def test_a_directory_that_is_not_shared_is_refused(tmp_path):
     words = run_ranks(2, _prove, tmp_path)
     assert words[1].startswith("--checkpoint.dir: rank 1 on host-1 does not see")
-    assert words[0] == f"stopped with rank 1: {words[1]}"
+    assert words[0] == f"rank 1 failed: {words[1]}"
 
 
 def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path, tiny):
@@ -533,4 +533,4 @@ def test_a_disk_that_cannot_hold_what_is_kept_is_refused_at_the_start(saved, tmp
     assert run_ranks(2, _room, root, 3, 10 * GB, 10 * GB) == ["", ""]
     alone, together = run_ranks(2, _room, root, 4, 19 * GB, 10 * GB)
     assert alone.endswith("use --checkpoint.keep 3, or another directory")
-    assert "stopped with rank 0" in together
+    assert "rank 0 failed" in together

@@ -84,7 +84,7 @@ def _evil_bytes(step, name, content):
 
 def _refused(tiny, root):
     """What resume and export say."""
-    words = [words.removeprefix("stopped with rank 0: ") for words in run_ranks(2, _resume, tiny, root)]
+    words = [words.removeprefix("rank 0 failed: ") for words in run_ranks(2, _resume, tiny, root)]
     with pytest.raises(UserError) as exported:
         export.main([str(root / STEP), str(root.parent / "out"), "--model", str(tiny)])
     assert words[0] == words[1]

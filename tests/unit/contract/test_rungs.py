@@ -22,7 +22,7 @@ def test_every_rung_is_described():
 
 
 def test_a_result_is_one_line_with_cause_and_remedy():
-    assert rungs.line_of(ON_GPU) == "exact         good, 32 s: runs that agree 5"
+    assert rungs.line_of(ON_GPU) == "exact         passed, 32 s: runs that agree 5"
     failed = dataclasses.replace(ON_GPU, fault="full, hidden differs from step 3")
     assert "FAILED after 32 s: full, hidden differs from step 3; use --parallel.overlap false" in rungs.line_of(failed)
     assert "--rungs exact" in rungs.line_of(dataclasses.replace(ON_GPU, skipped=True))

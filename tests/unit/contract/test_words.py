@@ -21,7 +21,7 @@ def test_every_kind_can_be_said(kind):
 def test_what_a_person_reads():
     assert words(Cause(CauseKind.RANK_KILLED, rank=1, signal=9)) == "rank 1 was killed by SIGKILL"
     assert words(Cause(CauseKind.FOLLOWED, rank=0, exit_code=2, peer=1, detail="x")) == (
-        "rank 0 exited with 2: stopped with rank 1: x"
+        "rank 0 exited with 2: rank 1 failed: x"
     )
     hung = Cause(CauseKind.HUNG, rank=1, phase="train", step=7, age_s=61.0, process_state="T")
     assert words(hung) == "hung: rank 1 is silent for 61 s, in phase train at step 7; it is stopped by a signal"

@@ -41,7 +41,7 @@ def start(request: StartRequest) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the operator may be gone: then there is something to end
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     plan, host = request.plan, request.host
-    started = _start(request)
+    started = _start_node_runner(request)
     with contextlib.suppress(BrokenPipeError):
         print(reader.dumps(started), flush=True)
         if not started.fault and select.select([sys.stdin], [], [], KEEP_WITHIN_S)[0] and sys.stdin.readline() == KEEP:
@@ -55,7 +55,7 @@ def start(request: StartRequest) -> None:
     sys.stdout = None  # nobody listens, and there is nothing more to report
 
 
-def _start(request: StartRequest) -> Started:
+def _start_node_runner(request: StartRequest) -> Started:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request.host, request.plan
     run = run_of(plan.run)

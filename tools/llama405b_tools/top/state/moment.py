@@ -233,9 +233,10 @@ class Moment:
             for name, run in self.heard.items()
             if run.log_age_s is not None
         ]
-        words = verdicts.hang_words(found.beat, found.age_s, self.hosts[found.host].gpus, log_ages, sure=sure)
-        if words is None:
+        gpus = self.hosts[found.host].gpus
+        if not verdicts.is_hang(found.beat, found.age_s, gpus, log_ages, sure=sure):
             return None
+        words = verdicts.hang_words(found.beat, found.age_s, gpus, log_ages)
         if self.unheard:  # the rank may only be waiting for them
             first = self.unheard[0]
             why = first.state(None, self.now, self.interval_s)[1] or "it does not report the run"

@@ -181,19 +181,24 @@ def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator
             yield Note(f"{port.name} down", f"{port.name} is down", ("ib_bytes_per_s",))
 
 
-def hang_words(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequence[float], *, sure: bool) -> str | None:
-    """Say why this is a hang; None if the GPUs are busy or log lines arrive, so that it may not be one.
+def is_hang(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequence[float], *, sure: bool) -> bool:
+    """Whether a silence is a hang: it may not be one if the GPUs are busy or log lines arrive.
 
     ``ages``: seconds since the last log line on each host. ``sure``: it already was a hang, or the silence is so long
     that log lines are no excuse.
     """
-    shares, stuck = known(map(_share, gpus)), STUCK.get(beat.state, "")
-    works, talks = max(shares, default=0.0) > thresholds.IDLE + 0.25, min(ages, default=math.inf) < age_s / 4
-    if not stuck and (works or (talks and not sure)):
-        return None
+    if beat.state in STUCK:
+        return True
+    works = max(known(map(_share, gpus)), default=0.0) > thresholds.IDLE + 0.25
+    talks = min(ages, default=math.inf) < age_s / 4
+    return not works and (sure or not talks)
+
+
+def hang_words(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequence[float]) -> str:
+    """Describe a hang; ``ages``: seconds since the last log line on each host."""
     words = f"rank {beat.rank} is silent for {age_s:.0f} s at step {beat.step} in phase {beat.phase}"
-    words += given("; {}", stuck)
-    if shares:
+    words += given("; {}", STUCK.get(beat.state, ""))
+    if shares := known(map(_share, gpus)):
         words += f"; its host's GPUs draw {100 * statistics.mean(shares):.0f}% of their power"
     if ages:
         words += f"; no log line for {min(ages):.0f} s"
