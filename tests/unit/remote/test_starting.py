@@ -163,17 +163,19 @@ def test_a_stop_that_the_launch_does_not_know_is_meant_for_it(work, monkeypatch)
     monkeypatch.setattr(starting, "start_session", lambda *_: os.getpid())
     monkeypatch.setattr(starting, "_await_torchrun", lambda *_: Started())
     write_json(run.stop("a"), StopMark("you@there", 0.0, 7.0))
-    assert starting._start(StartRequest("a", plan, {}, (0,), known_stop=7.0)).fault is None
+    assert starting._start_node_runner(StartRequest("a", plan, {}, (0,), known_stop=7.0)).fault is None
     assert not run.stop("a").exists()
     write_json(run.stop("b"), StopMark("you@there", 0.0, 8.0))
-    started = starting._start(StartRequest("b", plan, {}, (0,), known_stop=7.0))
+    started = starting._start_node_runner(StartRequest("b", plan, {}, (0,), known_stop=7.0))
     assert (started.fault, started.by) == (StartFault.STOPPED, "you@there")
 
 
 def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
     run, ended = RunDir(work / "runs" / "r"), []
     plan = Plan("r", 1, time.time(), "r-1-x", "a:1", ("x",), (), ())
-    monkeypatch.setattr(starting, "_start", lambda _: write_json(run.stop("a"), StopMark("you@there")) or Started())
+    monkeypatch.setattr(
+        starting, "_start_node_runner", lambda _: write_json(run.stop("a"), StopMark("you@there")) or Started()
+    )
     monkeypatch.setattr(starting.stopping, "stop", ended.append)
     monkeypatch.setattr(sys, "stdin", keep := (work / "keep").open("w+"))
     keep.write(KEEP)
