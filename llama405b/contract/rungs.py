@@ -189,7 +189,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=lambda text: seconds(text, "--within"),
         default=540.0,
         metavar="TIME",
-        help="begin no rung that would take longer than this in all [9m]",
+        help="total time limit; a rung is not started if it would exceed it [9m]",
     )
 
 

@@ -92,13 +92,11 @@ def bench_parser() -> OneLineParser:
     gpu = what.add_parser(
         "gpu", help="a ladder for a new machine; `bench gpu HOSTS` climbs it on hosts", description=LADDER
     )
-    gpu.add_argument("hosts", nargs="?", metavar="HOSTS", help="climb on hosts instead; write it right after gpu")
+    gpu.add_argument("hosts", nargs="?", metavar="HOSTS", help="run on these hosts; must directly follow gpu")
     rungs.add_options(gpu)
     optimizer = what.add_parser("optimizer", help="the CPU's AdamW against a memory triad", description="")
     optimizer.add_argument("--elements", type=int, default=1 << 26, help="FP32 elements to update [67108864]")
-    overlap = what.add_parser(
-        "overlap", help="updates hidden under the forward, with a stand-in for the device", description=""
-    )
+    overlap = what.add_parser("overlap", help="optimizer overlap benchmark with a simulated device", description="")
     overlap.add_argument("--unit-ms", type=float, default=10.0, help="time of a unit's forward, in ms [10]")
     overlap.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
     overlap.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, for chrome://tracing")
@@ -110,7 +108,7 @@ def bench_parser() -> OneLineParser:
     checkpoint.add_argument("--gb", type=float, default=1.0, help="size of the state, in GB [1]")
     checkpoint.add_argument("--saves", type=int, default=30, help="saves of each kind, in turns [30]")
     checkpoint.add_argument("--dir", type=Path, help="where to write [a temporary directory]")
-    step = what.add_parser("step", help="our step against a loop written by hand, in CPU seconds", description="")
+    step = what.add_parser("step", help="CPU time of our step against a hand-written loop", description="")
     for verb in (optimizer, step):
         verb.add_argument("--pairs", type=int, default=20, help="measurements of each, in turns [20]")
     for verb in (load, optimizer, overlap, checkpoint, step):

@@ -625,7 +625,7 @@ def main():
 def answer(request, marked):
     """Print the facts, then how the others are reached."""
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
-    facts = collect(
+    facts = gather_facts(
         {
             "identity": identity,
             "environment": lambda: environment(request),
@@ -650,7 +650,7 @@ def answer(request, marked):
         answer_about_peers(request)
 
 
-def collect(parts, within_s):
+def gather_facts(parts, within_s):
     """What each part returns, at the same time; None, and why in ``failed``, of one that fails or takes too long."""
     facts, failed = {}, {}
 

@@ -55,7 +55,7 @@ def launch(
         RunError: A host is not fit, or did not start; nothing is left running, or the message says where something may be.
     """
     began = time.monotonic()
-    checked = check(request, hosts, fleet, again=again)
+    checked = check_and_plan(request, hosts, fleet, again=again)
     guard = asked_for(request) if request.restart and not again else None
     stops = {name: facts.stopped_at for name, facts in checked.answers.items()}
     where = hosts_argument(request.hosts_file)
@@ -65,7 +65,7 @@ def launch(
     return checked.plan
 
 
-def check(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool) -> CheckedLaunch:
+def check_and_plan(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool) -> CheckedLaunch:
     """Ask every host, refuse what cannot work, and plan the rest.
 
     Raises:

@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llama405b.capacity.hardware import USUAL, Gpu, gpu_named, read_gpus
@@ -44,6 +44,12 @@ def plan_parser(description: str | None) -> OneLineParser:
         "--price", type=float, default=0.0, help="of a GPU for an hour: predict what a day and a step cost, or --tokens"
     )
     add("--measured", type=float, default=0.0, help="a claimed step time, in seconds, to check against the prediction")
+    _add_answers(add)
+    return parser
+
+
+def _add_answers(add: Callable[..., object]) -> None:
+    """Add what else can be asked, and how it is answered."""
     add(
         "--what-if",
         nargs="+",
@@ -67,7 +73,6 @@ def plan_parser(description: str | None) -> OneLineParser:
         help="measure on HOSTS what steps of this run take, with few of its layers, and what their parts attain; kept and used later",
     )
     add("--json", action="store_true", help="print the numbers as JSON")
-    return parser
 
 
 def check_options(args: argparse.Namespace, settings: Sequence[str]) -> None:
