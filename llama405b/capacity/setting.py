@@ -1,4 +1,4 @@
-"""What is trained, on what, and how: all that a prediction takes. Pure; standard library alone."""
+"""What is trained, on what, and how: all that a prediction takes. Pure; standard library and msgspec alone."""
 
 import dataclasses
 import math

@@ -1,35 +1,25 @@
 """The one parser for data from other processes and machines: JSON in, a frozen dataclass or an error message out.
 
-Knows types, not meanings. Type hints say what is accepted: ``int``, ``float`` (whole numbers too), ``str``, ``bool``, ``Path``,
-enums of strings, ``Literal``, other dataclasses, ``X | None``, tuples and mappings of any of these; ``Any`` is any JSON.
-Unknown keys are ignored, so that records of a newer version can be read; missing keys take their defaults. Depth and
-size are bounded.
+Knows types, not meanings. msgspec reads what type hints say; what it lacks is here: bounds on depth, sizes and numbers, paths, and
+fields of which only what is sound is read. Unknown keys are ignored, so that records of a newer version can be read; missing keys
+take their defaults.
 """
 
-import collections.abc
+import contextlib
 import dataclasses
-import enum
-import functools
 import json
-import operator
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
-else:
-    Json = Any  # in type hints: any JSON value
+import msgspec
 
 T = TypeVar("T")
-Parser: TypeAlias = Callable[[Json], T]  # a value; returns it as its type
-AnyParser: TypeAlias = Parser[Any]
-Hints: TypeAlias = tuple[Any, ...]  # a type's arguments, in brackets
+S = TypeVar("S")
 MOST = 1e18  # largest number accepted
 MAX_DEPTH = 12
-MAX_ITEMS = 100_000  # of one tuple or mapping
+MAX_ITEMS = 100_000  # of one list or object
 MAX_TEXT = 1 << 26  # characters of one message
 
 
@@ -37,18 +27,24 @@ class MalformedError(ValueError):
     """A value is not of its type; the message says where."""
 
 
-class _MisfitError(Exception):
-    """A clause on what is wrong, and the path to it, which grows on the way out of nested parsers."""
+if TYPE_CHECKING:
+    Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+    SoundOnly: TypeAlias = Annotated[T, "sound"]
+    FirstOf: TypeAlias = T | S
+else:
+    Json = Any  # in type hints: any JSON value
 
-    def __init__(self, clause: str, way: str = "") -> None:
-        self.clause, self.way = clause, way
+    class _Hint(type):
+        """msgspec leaves to ``_convert`` what it does not know, and checks that the result is an instance."""
 
-    def below(self, step: str) -> "_MisfitError":
-        return _MisfitError(self.clause, step + self.way)
+        def __instancecheck__(cls, value: object) -> bool:
+            return True
 
+    class SoundOnly(Generic[T], metaclass=_Hint):
+        """In type hints: malformed items of a tuple are dropped, and a malformed ``X | None`` becomes None."""
 
-class SoundOnly:
-    """In ``Annotated``: malformed items of a tuple are dropped, and a malformed ``X | None`` becomes None."""
+    class FirstOf(Generic[T, S], metaclass=_Hint):
+        """In type hints: the first of two dataclasses that the value is; msgspec has no unions of them."""
 
 
 def loads(kind: type[T], text: str | bytes, where: str) -> T:
@@ -67,16 +63,18 @@ def loads(kind: type[T], text: str | bytes, where: str) -> T:
 
 
 def read(kind: type[T], value: Json, where: str) -> T:
-    """Build a dataclass from a parsed JSON value.
+    """Build a dataclass from a parsed JSON value, in which numbers out of range become null.
 
     Raises:
         MalformedError: The value is not of the type.
     """
-    parser: Parser[T] = _parser(kind, MAX_DEPTH)  # type: ignore[arg-type]  # types can be hashed
+    whole: list[Any] = [value]
     try:
-        return parser(value)
-    except _MisfitError as misfit:
-        raise MalformedError(f"{where}{misfit.way}{misfit.clause}") from None
+        _bound(whole, MAX_DEPTH)
+        return _convert(kind, whole[0])
+    except ValueError as error:
+        clause, _, path = str(error).partition(" - at `$")
+        raise MalformedError(f"{where}{path.rstrip('`')}: {clause[:1].lower()}{clause[1:]}") from None
 
 
 def dumps(record: object) -> str:
@@ -105,192 +103,51 @@ def _members(record: Any) -> dict[str, Any] | str:
     return found
 
 
-@functools.cache
-def _parser(hint: Any, depth: int) -> AnyParser:
-    """The function that parses a type, made once per type."""
-    if depth == 0:
-        return _refuse_depth
-    if origin := typing.get_origin(hint):
-        return _GENERIC[origin](typing.get_args(hint), depth)
-    if dataclasses.is_dataclass(hint):
-        return _dataclass(hint, depth - 1)
-    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
-        return _word({member.value: member for member in hint})
-    return _PLAIN[hint]
+def _bound(value: Any, depth: int) -> None:
+    """Put null where a number in an object or list is out of range (NaN, too).
+
+    Raises:
+        ValueError: It is nested too deeply, or has too many items.
+    """
+    if depth < 0:
+        raise ValueError("nested too deeply")
+    if len(value) > MAX_ITEMS:
+        raise ValueError(f"more than {MAX_ITEMS} items")
+    for key, each in value.items() if type(value) is dict else enumerate(value):
+        kind = type(each)
+        if kind is dict or kind is list:
+            _bound(each, depth - 1)
+        elif (kind is int or kind is float) and not -MOST < each < MOST:
+            value[key] = None
 
 
-def _dataclass(kind: Any, depth: int) -> AnyParser:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    absent = dataclasses.MISSING
-    needed = {f.name for f in dataclasses.fields(kind) if f.default is absent and f.default_factory is absent}
-    parsers: dict[str, AnyParser] = {}
-
-    def parse(value: Json) -> Any:
-        if not parsers:  # not while the type's own parser is being made: a type may contain itself
-            parsers.update({field.name: _parser(hints[field.name], depth) for field in dataclasses.fields(kind)})
-        if not isinstance(value, dict):
-            raise _MisfitError(" is not an object")
-        found, name = {}, ""
-        try:
-            for name, parser in parsers.items():
-                if name in value:
-                    found[name] = parser(value[name])
-                elif name in needed:
-                    raise _MisfitError(" is missing")
-            return kind(**found)
-        except _MisfitError as misfit:
-            raise misfit.below(f".{name}") from None
-        except ValueError as error:  # of its own __post_init__
-            raise _MisfitError(f": {error}") from None
-
-    return parse
+def _convert(kind: Any, value: Any) -> Any:
+    """``msgspec.convert``, and what it calls for the types that it does not know."""
+    if kind is Path:
+        return Path(value)
+    origin = typing.get_origin(kind)
+    if origin is FirstOf:
+        return _first(typing.get_args(kind), value)
+    if origin is SoundOnly:
+        return _sound(typing.get_args(kind)[0], value)
+    return msgspec.convert(value, kind, dec_hook=_convert)
 
 
-def _tuple(arguments: Hints, depth: int) -> AnyParser:
-    if arguments[-1] is not Ellipsis:
-        return _row([_parser(each, depth - 1) for each in arguments])
-    item = _parser(arguments[0], depth - 1)
-
-    def parse(value: Json) -> tuple[Any, ...]:
-        found: list[Any] = []
-        items = _items(value)
-        try:
-            found.extend(map(item, items))
-        except _MisfitError as misfit:
-            raise misfit.below(f"[{len(found)}]") from None
-        return tuple(found)
-
-    return parse
+def _first(kinds: tuple[Any, ...], value: Any) -> Any:
+    first, other = kinds
+    try:
+        return _convert(first, value)
+    except msgspec.ValidationError:
+        return _convert(other, value)
 
 
-def _items(value: Json) -> list[Json]:
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise _MisfitError(f" is not a list of at most {MAX_ITEMS}")
-    return value
+def _sound(kind: Any, value: Any) -> Any:
+    if typing.get_origin(kind) is tuple:
+        return tuple(_each_sound(typing.get_args(kind)[0], msgspec.convert(value, list[Any])))
+    return next(_each_sound(kind, [value]), None)
 
 
-def _sound_only(arguments: Hints, depth: int) -> AnyParser:
-    """See ``SoundOnly``."""
-    hint: Any = arguments[0]
-    if typing.get_origin(hint) is not tuple:
-        one = _parser(hint, depth)
-        return lambda value: next(_sound([value], one), None)
-    item = _parser(typing.get_args(hint)[0], depth - 1)
-    return lambda value: tuple(_sound(_items(value), item))
-
-
-def _sound(values: list[Json], item: Parser[T]) -> Iterator[T]:
-    """The values that are of the type."""
+def _each_sound(kind: Any, values: list[Any]) -> Iterator[Any]:
     for value in values:
-        try:
-            yield item(value)
-        except _MisfitError:
-            continue
-
-
-def _row(items: list[AnyParser]) -> AnyParser:
-    def parse(value: Json) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) != len(items):
-            raise _MisfitError(f" is not a list of {len(items)}")
-        found: list[Any] = []
-        try:
-            found.extend(map(operator.call, items, value))
-        except _MisfitError as misfit:
-            raise misfit.below(f"[{len(found)}]") from None
-        return tuple(found)
-
-    return parse
-
-
-def _mapping(arguments: Hints, depth: int) -> AnyParser:
-    item = _parser(arguments[1], depth - 1)
-
-    def parse(value: Json) -> dict[str, Any]:
-        if not isinstance(value, dict) or len(value) > MAX_ITEMS:
-            raise _MisfitError(f" is not an object of at most {MAX_ITEMS} keys")
-        found, key = {}, ""
-        try:
-            for key, each in value.items():
-                found[key] = item(each)
-        except _MisfitError as misfit:
-            raise misfit.below(f".{key}") from None
-        return found
-
-    return parse
-
-
-def _any_of(arguments: Hints, depth: int) -> AnyParser:
-    or_null = types.NoneType in arguments
-    parsers = [_parser(each, depth) for each in arguments if each is not types.NoneType]
-
-    def parse(value: Json) -> Any:
-        if value is None and or_null:
-            return None
-        faults = []
-        for parser in parsers:
-            try:
-                return parser(value)
-            except _MisfitError as misfit:
-                faults.append(misfit)
-        raise faults[0]
-
-    return parse
-
-
-def _word(known: Mapping[Json, T]) -> Parser[T]:
-    def parse(value: Json) -> T:
-        if not isinstance(value, str | int) or value not in known:
-            raise _MisfitError(f" is not one of {', '.join(map(str, known))}")
-        return known[value]
-
-    return parse
-
-
-def _text(value: Json) -> str:
-    if not isinstance(value, str):
-        raise _MisfitError(" is not text")
-    return value
-
-
-def _as_it_is(value: Json) -> Json:
-    return value
-
-
-def _path(value: Json) -> Path:
-    return Path(_text(value))
-
-
-def _truth(value: Json) -> bool:
-    if not isinstance(value, bool):
-        raise _MisfitError(" is not true or false")
-    return value
-
-
-def _whole(value: Json) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -MOST < value < MOST:
-        raise _MisfitError(" is not a whole number")
-    return value
-
-
-def _number(value: Json) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _MisfitError(" is not a number")
-    if not -MOST < value < MOST:  # nor is NaN
-        raise _MisfitError(" is out of range")
-    return float(value)
-
-
-def _refuse_depth(_value: Json) -> typing.Never:
-    raise _MisfitError(" is nested too deeply")
-
-
-_PLAIN: dict[Any, AnyParser] = {str: _text, Path: _path, bool: _truth, int: _whole, float: _number, Any: _as_it_is}
-_GENERIC: dict[Any, Callable[[Hints, int], AnyParser]] = {  # by origin; called with its arguments
-    tuple: _tuple,
-    dict: _mapping,
-    collections.abc.Mapping: _mapping,
-    typing.Union: _any_of,
-    types.UnionType: _any_of,
-    typing.Annotated: _sound_only,
-    typing.Literal: lambda arguments, _depth: _word({word: word for word in arguments}),
-}
+        with contextlib.suppress(msgspec.ValidationError):
+            yield _convert(kind, value)

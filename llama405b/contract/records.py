@@ -5,9 +5,10 @@ Times are seconds since the epoch by the writer's clock; clocks may differ betwe
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, TypeAlias
 
 from llama405b.contract.causes import Cause
+from llama405b.contract.reader import FirstOf
 
 
 class NodeState(enum.StrEnum):
@@ -148,7 +149,8 @@ class EvaluationMetrics:
             raise ValueError("its step is negative")
 
 
-METRICS_LINE: Any = Metrics | EvaluationMetrics  # what metrics.jsonl consists of
+MetricsLine: TypeAlias = FirstOf[Metrics, EvaluationMetrics]  # what metrics.jsonl consists of
+METRICS_LINE: Any = MetricsLine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ def test_the_rules_hold(tree):
             "Of the trainer the tools import the contract",
         ),
         ("llama405b/contract/config.py", "import subprocess", "The trainer knows nothing"),
+        ("llama405b/capacity/hardware.py", "import numpy", "The contract and the estimates import"),
+        ("tools/llama405b_tools/remote/sampler.py", "from llama405b.contract import reader", "What travels to hosts"),
         ("llama405b/data/batches.py", "from llama405b_tools import hosts", "The trainer knows nothing"),
         ("tools/llama405b_tools/hosts/inventory.py", "import pathlib", "Pure modules"),
         ("tools/llama405b_tools/run/plan.py", "import time", "Pure modules"),
@@ -108,7 +110,7 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     needs = re.findall(
         r"^Requires-Dist: ([\w-]+)(?!.*extra)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE
     )
-    assert set(needs) == {"argcomplete", "libtmux", "paramiko", "rich", "textual"}
+    assert set(needs) == {"argcomplete", "libtmux", "msgspec", "paramiko", "rich", "textual"}
     venv.create(tmp_path / "venv", with_pip=True)
     run = [tmp_path / "venv/bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel]
     subprocess.run(run, check=True, timeout=300)

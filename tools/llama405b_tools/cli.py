@@ -7,6 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+try:
+    import msgspec  # noqa: F401 - an environment made for an older version of this checkout lacks it
+except ModuleNotFoundError:
+    sys.stderr.write("llama405b: msgspec is not installed; in a checkout, run `bash launch.sh`, which installs it\n")
+    sys.exit(2)
+
 from llama405b import __version__
 from llama405b.contract import command
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError

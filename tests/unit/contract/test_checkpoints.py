@@ -72,14 +72,14 @@ def without(name):
             {"files": FILES | {".metadata": FileDigest(BLOCK_BYTES + 1, 0, (HASH,))}},
             ".metadata of 67108865 bytes cannot have 1 blocks",
         ),
-        ({"format": 3}, "manifest.json.format is not one of 2"),
-        ({"step": None}, "manifest.json.step is not a whole number"),
-        ({"files": [1]}, "manifest.json.files is not an object"),
+        ({"format": 3}, "manifest.json.format: invalid enum value 3"),
+        ({"step": None}, "manifest.json.step: expected `int`, got `null`"),
+        ({"files": [1]}, "manifest.json.files: expected `object`, got `array`"),
         (
             {"files": {".metadata": {"bytes": 1, "rank": 0, "blocks": HASH}}},
-            "manifest.json.files..metadata.blocks is not a list",
+            "manifest.json.files[...].blocks: expected `array`, got `str`",
         ),
-        ({"identity": {"model": 1}}, "manifest.json.identity.model is not text"),
+        ({"identity": {"model": 1}}, "manifest.json.identity.model: expected `str`, got `int`"),
     ],
 )
 def test_a_form_that_is_none_is_refused_by_name(changes, words):

@@ -137,3 +137,19 @@ def test_a_package_manager_is_not_cut_off(work, tmp_path):
     assert (tmp_path / "done").read_text() == "whole\n"
     with pytest.raises(HostError, match="setup was interrupted"):
         work.take("localhost", step, locked=True)
+
+
+@pytest.mark.slow
+def test_the_agent_gets_an_environment_before_it_receives_the_wheels(work, tmp_path):
+    wheels = tmp_path / "wheels"
+    fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", wheels, "-c", ROOT / "constraints.txt"]
+    subprocess.run([*fetch, "msgspec"], check=True, timeout=100)
+    for name in ("constraints.txt", "llama405b", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    work.here = f"{sys.version_info[0]}.{sys.version_info[1]} {os.uname().machine}"
+    work.facts["localhost"] = {"python": work.here.split()[0], "arch": os.uname().machine, "venv": "yes"}
+    work.wishes = Wishes(python=sys.executable)
+    assert work.bring_wheels(wheels, ["localhost"]) == {}
+    assert work.fleet.hosts["localhost"].python == str(tmp_path / ".venv/bin/python")
+    [wheel] = (tmp_path / ".wheelhouse").glob("*.whl")
+    assert wheel.name.startswith("msgspec-")

@@ -27,6 +27,17 @@ def bare(tmp_path):
     return str(path)
 
 
+@pytest.fixture
+def older(tmp_path):
+    """A Python set up before this version needed msgspec, with our code."""
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older/msgspec.py").write_text("""raise ModuleNotFoundError("No module named 'msgspec'")""")
+    path = tmp_path / "older/python"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/older:{ROOT}:{ROOT}/tools exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 @pytest.mark.parametrize(
@@ -36,18 +47,19 @@ def bare(tmp_path):
         ("/no/python", "", "/no/python cannot be run; run `llama405b setup rack`, or set python="),
         ("/etc/passwd", "", "/etc/passwd cannot be run; run `llama405b setup rack`, or set python="),
         ("BARE", "", "BARE has no llama405b in WORK; run `llama405b setup rack`, or set workdir= or python="),
+        ("OLDER", "", "OLDER has no msgspec, which this version needs; run `llama405b setup rack` again"),
     ],
 )
 def test_a_missing_environment_is_named_with_the_command_that_makes_it(
-    tmp_path, monkeypatch, bare, way, shell, python, workdir, said
+    tmp_path, monkeypatch, bare, older, way, shell, python, workdir, said
 ):
     monkeypatch.setattr(fleets, "_connect", lambda host: In(shell))
     monkeypatch.setattr("llama405b_tools.hosts.printed_commands.program_name", lambda: "llama405b")
     workdir = workdir or str(tmp_path)
-    host = Host("a", "rack:1", workdir=workdir, python=python.replace("BARE", bare))
+    host = Host("a", "rack:1", workdir=workdir, python={"BARE": bare, "OLDER": older}.get(python, python))
     with Fleet([host]) as fleet, pytest.raises(HostError) as caught:
         WAYS[way](fleet)
-    assert str(caught.value) == said.replace("BARE", bare).replace("WORK", workdir)
+    assert str(caught.value) == said.replace("BARE", bare).replace("OLDER", older).replace("WORK", workdir)
 
 
 class In(fleets.Local):

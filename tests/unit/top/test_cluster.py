@@ -447,7 +447,10 @@ def test_no_frame_however_broken_ends_it():
 def test_a_frame_that_cannot_be_read_is_named():
     cluster = ClusterState(["a"], 2.0)
     cluster.take("a", {"now": "soon"}, T0)
-    assert look(cluster, T0).why == "a: DOWN its sampler sends frames that cannot be read (frame.now is not a number)"
+    assert (
+        look(cluster, T0).why
+        == "a: DOWN its sampler sends frames that cannot be read (frame.now: expected `float`, got `str`)"
+    )
 
 
 def test_a_hang_is_seen_where_nvidia_smi_hangs_too():

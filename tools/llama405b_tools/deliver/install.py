@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import llama405b
@@ -67,6 +67,9 @@ def make_wheelhouse(root: Path) -> Path:
     return folder
 
 
+Planner = Callable[[Mapping[str, str], Wishes, str], list[setup_plan.Step]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installed:
     """Result of setup on one host."""
@@ -116,12 +119,48 @@ class Work:
             raise HostError(f"{', '.join(absent)} missing; install coreutils and tar on it")
         return facts
 
-    def bring_wheels(self, wheels: Path, names: Sequence[str]) -> None:
-        """Push the wheels down a chain of the hosts."""
+    def bring_wheels(self, wheels: Path, names: Sequence[str]) -> dict[str, str]:
+        """Push the wheels down a chain of the hosts; returns faults, by host."""
         self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
-        targets = {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names}
-        if targets:
+        faults = unanswered(self.fleet.each(lambda name: self.make_agent(name, wheels), names))
+        if targets := {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names if name not in faults}:
             push_files.push_files(self.fleet, Origin("", str(wheels)), targets)
+        return faults
+
+    def make_agent(self, name: str, wheels: Path) -> bool:
+        """Make an environment for the agent, which receives the wheels, unless there is one.
+
+        Raises:
+            HostError: A step failed; says which, and what to do.
+        """
+        connection, workdir = self.fleet.connection(name), self.fleet.workdir(name)
+        if connection.run(
+            f"cd {shell_path(workdir)} && {self.wishes.before}{setup_plan.HAS_AGENT}", "", FACTS_TIMEOUT_S
+        ).code:
+            wheel = [path.name for path in wheels.glob("msgspec-*.whl")]
+            sourcetree.push(connection, wheels, sourcetree.manifest(wheels, wheel), f"{workdir}/{WHEELHOUSE}")
+            self._take_all(name, self._planned(name, setup_plan.plan_agent, self.wishes))
+        self._use_environment(name)
+        return True
+
+    def _planned(self, name: str, planner: Planner, wishes: Wishes) -> list[setup_plan.Step]:
+        try:
+            return planner(self.facts[name], wishes, self.here)
+        except UserError as error:
+            raise HostError(str(error)) from None
+
+    def _take_all(self, name: str, steps: Sequence[setup_plan.Step]) -> str:
+        last = ""
+        for step in steps:
+            last = self.take(name, step, locked="has_flock" in self.facts[name])
+        return last
+
+    def _use_environment(self, name: str) -> str:
+        """Run the agent in the environment from now on; returns its Python."""
+        line = f"cat {shell_path(self.fleet.workdir(name))}/.llama405b-python"
+        python = self.fleet.connection(name).run(line, "", FACTS_TIMEOUT_S).out.strip()
+        self.fleet.hosts[name] = dataclasses.replace(self.fleet.hosts[name], python=python)
+        return python
 
     def install(self, name: str) -> Installed:
         """Make the environment, unless it is up to date.
@@ -138,15 +177,9 @@ class Work:
         small = setup_plan.has_no_gpu(facts) and not (fresh or wishes.offline)
         if small and connection.run(setup_plan.CPU_ANSWERS, "", FACTS_TIMEOUT_S).code == 0:
             facts["cpu_index"] = "yes"
-        try:
-            steps = setup_plan.plan(facts, wishes, self.here)
-        except UserError as error:
-            raise HostError(str(error)) from None
-        version = ""
-        for step in steps:
-            if step.always or not fresh:
-                version = self.take(name, step, locked="has_flock" in facts)
-        python = connection.run(f"cat {directory}/.llama405b-python", "", FACTS_TIMEOUT_S).out.strip()
+        steps = [step for step in self._planned(name, setup_plan.plan, wishes) if step.always or not fresh]
+        version = self._take_all(name, steps)
+        python = self._use_environment(name)
         did = "was set up already" if fresh else "set up"
         return Installed(
             Use(python, workdir, self.wishes.module), f"{did}: torch {version or 'as in the image'}, {python}"
@@ -211,7 +244,7 @@ class Work:
         """Bring the code, install, and build a package, if given; returns results and faults, by host."""
         faults = unanswered(self.fleet.each(self.bring_code))
         if wheels:
-            self.bring_wheels(wheels, [name for name in self.fleet.hosts if name not in faults])
+            faults |= self.bring_wheels(wheels, [name for name in self.fleet.hosts if name not in faults])
         outcomes = self.fleet.each(self.install, [name for name in self.fleet.hosts if name not in faults])
         faults |= unanswered(outcomes)
         if package:

@@ -17,6 +17,7 @@ CUDA_BUILDS = ((580, "cu130"), (570, "cu128"), (560, "cu126"))
 STAMP = ".venv/.set-up"
 PYTHON = '"$(cat .llama405b-python)"'
 INSTALL = f"{PYTHON} -m pip install --disable-pip-version-check"
+HAS_AGENT = f"{PYTHON} -c 'import msgspec'"  # all that it needs
 FETCH = f"import urllib.request as u; u.urlopen('{TORCH_INDEX}/cpu/torch/', timeout=10)"
 CPU_ANSWERS = f'curl -fsI -m 10 {TORCH_INDEX}/cpu/torch/ >/dev/null 2>&1 || timeout 15 python3 -c "{FETCH}" 2>/dev/null'
 # `apt-get update` does not wait for its lock
@@ -116,6 +117,16 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
         Step("installing packages", install, "fix that; if the host has no network, use --offline", comes),
         Step("checking", check, "delete .venv on it, and run setup again", always=True),
     ]
+
+
+def plan_agent(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[Step]:
+    """Plan an environment that only the agent can run in, which receives the wheels of all others.
+
+    Raises:
+        UserError: As of ``plan``.
+    """
+    install = f"{wishes.before}{INSTALL} {_wheels(facts, wishes, wheel_python)}-c constraints.txt msgspec"
+    return [_environment(facts, wishes), Step("installing msgspec", install, "delete .venv on it, and run setup again")]
 
 
 def build_package(requirement: str) -> tuple[str, Step, Step]:
@@ -228,4 +239,4 @@ def _container(facts: Mapping[str, str], wishes: Wishes) -> Step:
         '&& PYTHONPATH=tools .venv/bin/python -c "import torch, llama405b_tools.remote.agent"'
         f" && printf %s {shlex.quote(wishes.stamp)} >{STAMP}"
     )
-    return Step("trying the image", line, "the image needs python3 >= 3.11 with torch and transformers")
+    return Step("trying the image", line, "the image needs python3 >= 3.11 with torch, transformers and msgspec")

@@ -139,7 +139,9 @@ class Fleet:
             return HostError(
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
             )
-        if program_output.NO_MODULE.search(said):
+        if (absent := program_output.NO_MODULE.search(said)) and not absent[1].startswith("llama405b"):
+            return HostError(f"{python} has no {absent[1]}, which this version needs; run `{setup}` again")
+        if absent:
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
         if program_output.NO_DIRECTORY.search(said):
             return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")

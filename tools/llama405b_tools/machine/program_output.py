@@ -13,7 +13,7 @@ NO_DIRECTORY = re.compile(r"\bcd: ")
 NO_PROGRAM = re.compile(
     r"\bexec: .*(not found|cannot execute|Permission denied)|\bline \d+: .*: No such file or directory$"
 )
-NO_MODULE = re.compile("No module named")
+NO_MODULE = re.compile(r"No module named '?(\w+)")
 
 
 def root_cause(text: str) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""The agent on a host: handles one request from the operator's machine, then exits. Standard library, but for a guard.
+"""The agent on a host: handles one request from the operator's machine, then exits. Needs msgspec, and a guard paramiko.
 
 ``python -m llama405b_tools.remote.agent ACTION`` reads one line of JSON from standard input and prints JSON, so that no
 argument or value ever passes through a shell. Long-running actions (``stream``, ``relay``) end when their standard

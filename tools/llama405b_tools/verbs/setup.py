@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     wishes = Wishes(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)
     hosts = hosts_of(args.hosts)
     here = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"
-    wheels = make_wheelhouse(root) if args.offline else None
+    wheels = make_wheelhouse(root) if args.offline and not args.container else None
     with Fleet(hosts) as fleet:
         work = Work(fleet, root, lines, wishes, here)
         try:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llama405b.contract.records import Blame, EvaluationMetrics, GuardState, Heartbeat, Metrics, NodeStatus
+from llama405b.contract.records import Blame, GuardState, Heartbeat, MetricsLine, NodeStatus
 from llama405b.contract.replicas import Copied
 
 
@@ -47,7 +47,7 @@ class HostRun:
     heartbeats: tuple[Beat, ...]
     ends: tuple[NodeStatus, ...]  # of its last attempts, oldest first
     stopped_by: str
-    metrics: Metrics | EvaluationMetrics | None  # of the last step, or of an evaluation where none was taken
+    metrics: MetricsLine | None  # of the last step, or of an evaluation where none was taken
     checkpoint: str | None  # the newest complete one
     now: float
     hosts: tuple[str, ...] = ()  # every host of the run

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from llama405b.contract.events import RunEvent
-from llama405b.contract.records import EvaluationMetrics, Metrics, NodeStatus
+from llama405b.contract.records import MetricsLine, NodeStatus
 from llama405b_tools.remote.messages.host_run import Beat
 
 BEATS_EVERY_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
@@ -45,7 +45,7 @@ class StreamMessage:
 
     entries: tuple[tuple[float, str, str], ...] = ()  # blocks of the logs: time, file, text
     marks: Marks = dataclasses.field(default_factory=dict)  # after them
-    metrics: tuple[Metrics | EvaluationMetrics, ...] = ()
+    metrics: tuple[MetricsLine, ...] = ()
     events: tuple[RunEvent, ...] = ()
     node: NodeUpdate | None = None
     beats: tuple[Beat, ...] | None = None

@@ -6,7 +6,6 @@ metrics that are malformed.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated
 
 from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import Blame, GuardState, NodeStatus
@@ -72,7 +71,7 @@ class StepMetrics:
     """One training step, by any trainer; values it does not report are None."""
 
     step: int
-    loss: Annotated[float | None, SoundOnly] = None  # None: not a finite number
+    loss: SoundOnly[float | None] = None  # None: not a finite number
     step_s: float | None = None  # None: no step was taken, only an evaluation made
     time: float | None = None  # the clock of the host that writes them
     attempt: int = 0  # the launch of the run that took the step; 0: unknown
@@ -87,7 +86,7 @@ class StepMetrics:
     up_bytes: int | None = None  # of rank 0's weights from there
     tokens_per_s: float | None = None
     flops_per_token: float | None = None
-    evaluation_loss: Annotated[float | None, SoundOnly] = None  # on data that is not trained on, after this step
+    evaluation_loss: SoundOnly[float | None] = None  # on data that is not trained on, after this step
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.
@@ -119,18 +118,18 @@ class RunFrame:
     created: float
     attempt: int
     alive: bool
-    status: Annotated[NodeStatus | None, SoundOnly]
-    beats: Annotated[tuple[Beat, ...], SoundOnly]
+    status: SoundOnly[NodeStatus | None]
+    beats: SoundOnly[tuple[Beat, ...]]
     log_age_s: float | None  # since the last line of any rank on this host
     net: str  # the transport NCCL reported: IB, EFA, SOCKET; "": none yet
-    blame: Annotated[Blame | None, SoundOnly] = None  # on the last attempt that failed
-    guard: Annotated[GuardState | None, SoundOnly] = None  # as this host last heard from it
+    blame: SoundOnly[Blame | None] = None  # on the last attempt that failed
+    guard: SoundOnly[GuardState | None] = None  # as this host last heard from it
     others: tuple[str, ...] = ()  # other live runs on this host
     nodes: Nodes | None = None  # only if the plan is new
     trains: bool = True  # with ``nodes``: whether it runs our trainer, which writes heartbeats
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     expected_step_s: float = 0.0  # with ``nodes``: as predicted; 0: nothing is
-    metrics: Annotated[tuple[StepMetrics, ...], SoundOnly] = ()  # only from the head
+    metrics: SoundOnly[tuple[StepMetrics, ...]] = ()  # only from the head
     max_steps: int | None = None  # only from the head
     unsaved: str = ""  # only from the head: why the newest save failed
     checkpoint_step: int | None = None  # the newest in the directory of checkpoints; None: there is none
