@@ -19,7 +19,6 @@ from llama405b_tools import cli
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- from here on written by scripts/reference.py -->", "<!-- end of what it writes -->"
-OPERATORS_BENCH = ("bench", "fleet")  # one parser serves fleet, logs, top, copies and plan
 SETTINGS_ARE_ELSEWHERE = "train"  # its epilog lists them all
 
 
@@ -51,8 +50,6 @@ def commands() -> str:
     lines = list[str]()
     for verb in cli.VERBS:
         lines += ["", *_command(parser_of(verb), "##", with_epilog=verb != SETTINGS_ARE_ELSEWHERE)]
-        if verb == OPERATORS_BENCH[0]:
-            lines += ["", *_command(parser_of(*OPERATORS_BENCH), "###")]
     return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, ""]))
 
 

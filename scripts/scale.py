@@ -1,9 +1,9 @@
-"""Run ``llama405b VERB …`` with N host names, as a benchmark on many hosts.
+"""Many hosts for a benchmark: runs ``benchmarks/run.py WHAT …`` with N host names.
 
-    PYTHONPATH=tests:tests/rigs .venv/bin/python scripts/scale.py N VERB …
+    PYTHONPATH=tests:tests/rigs .venv/bin/python scripts/scale.py N WHAT …
 
 The names are aliases of four real hosts (network namespaces with an sshd each), written to ``hosts`` in a new directory
-where the command runs. With ``--gpus`` before VERB, nvidia-smi on them reports eight H100s. Needs root.
+where the command runs. With ``--gpus`` before WHAT, nvidia-smi on them reports eight H100s. Needs root.
 ``docs/measurements/`` has the results.
 """
 
@@ -35,7 +35,7 @@ def main():
         (Path(here) / "hosts").write_text("".join(lines))
         env = os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
         return subprocess.run(
-            [sys.executable, "-m", "llama405b_tools.cli", *argv[gpus:]], cwd=here, env=env, check=False
+            [sys.executable, ROOT / "benchmarks/run.py", *argv[gpus:]], cwd=here, env=env, check=False
         ).returncode
 
 

@@ -1,4 +1,4 @@
-"""What ``bench gpu`` measures: rank 0 prints a line of ``SIGN`` and a result as JSON for each rung."""
+"""The tests of ``bench``: rank 0 prints a line of ``SIGN`` and a result as JSON for each."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ SIGN = "rung "
 
 
 class Rung(enum.StrEnum):
-    """A step of the ladder, from what needs the least to what needs the most."""
+    """A test, from what needs the least to what needs the most."""
 
     START = "start"
     COLLECTIVES = "collectives"
@@ -32,9 +32,9 @@ class Rung(enum.StrEnum):
 
 ONE_RANK_ONLY = (Rung.UPDATE, Rung.LAYER_NONE, Rung.LAYER_STATES, Rung.LAYER_FULL)
 MANY_RANKS_ONLY = (Rung.COLLECTIVES,)
-# What a rehearsal climbs; if one fails, nothing after it makes sense.
+# What a rehearsal tests; if one fails, nothing after it makes sense.
 LINKS = (Rung.START, Rung.COLLECTIVES, Rung.COPIES)
-ABOUT_S = {  # on a GPU; a rung is not begun if less time is left
+ABOUT_S = {  # on a GPU; a test is not started if less time is left
     Rung.START: 15, Rung.COLLECTIVES: 20, Rung.COPIES: 20, Rung.UPDATE: 60, Rung.LAYER_NONE: 60, Rung.LAYER_STATES: 120,
     Rung.LAYER_FULL: 120, Rung.HIDING: 120, Rung.EXACT: 60,
 }  # fmt: skip
@@ -74,7 +74,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RungResult:
-    """What a rung found, on how many ranks."""
+    """What a test found, on how many ranks."""
 
     rung: Rung
     ranks: int
@@ -88,14 +88,14 @@ class RungResult:
 
     @property
     def good(self) -> bool:
-        """Whether it was climbed."""
+        """Whether it passed."""
         return not (self.fault or self.skipped)
 
 
 def line_of(result: RungResult) -> str:
-    """Say what a rung found in one line, with the cause and the remedy if it failed."""
+    """Say what a test found in one line, with the cause and the remedy if it failed."""
     if result.skipped:
-        return f"{result.rung:13} skipped: not enough time left; run it alone with --rungs {result.rung}"
+        return f"{result.rung:13} skipped: not enough time left; run it alone with --tests {result.rung}"
     if result.fault:
         return f"{result.rung:13} FAILED after {result.seconds:.0f} s: {result.fault}; {REMEDIES[result.rung]}"
     found = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
@@ -114,7 +114,7 @@ def proof_rows(results: Iterable[RungResult], date: str) -> list[str]:
 
 
 class Log:
-    """Results in a directory, those of earlier calls among them: a ladder may be climbed in parts."""
+    """Results in a directory, those of earlier calls among them: the tests may be run in parts."""
 
     def __init__(self, out: Path) -> None:
         """Create the directory.
@@ -135,7 +135,7 @@ class Log:
         return UserError(f"--out: {self.out} cannot be written ({reason_of(error)}); name another directory")
 
     def add(self, result: RungResult) -> None:
-        """Write a result, in place of an earlier one of that rung on as many ranks; one that was skipped is none.
+        """Write a result, in place of an earlier one of that test on as many ranks; one that was skipped is none.
 
         Raises:
             UserError: It cannot be written.
@@ -166,7 +166,7 @@ class Log:
     def block(self, date: str) -> str:
         """Return all results as text to paste, with rows for docs/proof.md."""
         results = self.results()
-        lines = [f"--- paste from here: llama405b bench gpu, {date} ---"]
+        lines = [f"--- paste from here: llama405b bench, {date} ---"]
         place = ""
         for result in results:
             here = f"{counted(result.hosts, 'host')}, {result.ranks} x {result.device or 'unknown'}, torch {result.torch or 'unknown'}"
@@ -179,22 +179,20 @@ class Log:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``bench gpu``."""
-    parser.add_argument(
-        "--rungs", default=",".join(Rung), help=f"which to climb, in this order: {', '.join(Rung)} [all]"
-    )
+    """Add the options of ``bench``."""
+    parser.add_argument("--tests", default=",".join(Rung), help=f"which to run, in this order: {', '.join(Rung)} [all]")
     parser.add_argument("--out", type=Path, default=Path("bench-gpu"), help="directory of the results [bench-gpu]")
     parser.add_argument(
         "--within",
         type=lambda text: seconds(text, "--within"),
         default=540.0,
         metavar="TIME",
-        help="total time limit; a rung is not started if it would exceed it [9m]",
+        help="total time limit; a test is not started if it would exceed it [9m]",
     )
 
 
 def chosen(text: str) -> list[Rung]:
-    """Return the rungs that ``--rungs`` names, in the ladder's order.
+    """Return the tests that ``--tests`` names, in their order.
 
     Raises:
         UserError: One is unknown, or none is named.
@@ -202,7 +200,7 @@ def chosen(text: str) -> list[Rung]:
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in list(Rung):
-            raise UserError(f"--rungs: {name!r} is not a rung{did_you_mean(name, list(Rung))}; use {', '.join(Rung)}")
+            raise UserError(f"--tests: {name!r} is not a test{did_you_mean(name, list(Rung))}; use {', '.join(Rung)}")
     if not names:
-        raise UserError(f"--rungs: none is named; use {', '.join(Rung)}")
+        raise UserError(f"--tests: none is named; use {', '.join(Rung)}")
     return [rung for rung in Rung if rung in names]

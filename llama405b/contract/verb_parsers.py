@@ -32,10 +32,10 @@ With HOSTS, for checkpoints on the hosts' own disks: the weights of the run are 
 if a host is lost), and the model is written there, into OUT.
 
 SOURCE may also be a directory with an older model's pytorch_model*.bin: it is converted, in its own dtype."""
-BENCH = """Measure against a named baseline in the same run, and print ratios.
+BENCH = """Test the machines that will train, from a first collective to whole steps of the 405B shape.
 
-bench fleet, logs, top, copies and plan measure the operator's side; see their --help."""
-LADDER = "From the first collective to whole steps on this machine's first GPU; each rung is a line, with cause and remedy if it fails."
+On one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test is a line, with
+cause and remedy if it fails."""
 
 
 def _parser(verb: str, description: str) -> OneLineParser:
@@ -79,40 +79,12 @@ def demo_parser() -> OneLineParser:
 def bench_parser() -> OneLineParser:
     """Return the parser of ``bench``."""
     parser = _parser("bench", BENCH)
-    what = parser.add_subparsers(dest="what", required=True, metavar="WHAT", parser_class=OneLineParser)
-    load = what.add_parser("load", help="streaming load against from_pretrained + set_model_state_dict", description="")
-    load.add_argument("--gb", type=float, default=1.1, help="size of the checkpoint to write, in GB [1.1]")
-    load.add_argument("--ranks", type=int, default=2, help="ranks on this machine, with gloo [2]")
-    load.add_argument(
-        "--numerics", choices=("fp32-master", "pure-bf16"), default="fp32-master", help="dtype to keep [fp32-master]"
+    parser.add_argument("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file [this machine alone]")
+    rungs.add_options(parser)
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable of the ranks")
+    parser.add_argument(
+        "--setup-line", default="", metavar="LINE", help="shell line to run first, such as module load cuda"
     )
-    load.add_argument("--repeat", type=int, default=3, help="measurements of each way, in rotating order [3]")
-    load.add_argument("--cold", action="store_true", help="drop the files from the page cache before each")
-    load.add_argument("--dir", type=Path, help="where to write the checkpoint and keep it [a temporary directory]")
-    gpu = what.add_parser(
-        "gpu", help="a ladder for a new machine; `bench gpu HOSTS` climbs it on hosts", description=LADDER
-    )
-    gpu.add_argument("hosts", nargs="?", metavar="HOSTS", help="run on these hosts; must directly follow gpu")
-    rungs.add_options(gpu)
-    optimizer = what.add_parser("optimizer", help="the CPU's AdamW against a memory triad", description="")
-    optimizer.add_argument("--elements", type=int, default=1 << 26, help="FP32 elements to update [67108864]")
-    overlap = what.add_parser("overlap", help="optimizer overlap benchmark with a simulated device", description="")
-    overlap.add_argument("--unit-ms", type=float, default=10.0, help="time of a unit's forward, in ms [10]")
-    overlap.add_argument("--steps", type=int, default=4, help="steps to time, after one warmup step [4]")
-    overlap.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when, for chrome://tracing")
-    checkpoint = what.add_parser(
-        "checkpoint",
-        help="saves beside training against saves in turn, and plain writes to the same disk",
-        description="",
-    )
-    checkpoint.add_argument("--gb", type=float, default=1.0, help="size of the state, in GB [1]")
-    checkpoint.add_argument("--saves", type=int, default=30, help="saves of each kind, in turns [30]")
-    checkpoint.add_argument("--dir", type=Path, help="where to write [a temporary directory]")
-    step = what.add_parser("step", help="CPU time of our step against a hand-written loop", description="")
-    for verb in (optimizer, step):
-        verb.add_argument("--pairs", type=int, default=20, help="measurements of each, in turns [20]")
-    for verb in (load, optimizer, overlap, checkpoint, step):
-        verb.add_argument("--json", action="store_true", help="print JSON, for scripts")
     return parser
 
 

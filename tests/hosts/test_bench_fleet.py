@@ -1,19 +1,17 @@
 """The operator's benchmarks on a few hosts: they run and count; how fast is not tested."""
 
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 
-from conftest import ROOT
 from hosts_rig import processes
+from ops_rig import benchmark
 
 
 @pytest.mark.soak
 def test_fleet(hosts, operator):
-    done = operator("bench", "fleet", "--repeat", "1")
+    done = benchmark(operator.path, "fleet", "--repeat", "1", env=hosts.env())
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("bare paramiko, true", "llama405b status", "llama405b launch, all checks"):
         assert re.search(rf"^{re.escape(name)} +\d+\.\d\d +\d+\.\d +\d+\.\d\d$", done.stdout, re.MULTILINE), done.stdout
@@ -23,7 +21,7 @@ def test_fleet(hosts, operator):
 
 @pytest.mark.soak
 def test_top(hosts, operator):
-    done = operator("bench", "top", "--repeat", "1", "--seconds", "5")
+    done = benchmark(operator.path, "top", "--repeat", "1", "--seconds", "5", env=hosts.env())
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("ssh host nvidia-smi, one process each", "cluster-top, its screen", "cluster-top --json --watch 2"):
         assert re.search(rf"^{re.escape(name)} +\d+\.\d +\d+ ", done.stdout, re.MULTILINE), done.stdout
@@ -34,7 +32,7 @@ def test_top(hosts, operator):
 
 @pytest.mark.soak
 def test_logs(hosts, operator):
-    done = operator("bench", "logs", "--repeat", "1", "--lines", "3000")
+    done = benchmark(operator.path, "logs", "--repeat", "1", "--lines", "3000", env=hosts.env())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 hosts, 9,000 lines" in done.stdout
     assert len(re.findall(r"^llama405b logs.*\d\.\d\d$", done.stdout, re.MULTILINE)) == 3
@@ -43,12 +41,7 @@ def test_logs(hosts, operator):
 
 
 def test_copies(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "llama405b_tools.cli", "bench", "copies", "--gb", "0.04", "--mbit", "1000", "--repeat", "1",
-         "--dir", str(tmp_path)],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+    done = benchmark(tmp_path, "copies", "--gb", "0.04", "--mbit", "1000", "--repeat", "1", "--dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^ours / plain: \d\.\d\d\nours / link of 1000 Mbit/s: [01]\.\d\d$", done.stdout, re.MULTILINE)
     assert "l4bench" not in subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout

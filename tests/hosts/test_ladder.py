@@ -1,10 +1,10 @@
-"""The ladder on hosts: two nodes on this machine, each rung launched like a run."""
+"""`bench` on hosts: two nodes on this machine, each test launched like a run."""
 
 import json
 
 
-def test_the_ladder_is_climbed_on_one_rank_then_on_all(work, cli):
-    done = cli(work, "bench", "gpu", "hosts", "--rungs", "start,collectives,copies", "--out", "found", timeout=240)
+def test_one_rank_is_tested_then_all(work, cli):
+    done = cli(work, "bench", "hosts", "--tests", "start,collectives,copies", "--out", "found", timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.partition("--- paste")[0].splitlines()
     alone = ["start", "copies"]
@@ -22,11 +22,11 @@ def test_the_ladder_is_climbed_on_one_rank_then_on_all(work, cli):
 
 def test_what_is_wrong_starts_nothing(work, cli):
     for args, words in (
-        (["hosts", "--rungs", "strat"], "'strat' is not a rung (did you mean 'start'?)"),
+        (["hosts", "--tests", "strat"], "'strat' is not a test (did you mean 'start'?)"),
         (["nosuch"], "nosuch: cannot be read"),
-        (["--rungs", "start", "hosts"], "write: llama405b bench gpu hosts"),
+        (["--env", "A=1"], "--env and --setup-line are for hosts"),
     ):
-        done = cli(work, "bench", "gpu", *args)
+        done = cli(work, "bench", *args)
         assert done.returncode == 2, done.stdout
         assert words in done.stderr
     assert not (work / "runs").exists()

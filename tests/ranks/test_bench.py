@@ -1,4 +1,4 @@
-"""The benchmark runs, and the memory it reports is within the bound that loading promises."""
+"""The tests of `bench` run; so do the benchmarks, and the memory that one reports is within the bound that loading promises."""
 
 import json
 import os
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import load as bench_load
+from benchmarks.pairs import ratio_of
 from conftest import ROOT
-from llama405b.commands import bench_load
 from llama405b.contract.rungs import Rung
-from ops_rig import wait_for
+from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
 
@@ -26,8 +27,8 @@ def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path):
 
 
 @pytest.mark.soak
-def test_every_way_of_loading_a_gigabyte_is_measured(tmp_path, cli):
-    done = cli(tmp_path, "bench", "load", "--repeat", "1", "--json", timeout=280)
+def test_every_way_of_loading_a_gigabyte_is_measured(tmp_path):
+    done = benchmark(tmp_path, "load", "--repeat", "1", "--json", timeout=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["checkpoint_bytes"] >= 1e9
@@ -42,8 +43,8 @@ def test_every_way_of_loading_a_gigabyte_is_measured(tmp_path, cli):
 BY_PROCESS = (Rung.START, Rung.COPIES)
 
 
-def test_the_ladder_is_climbed_rung_by_rung_in_a_process_each(tmp_path, warm_cli):
-    done = warm_cli(tmp_path, "bench", "gpu", "--rungs", ",".join(BY_PROCESS))
+def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, warm_cli):
+    done = warm_cli(tmp_path, "bench", "--tests", ",".join(BY_PROCESS))
     assert done.returncode == 0, done.stdout + done.stderr
     climbed = [line.split()[:2] for line in done.stdout.partition("---")[0].splitlines()]
     assert climbed == [[str(rung), "passed,"] for rung in BY_PROCESS]
@@ -59,18 +60,18 @@ def _climb(me, rungs):
     return [program._climbed(rung, me, 1) for rung in rungs]
 
 
-def test_one_rank_can_climb_every_other_rung(tmp_path):
+def test_one_rank_passes_every_other_test(tmp_path):
     [results] = run_ranks(1, _climb, [rung for rung in Rung if rung not in (*BY_PROCESS, Rung.COLLECTIVES)])
     assert [(result.rung, result.fault) for result in results if result.fault] == []
     named = {figure.name for result in results for figure in result.figures}
     assert {"runs that agree", "hidden / bound", "forward", "down"} <= named
 
 
-def test_a_rung_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli):
-    late = warm_cli(tmp_path, "bench", "gpu", "--rungs", "exact", "--within", "0.2")
+def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli):
+    late = warm_cli(tmp_path, "bench", "--tests", "exact", "--within", "0.2")
     assert late.returncode == 1
     assert "exact         FAILED after 0 s: no result after 0 s; use --parallel.overlap false" in late.stdout
-    command = [sys.executable, "-m", "llama405b_tools.cli", "bench", "gpu", "--rungs", "exact,hiding"]
+    command = [sys.executable, "-m", "llama405b_tools.cli", "bench", "--tests", "exact,hiding"]
     climbing = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -87,7 +88,7 @@ def test_a_rung_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_c
 
 
 def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path, warm_cli):
-    done = warm_cli(tmp_path, "bench", "gpu", "--rungs", "start,copies", env={"GLOO_SOCKET_IFNAME": "nosuch0"})
+    done = warm_cli(tmp_path, "bench", "--tests", "start,copies", env={"GLOO_SOCKET_IFNAME": "nosuch0"})
     assert done.returncode == 1
     assert re.search("start         FAILED after .* s: .*nosuch0.*; run `llama405b doctor`", done.stdout)
     assert "copies" not in done.stdout
@@ -104,7 +105,7 @@ def test_collectives_are_right_on_any_number_of_ranks():
 
 
 def child_of(pid):
-    """The process in which a rung is climbed, once it has loaded torch."""
+    """The process in which a test runs, once it has loaded torch."""
 
     def found():
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -113,8 +114,8 @@ def child_of(pid):
     return wait_for(found)
 
 
-def test_an_update_delays_no_unit_before_it(tmp_path, warm_cli):
-    done = warm_cli(tmp_path, "bench", "overlap", "--unit-ms", "2", "--steps", "1", "--trace", "t.json", "--json")
+def test_an_update_delays_no_unit_before_it(tmp_path):
+    done = benchmark(tmp_path, "overlap", "--unit-ms", "2", "--steps", "1", "--trace", "t.json", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(case["backward"], case["update"]) for case in report["cases"][-1:]] == [(3.0, 2.0)]
@@ -132,16 +133,14 @@ def test_an_update_delays_no_unit_before_it(tmp_path, warm_cli):
 @pytest.mark.parametrize(
     ("what", "ratio"), [(["step"], "ours / by hand"), (["optimizer", "--elements", "65536"], "update / triad")]
 )
-def test_a_step_and_the_optimizer_are_measured_beside_their_baselines(tmp_path, warm_cli, what, ratio):
-    done = warm_cli(tmp_path, "bench", *what, "--pairs", "1", timeout=120)
+def test_a_step_and_the_optimizer_are_measured_beside_their_baselines(tmp_path, what, ratio):
+    done = benchmark(tmp_path, *what, "--pairs", "1", timeout=120)
     assert done.returncode == 0, done.stderr
     assert ratio in done.stdout
 
 
-def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path, warm_cli):
-    done = warm_cli(
-        tmp_path, "bench", "checkpoint", "--gb", "0.02", "--saves", "1", "--dir", tmp_path, "--json", timeout=120
-    )
+def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path):
+    done = benchmark(tmp_path, "checkpoint", "--gb", "0.02", "--saves", "1", "--dir", tmp_path, "--json", timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert [case["share"] for case in report["cases"]] == [0.5, 4.0]
@@ -154,14 +153,12 @@ def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path, warm_
     "args",
     [["overlap", "--unit-ms", "0"], ["optimizer", "--pairs", "0"], ["step", "--pairs", "-1"]],
 )
-def test_a_number_out_of_range_is_refused(tmp_path, warm_cli, args):
-    done = warm_cli(tmp_path, "bench", *args)
+def test_a_number_out_of_range_is_refused(tmp_path, args):
+    done = benchmark(tmp_path, *args)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert args[1] in done.stderr
 
 
 def test_the_interval_of_a_median_is_of_order_statistics():
-    from llama405b.commands.pairs import ratio_of
-
     found = ratio_of([float(i) for i in range(1, 21)], [1.0] * 20)
     assert (found.median, found.low, found.high) == (10.5, 6, 15)

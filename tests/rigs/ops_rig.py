@@ -6,8 +6,11 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
+
+from conftest import ROOT
 
 COUNT = itertools.count()
 STANDIN = ("--env", f"PYTHONPATH={Path(__file__).parent / 'standin'}")  # for launch: a trainer without torch, see there
@@ -87,3 +90,12 @@ class Terminal:
     def close(self):
         subprocess.run([*self.tmux, "kill-server"], capture_output=True, check=False)
         (Path(os.environ.get("TMUX_TMPDIR") or "/tmp") / f"tmux-{os.getuid()}" / self.tmux[2]).unlink(missing_ok=True)
+
+
+def benchmark(cwd, *args, env=None, timeout=120):
+    """Run one of ``benchmarks/`` in a directory; returns the completed process."""
+    return subprocess.run(
+        [sys.executable, ROOT / "benchmarks/run.py", *map(str, args)],
+        cwd=cwd, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"} | (env or {}), capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )  # fmt: skip

@@ -105,7 +105,9 @@ def test_no_page_by_hand_is_long(path):
 
 def test_contributing_and_architecture_name_files_that_exist():
     there = [
-        path for part in ("llama405b", "tools", "tests", "scripts", "docs", ".ci") for path in (ROOT / part).rglob("*")
+        path
+        for part in ("llama405b", "tools", "tests", "benchmarks", "scripts", "docs", ".ci")
+        for path in (ROOT / part).rglob("*")
     ]
     known = "".join(f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}\n" for path in (*there, *ROOT.glob("*")))
     named = {

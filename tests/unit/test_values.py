@@ -73,7 +73,7 @@ def test_judgements_do_not_depend_on_our_sentences(rewritten):
     done = judge(rewritten)
     assert done.returncode == 0, done.stdout[-3000:]
     said = subprocess.run(
-        [sys.executable, "-c", "from llama405b.contract.words import WORDS; print(WORDS)"],
+        [sys.executable, "-c", "from llama405b.contract.causes import WORDS; print(WORDS)"],
         cwd=rewritten, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "zz zz" in said.stdout  # they really are other words
@@ -86,7 +86,7 @@ def test_one_that_does_is_found(rewritten):
     decides = re.compile(r"    if cause\.kind in \(CauseKind\.LOST_PEER, .*?\):\n")
     assert decides.search(before)
     by_words = (
-        "    from llama405b.contract.words import words\n    if 'lost contact with another rank' in words(cause):\n"
+        "    from llama405b.contract.causes import words\n    if 'lost contact with another rank' in words(cause):\n"
     )
     path.write_text(decides.sub(by_words, before))
     try:

@@ -39,7 +39,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "data": ("llama405b.commands.data", "show what a training run would learn of its data, or tokenize it once"),
     "export": ("llama405b_tools.verbs.export", "write a checkpoint as a model that transformers and vLLM load"),
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
-    "bench": ("llama405b.commands.bench", "measure against a named baseline"),
+    "bench": ("llama405b_tools.verbs.bench", "test GPUs, links and memory, up to whole steps"),
 }
 MOST = 20_000  # characters of an error, which may name every host
 NO_GPU = ("download", "data", "export", "demo")
@@ -137,10 +137,10 @@ def _verb(verb: str, args: list[str]) -> int:
     if verb == "train":  # report a bad command line before torch is imported, which takes seconds
         command.parse(args)
     name = VERBS[verb][0]
-    if verb == "bench":
-        name, args = _benchmark(args)
-    if verb in NO_GPU or name == VERBS["bench"][0]:  # and its --help needs none of that
-        importlib.import_module("llama405b.contract.verb_parsers").PARSERS[verb]().parse_known_args(args)
+    if verb in (*NO_GPU, "bench"):  # and its --help needs none of that
+        known, _ = importlib.import_module("llama405b.contract.verb_parsers").PARSERS[verb]().parse_known_args(args)
+        if verb == "bench" and not known.hosts:  # this machine's GPU is for what imports torch
+            name = "llama405b.commands.bench"
     try:
         return int(importlib.import_module(name).main(args))
     except ModuleNotFoundError as missing:
@@ -150,15 +150,6 @@ def _verb(verb: str, args: list[str]) -> int:
             f"{verb} needs {missing.name}, which is not installed; in a checkout: uv tool install '.[train]', "
             "or .venv/bin/llama405b after `bash launch.sh`"
         ) from None
-
-
-def _benchmark(args: list[str]) -> tuple[str, list[str]]:
-    """Return the module of a benchmark and its arguments: those of the operator's side need no torch here."""
-    if args[:1] in (["fleet"], ["logs"], ["top"], ["copies"], ["plan"]):
-        return "llama405b_tools.bench.command", args
-    if args[:1] == ["gpu"] and args[1:] and not args[1].startswith("-"):
-        return "llama405b_tools.bench.ladder", args[1:]
-    return VERBS["bench"][0], args
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What ``bench gpu`` runs on every rank: rungs, from the first collective to whole steps, each of which needs those before."""
+"""What ``bench`` runs on every rank: tests (rungs), from the first collective to whole steps, each of which needs those before."""

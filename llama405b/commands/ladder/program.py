@@ -53,12 +53,12 @@ CLIMB: dict[Rung, Callable[[Rank], list[Figure]]] = {
 def main(argv: Sequence[str]) -> int:
     """Climb as one of the ranks that torchrun has started."""
     parser = argparse.ArgumentParser(prog="llama405b.commands.ladder.program", description=__doc__)
-    parser.add_argument("--rungs", type=chosen, required=True)
+    parser.add_argument("--tests", type=chosen, required=True)
     parser.add_argument("--within", type=float, required=True, help="seconds")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     args = parser.parse_args(argv)
     return climb_here(
-        args.rungs, args.within, lambda result: print(SIGN + reader.dumps(result), flush=True), args.device
+        args.tests, args.within, lambda result: print(SIGN + reader.dumps(result), flush=True), args.device
     )
 
 

@@ -12,7 +12,7 @@ ON_GPU = RungResult(Rung.EXACT, 1, 1, "NVIDIA H200", "2.11", 31.6, (Figure("runs
 
 def test_rungs_are_climbed_in_their_order():
     assert rungs.chosen("exact,start,,start") == [Rung.START, Rung.EXACT]
-    for text, words in (("strat", "'strat' is not a rung"), ("", "none is named"), (",", "none is named")):
+    for text, words in (("strat", "'strat' is not a test"), ("", "none is named"), (",", "none is named")):
         with pytest.raises(UserError, match=words):
             rungs.chosen(text)
 
@@ -25,7 +25,7 @@ def test_a_result_is_one_line_with_cause_and_remedy():
     assert rungs.line_of(ON_GPU) == "exact         passed, 32 s: runs that agree 5"
     failed = dataclasses.replace(ON_GPU, fault="full, hidden differs from step 3")
     assert "FAILED after 32 s: full, hidden differs from step 3; use --parallel.overlap false" in rungs.line_of(failed)
-    assert "--rungs exact" in rungs.line_of(dataclasses.replace(ON_GPU, skipped=True))
+    assert "--tests exact" in rungs.line_of(dataclasses.replace(ON_GPU, skipped=True))
 
 
 def test_a_ladder_is_climbed_in_parts(tmp_path):

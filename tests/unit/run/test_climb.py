@@ -7,12 +7,12 @@ from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import RunError
 from llama405b.contract.rungs import SIGN, Figure, Rung, RungResult
-from llama405b_tools.bench import ladder
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.stream import StreamMessage
 from llama405b_tools.run import follow
 from llama405b_tools.run.ladder import climb_on
 from llama405b_tools.run.request import parse_launch
+from llama405b_tools.verbs import bench
 
 GOOD = RungResult(Rung.START, 2, 2, "cpu", "2.13", 1.0, (Figure("first", 0.1, "s"),))
 LINKS = RungResult(Rung.COLLECTIVES, 2, 2, "cpu", "2.13", 1.0)
@@ -49,7 +49,7 @@ def test_results_are_told_and_the_rest_is_ended(fleet):
     [start] = [request for heard, request in fleet.fakes["b"].heard if heard == "start"]
     program = start.plan.program
     assert program[:2] == ("-m", "llama405b.commands.ladder.program")
-    assert program[program.index("--rungs") + 1] == "start,collectives,update"
+    assert program[program.index("--tests") + 1] == "start,collectives,update"
     assert program[program.index("--device") + 1] == "cpu"
 
 
@@ -103,7 +103,7 @@ def test_only_what_all_else_needs_ends_the_ladder(monkeypatch, tmp_path, capsys,
         say(result := RungResult(failed, 1, 1, fault="no memory" * (len(seen) == 1)))
         return [result]
 
-    monkeypatch.setattr(ladder, "climb_on", climb)
-    assert ladder.main(["hosts", "--out", "found", "--env", "A=1", "--setup-line", "true"]) == 1
+    monkeypatch.setattr(bench, "climb_on", climb)
+    assert bench.main(["hosts", "--out", "found", "--env", "A=1", "--setup-line", "true"]) == 1
     assert seen == [[("a", 1)], [("a", 2)], [("a", 2), ("b", 2)]][:scopes]
     assert "FAILED" in capsys.readouterr().out

@@ -147,6 +147,6 @@ def test_what_fails_at_the_first_rungs_begins_no_trial(fleet, monkeypatch, capsy
     monkeypatch.setattr(rehearse, "climb_on", lambda *_, **more: [failed])
     assert rehearsed(fleet) == 1
     said = capsys.readouterr().out
-    assert "rehearsal: FAILED after 0 s at its first rungs: collectives" in said
+    assert "rehearsal: FAILED after 0 s at its first tests: collectives" in said
     assert "all-gather gives 1 instead of 2; run `llama405b doctor --deep`" in said
     assert asked(fleet, "a", "start") == []

@@ -39,7 +39,7 @@ def climb_on(
         UserError: The launch was refused.
         RunError: A host is not fit or did not start, or something is left running.
     """
-    options = ["--rungs", ",".join(rungs), "--within", f"{within_s:.0f}", "--device", "cpu" if on_cpu else "auto"]
+    options = ["--tests", ",".join(rungs), "--within", f"{within_s:.0f}", "--device", "cpu" if on_cpu else "auto"]
     program = ("-m", "llama405b.commands.ladder.program", *options)
     began, screen = time.monotonic(), sys.stdout
     climbing = dataclasses.replace(request, config=None, flags=(), program=program, hides_gpus=on_cpu)
@@ -74,7 +74,7 @@ def climb_on(
 def results_in(lines: Iterable[str]) -> list[RungResult]:
     """Return the results among the lines that rank 0 printed."""
     return [
-        reader.loads(RungResult, line.removeprefix(SIGN), "a rung's result") for line in lines if line.startswith(SIGN)
+        reader.loads(RungResult, line.removeprefix(SIGN), "a test's result") for line in lines if line.startswith(SIGN)
     ]
 
 

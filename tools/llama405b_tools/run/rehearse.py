@@ -1,6 +1,6 @@
 """``launch --rehearse``: a complete run on the real hosts, with the real layer shapes but only two layers.
 
-First the three rungs of ``bench gpu`` that need nothing: a collective, all collectives checked, copies. Then start, load
+First the three tests of ``bench`` that need nothing: a collective, all collectives checked, copies. Then start, load
 (random weights, which each rank makes), two steps, save, a third step, kill -9, resume, the step after the checkpoint again
 with the same loss. A failure is reported with its phase and host. Its checkpoints are deleted. Every host ends its part by
 itself once this process is gone.
@@ -48,7 +48,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     climbing = dataclasses.replace(trial, run=f"{request.run}-rungs{REHEARSAL}")
     rungs = climb_on(climbing, hosts, fleet, LINKS, RUNGS_S, lambda found: show(line_of(found)), on_cpu=request.on_cpu)
     if bad := [result for result in rungs if result.fault]:
-        print(f"rehearsal: FAILED after {time.monotonic() - began:.0f} s at its first rungs: {line_of(bad[0])}")
+        print(f"rehearsal: FAILED after {time.monotonic() - began:.0f} s at its first tests: {line_of(bad[0])}")
         return FAILED
     saves, load_s = trial.config.checkpoint.cadence.saves, trial.config.timeouts.load
     plan = launch(trial, hosts, fleet)

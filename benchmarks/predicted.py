@@ -1,4 +1,4 @@
-"""``llama405b bench plan``: what a calibrated plan predicts for the demo on these hosts, beside what its runs take."""
+"""What a calibrated plan predicts for the demo on these hosts, beside what its runs take."""
 
 import time
 from collections.abc import Sequence

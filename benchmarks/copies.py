@@ -59,7 +59,7 @@ def copies(gb: float, mbit: int, repeat: int, directory: Path | None) -> int:
                 if [path.read_bytes() for path in sorted(source.iterdir())] != [
                     (target / path.name).read_bytes() for path in sorted(source.iterdir())
                 ]:
-                    raise RunError(f"bench copies: {form} arrived changed")
+                    raise RunError(f"copies: {form} arrived changed")
                 shutil.rmtree(target)
     rows = []
     for form, found in tries.items():
@@ -101,7 +101,7 @@ def _link(mbit: int) -> Iterator[tuple[dict[str, list[str]], str]]:
     """How each end is started, and where the receiver listens: two namespaces for root, else the loopback."""
     if os.getuid() != 0:
         if mbit:
-            raise RunError("bench copies: --mbit shapes a link between network namespaces, which needs root")
+            raise RunError("copies: --mbit shapes a link between network namespaces, which needs root")
         yield {"send": [], "receive": []}, "127.0.0.1"
         return
     names = {end: f"l4bench-{os.getpid()}-{end}" for end in ("send", "receive")}
@@ -116,7 +116,7 @@ def _link(mbit: int) -> Iterator[tuple[dict[str, list[str]], str]]:
             subprocess.run(line.split(), check=True)
         yield {end: ["ip", "netns", "exec", name] for end, name in names.items()}, ADDRESS
     except subprocess.CalledProcessError as error:
-        raise RunError(f"bench copies: `{' '.join(error.cmd)}` failed; it needs iproute2") from None
+        raise RunError(f"copies: `{' '.join(error.cmd)}` failed; it needs iproute2") from None
     finally:
         for name in names.values():
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
@@ -135,13 +135,13 @@ def _measure(form: str, source: Path, target: Path, at: dict[str, list[str]], ad
         ends.append(start("send", source))
         said = [end.communicate(timeout=WAIT_S)[0] for end in reversed(ends)]
     except subprocess.TimeoutExpired:
-        raise RunError(f"bench copies: {form} took more than {WAIT_S:.0f} s") from None
+        raise RunError(f"copies: {form} took more than {WAIT_S:.0f} s") from None
     finally:
         for end in ends:
             end.kill()  # one that has ended does not mind
             end.wait()
     if any(end.returncode for end in ends):
-        raise RunError(f"bench copies: {form} failed; see above")
+        raise RunError(f"copies: {form} failed; see above")
     sent, received = (Ended(**json.loads(lines.splitlines()[-1])) for lines in said)
     return sent, received
 

@@ -1,6 +1,6 @@
-"""``llama405b bench gpu HOSTS``: the ladder on one GPU, one host, two hosts, and all; what a new cluster should climb first.
+"""``llama405b bench HOSTS``: test one GPU, one host, two hosts, and all; what a new cluster should pass before it trains.
 
-Each rung is one line, with cause and remedy where it fails. What needs a rung that failed is not tried.
+Each test is one line, with cause and remedy where it fails. What needs a test that failed is not tried.
 """
 
 import argparse
@@ -9,32 +9,20 @@ import time
 from collections.abc import Iterator, Sequence
 
 from llama405b.contract import rungs
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import FAILED, GOOD
 from llama405b.contract.rungs import RungResult
+from llama405b.contract.verb_parsers import bench_parser
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
 from llama405b_tools.run.ladder import climb_on
-from llama405b_tools.verbs.arguments import add_hosts
 
 
 def main(argv: Sequence[str]) -> int:
-    """Climb; returns the exit code."""
-    parser = OneLineParser(
-        prog="llama405b bench gpu",
-        description=__doc__,
-    )
-    add_hosts(parser)
-    rungs.add_options(parser)
-    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable of the ranks")
-    parser.add_argument(
-        "--setup-line", default="", metavar="LINE", help="shell line to run first, such as module load cuda"
-    )
-    args = parser.parse(argv)
-    log, chosen = rungs.Log(args.out), rungs.chosen(args.rungs)
-    hosts = read_hosts(args.hosts)
+    """Run the verb."""
+    args = bench_parser().parse(argv)
+    hosts, tests, log = read_hosts(args.hosts), rungs.chosen(args.tests), rungs.Log(args.out)
     base = asked.parse_launch(_launch_flags(args), time.time())
     code = GOOD
 
@@ -46,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         for number, (name, part) in enumerate(scopes(hosts), 1):
             print(f"{name}:", flush=True)
             request = dataclasses.replace(base, run=f"{base.run}-{number}")
-            found = climb_on(request, part, fleet, chosen, args.within, say)
+            found = climb_on(request, part, fleet, tests, args.within, say)
             faults = [result.rung for result in found if result.fault]
             if faults:
                 code = FAILED
@@ -65,7 +53,7 @@ def _launch_flags(args: argparse.Namespace) -> list[str]:
 
 
 def scopes(hosts: Sequence[Host]) -> Iterator[tuple[str, list[Host]]]:
-    """Yield what to climb on, from little to all."""
+    """Yield what to test, from little to all."""
     first = hosts[0]
     yield f"one GPU of {first.name}", [dataclasses.replace(first, slots=1)]
     if first.slots != 1:

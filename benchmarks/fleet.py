@@ -1,4 +1,8 @@
-"""``bench fleet``: compare fan-out, status and a whole launch with common alternatives."""
+"""Compare fan-out, status and a whole launch with common alternatives.
+
+``true`` on every host with bare paramiko, pdsh and clush, if installed, and our ``status``; then a whole launch, including all checks
+but with a stub instead of torchrun, and the same commands sent to each host by bare paramiko, without waiting for other hosts.
+"""
 
 import concurrent.futures
 import contextlib
@@ -8,10 +12,10 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
-from llama405b_tools.bench.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -70,7 +74,7 @@ def _bare(hosts: Sequence[Host], do: Callable[[Host, Ssh], None]) -> None:
 def _true(host: Host, connection: Ssh) -> None:
     result = connection.run("true", "", STATUS_TIMEOUT_S)
     if result.code:
-        raise UserError(f"bench: {host.name}: {result.err.strip()[:200]}")
+        raise UserError(f"{host.name}: {result.err.strip()[:200]}")
 
 
 def _replay(hosts: Sequence[Host], said: Said) -> Cost:

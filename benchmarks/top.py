@@ -1,4 +1,4 @@
-"""``llama405b bench top``: compare cluster-top, on both sides, with a fresh ``ssh host nvidia-smi`` per refresh."""
+"""Compare cluster-top, on both sides, with a fresh ``ssh host nvidia-smi`` per refresh."""
 
 import concurrent.futures
 import contextlib
@@ -18,11 +18,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.rig import RUN, least, ssh_argv, stub_run
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Heartbeat, Phase
-from llama405b_tools.bench.rig import RUN, least, ssh_argv, stub_run
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.login_shell import shell_path
@@ -30,7 +30,6 @@ from llama405b_tools.text.figures import format_table
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.state.frames import Frame
 
-LEAST_S = 5.0
 INTERVAL_S = 2.0
 COLUMNS, LINES = 120, 40
 RUN_HOSTS = 64  # in a launch that one machine, which plays all of them, can take
@@ -71,7 +70,7 @@ class Top:
         begin, before = time.monotonic(), self.spent()[0]
         time.sleep(seconds)
         if self.child.poll() is not None:
-            raise UserError(f"bench: cluster-top ended with {self.child.returncode}: {self.seen[-300:]!r}")
+            raise UserError(f"cluster-top ended with {self.child.returncode}: {self.seen[-300:]!r}")
         cpu_s, megabytes = self.spent()
         return (cpu_s - before) / (time.monotonic() - begin), megabytes
 
@@ -127,7 +126,7 @@ def _fresh(hosts: Sequence[Host]) -> None:
         argv = [*ssh_argv(), host.name, QUERY]
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         if done.returncode:
-            raise UserError(f"bench: ssh {host.name} failed ({done.stderr.decode(errors='replace').strip()[:200]})")
+            raise UserError(f"ssh {host.name} failed ({done.stderr.decode(errors='replace').strip()[:200]})")
 
     with concurrent.futures.ThreadPoolExecutor(min(MAX_AT_ONCE, len(hosts))) as pool:
         list(pool.map(one, hosts))
@@ -144,7 +143,7 @@ def _delay(fleet: Fleet, shown: Top, step: int) -> float:
     fleet.connection(name).run(line, json.dumps(dataclasses.asdict(beat)), DELAY_MOST_S)
     while str(step).encode() not in shown.seen:
         if time.monotonic() > begin + DELAY_MOST_S:
-            raise UserError(f"bench: step {step} did not appear on the screen within {DELAY_MOST_S:g} s")
+            raise UserError(f"step {step} did not appear on the screen within {DELAY_MOST_S:g} s")
         time.sleep(0.01)
     return time.monotonic() - begin
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from llama405b.commands.pairs import in_turns, ratio_of
+from benchmarks.pairs import in_turns, ratio_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, reason_of
 from llama405b.contract.schema import Optimizer
@@ -206,9 +206,7 @@ def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"bench overlap: --trace: {file} cannot be written ({reason_of(error)}); name another file"
-        ) from None
+        raise UserError(f"--trace: {file} cannot be written ({reason_of(error)}); name another file") from None
 
 
 def judge_overlap(case: Case, bare: Steps, taken: Steps) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""``bench logs``: compare ``logs`` with ``ssh … tail``."""
+"""Compare ``logs`` with ``ssh … tail``."""
 
 import subprocess
 import sys
@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.rig import RUN, SETTLE_S, checked, least, ssh_argv, stub_launch
 from llama405b.contract.errors import UserError
-from llama405b_tools.bench.rig import RUN, SETTLE_S, checked, least, ssh_argv, stub_launch
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.text.figures import format_table
 
@@ -38,4 +38,4 @@ def _tails(hosts: Sequence[Host]) -> None:
         children.append(subprocess.Popen([*ssh_argv(), host.name, newest], stdout=subprocess.DEVNULL))
     for child in children:
         if child.wait():
-            raise UserError("bench: ssh failed; check that `ssh HOST` works for every host")
+            raise UserError("ssh failed; check that `ssh HOST` works for every host")

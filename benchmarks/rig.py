@@ -63,7 +63,7 @@ def checked(argv: Sequence[str], env: dict[str, str] | None = None) -> None:
     """
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"bench: {argv[0]} failed ({done.stderr.strip()[:200]}); check that `ssh HOST` works")
+        raise UserError(f"{argv[0]} failed ({done.stderr.strip()[:200]}); check that `ssh HOST` works")
 
 
 class Overheard(Fleet):

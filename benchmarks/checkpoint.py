@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.update import UNITS, WIDTH, Case, Trace, stand_in_model
 from llama405b.checkpoint.saving import Saved, Saving
 from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.writer import THREADS
-from llama405b.commands.bench_update import UNITS, WIDTH, Case, Trace, stand_in_model
 from llama405b.contract.checkpoints import Reached, RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
@@ -100,7 +100,7 @@ class _Saves:
         outcome = self.saving.finish()
         self.saving.pruned()
         if not isinstance(outcome, Saved):
-            raise outcome or UserError("bench checkpoint: nothing was saved")
+            raise outcome or UserError("checkpoint: nothing was saved")
         return outcome
 
 

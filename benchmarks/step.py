@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from llama405b.commands.pairs import in_turns, ratio_of
+from benchmarks.pairs import in_turns, ratio_of
 from llama405b.contract import weights
 from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.distributed import ranks

@@ -167,7 +167,7 @@ def _measure(form: str, directory: Path, n_ranks: int, numerics: Numerics) -> Fi
             process.join(30 if found else 0)
             process.kill()
     if not found:
-        raise RunError(f"bench load: the ranks of {form!r} failed or took over {TIMEOUT_S} s; see their output above")
+        raise RunError(f"load: the ranks of {form!r} failed or took over {TIMEOUT_S} s; see their output above")
     return found
 
 

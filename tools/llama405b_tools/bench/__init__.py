@@ -1,1 +1,0 @@
-"""Benchmarks of the operator's side, against named baselines."""
