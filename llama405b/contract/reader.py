@@ -142,9 +142,12 @@ def _first(kinds: tuple[Any, ...], value: Any) -> Any:
 
 
 def _sound(kind: Any, value: Any) -> Any:
-    if typing.get_origin(kind) is tuple:
-        return tuple(_each_sound(typing.get_args(kind)[0], msgspec.convert(value, list[Any])))
-    return next(_each_sound(kind, [value]), None)
+    try:
+        return _convert(kind, value)  # nearly always all of it is
+    except msgspec.ValidationError:
+        if typing.get_origin(kind) is not tuple:
+            return None
+    return tuple(_each_sound(typing.get_args(kind)[0], msgspec.convert(value, list[Any])))
 
 
 def _each_sound(kind: Any, values: list[Any]) -> Iterator[Any]:
