@@ -21,11 +21,13 @@ fi
 need_venv train,dev || exit 2
 if [ "${1:-}" = quick ]; then
     shift
+    export OMP_NUM_THREADS=1 # there is a process for each core
     exec .venv/bin/python -m pytest -q -n auto --dist worksteal -m "unit and not slow" tests/unit "$@"
 fi
 bash tests/check.sh || exit 1
 # Two files at a time, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
 two=(-n 2 --dist loadfile --no-loadscope-reorder)
+export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
 marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}")
 if [ "${1:-}" = --all ]; then
     shift
