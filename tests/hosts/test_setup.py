@@ -78,7 +78,7 @@ def test_again_does_nothing_and_says_so(hosts, type_in):
     assert again.stdout.count("was set up already") == 2
     assert again.stdout.count("0 files sent, 0 deleted") == 2
     assert "installing packages" not in again.stdout
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 150
 
 
 def test_hosts_that_share_their_directory(hosts, place, type_in):

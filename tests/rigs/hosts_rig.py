@@ -118,6 +118,16 @@ class Hosts:
         inside = ("nsenter", "-t", pid, "--mount", "--uts", "--ipc", "--net", "--pid", "--root", "--wd=/")
         return subprocess.run([*inside, *command], check=check, capture_output=True, text=True, timeout=timeout)
 
+    def wrote(self, i, text):
+        """The files that a host has written, of those on its disk, in which there is a text."""
+        pid = run("pgrep", "-P", str(self.inits[i].pid)).stdout.split()[0]
+        search = ("grep", "-rlF", "-D", "skip", "--", text, str(self.state / f"node-{i}" / "rw" / "upper"))
+        found = subprocess.run(
+            ["nsenter", "-t", pid, "--mount", *search], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert found.returncode in (0, 1), found.stderr
+        return found.stdout.splitlines()
+
     def crash(self, i):
         """Power loss."""
         self.inits[i].send_signal(signal.SIGKILL)
