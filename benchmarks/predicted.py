@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import Point
-from llama405b.capacity.estimate import Cluster, Estimate, Load
+from llama405b.capacity.estimate import Cluster, Estimate
 from llama405b.capacity.hardware import Gpu
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.outlook import Outlook
+from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import GOOD, RunError
 from llama405b_tools.hosts.fleet import Fleet
@@ -61,7 +62,7 @@ def _uncalibrated(request: LaunchRequest, world: int) -> Outlook:
     if (llama := known_shape(request.config, "demo")) is None:
         raise RunError("the demo's model is not on this machine; run this where the first host runs")
     cluster = Cluster(Gpu.of_cpu(0.0)) if request.on_cpu else Cluster()
-    return Outlook.of(Load.of(llama, on_ranks(request.config, world), world), cluster)
+    return Outlook.of(RunShape.of(llama, on_ranks(request.config, world), world), cluster)
 
 
 def _tell(what: str, needs: Estimate, whole: Point) -> None:

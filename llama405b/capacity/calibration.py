@@ -8,8 +8,9 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Estimate, Load, estimate, setting_of
+from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Estimate, estimate, setting_of
 from llama405b.capacity.hardware import Gpu
+from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import Rates, StepTime, layer_s
 
 FEW, MORE = 1, 3  # layers
@@ -82,7 +83,7 @@ class Alone:
 class Calibration:
     """Measurements of steps, with fewer layers than the run has, if it has three, and rates; and of what."""
 
-    load: Load  # the planned run
+    load: RunShape  # the planned run
     few: Point
     more: Point
     other: Point | None  # as ``more``, with another micro-batch; None: that failed
@@ -101,12 +102,12 @@ class Calibration:
         if min(counts) < 1 or not 1 <= self.few.layers <= self.more.layers <= load.llama.layers:
             raise ValueError("its layers or ranks cannot be")
 
-    def fits(self, load: Load) -> bool:
+    def fits(self, load: RunShape) -> bool:
         """Whether its steps are those of such a run: only what concerns checkpoints may differ."""
         saves = {name: getattr(self.load, name) for name in ("keep", "mtbf_s", "every", "staging_bytes")}
         return dataclasses.replace(load, **saves) == self.load
 
-    def knows(self, load: Load, gpu: Gpu) -> bool:
+    def knows(self, load: RunShape, gpu: Gpu) -> bool:
         """Whether its rates hold for such a run: GPUs, model, sequence, numerics, attention and packing are the same."""
         same = ("llama", "seq_len", "numerics", "attention", "packing")
         return gpu.name == self.gpu and all(getattr(load, name) == getattr(self.load, name) for name in same)
@@ -154,7 +155,7 @@ class Calibration:
                 return whole, delay_s
         return took / given, 0.0
 
-    def _load_of(self, point: Point) -> Load:
+    def _load_of(self, point: Point) -> RunShape:
         llama = dataclasses.replace(self.load.llama, layers=point.layers)
         return dataclasses.replace(
             self.load, llama=llama, micro_batch=point.micro_batch, global_batch=point.global_batch

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llama405b.capacity.files import SavingCost
+from llama405b.capacity.disk import SavingCost
 from llama405b.contract.cadence import Cadence, share_that_counts
 
 RESTART_S = 60.0  # to notice a failure, end all ranks and start them anew, before anything is read; a prior

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from llama405b.capacity import calibration
 from llama405b.capacity.calibration import Calibration
-from llama405b.capacity.estimate import Cluster, Estimate, Load, estimate
+from llama405b.capacity.estimate import Cluster, Estimate, estimate
 from llama405b.capacity.goodput import Goodput, goodput
+from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
 from llama405b.contract.schema import Moments, Offload
@@ -50,18 +51,18 @@ class Fit(enum.IntEnum):
 class Outlook:
     """What a run takes, beside what there is."""
 
-    load: Load
+    load: RunShape
     cluster: Cluster
     ram_bytes: float  # of a host; 0: unknown
     needs: Estimate
     calibration: Calibration | None = None  # that ``needs`` takes into account
 
     @classmethod
-    def of(cls, load: Load, cluster: Cluster, ram_bytes: float = 0.0) -> "Outlook":
+    def of(cls, load: RunShape, cluster: Cluster, ram_bytes: float = 0.0) -> "Outlook":
         """Predict it."""
         return cls(load, cluster, ram_bytes, estimate(load, cluster, ram_bytes))
 
-    def of_load(self, load: Load) -> "Outlook":
+    def of_load(self, load: RunShape) -> "Outlook":
         """Predict something else in the same place; only what was measured of this very run is left out."""
         return Outlook.of(load, self.cluster, self.ram_bytes)
 
@@ -256,7 +257,7 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
     return sorted(helps, key=lambda each: (-each[1].fit, -each[1].gain(outlook)))
 
 
-def _changes(load: Load) -> list[tuple[str, Load]]:
+def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
     """Return what can be changed alone, in words, and what is then run."""
     change = functools.partial(dataclasses.replace, load)
     return [
@@ -272,7 +273,7 @@ def _changes(load: Load) -> list[tuple[str, Load]]:
     ]
 
 
-def _twice(load: Load) -> str:
+def _twice(load: RunShape) -> str:
     """Name twice the hosts, and what that makes of the batch."""
     batch = 2 * load.world
     return (
@@ -282,7 +283,7 @@ def _twice(load: Load) -> str:
     )
 
 
-def _runs(load: Load, cluster: Cluster) -> bool:
+def _runs(load: RunShape, cluster: Cluster) -> bool:
     """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
     if cluster.gpu.is_cpu and load.offload != "none":
         return False

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from llama405b.capacity.room import NoRoomError, check_room
+from llama405b.capacity.disk import NoRoomError, check_room
 from llama405b.checkpoint.digests import Fault, PassedOver, check_files, open_manifest, warning_of
 from llama405b.checkpoint.directory import Directory, best_manifest, directories_of
 from llama405b.contract.checkpoints import Manifest, committed, write_manifest

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from huggingface_hub import HfApi
 from torch import Tensor
 
 from llama405b.checkpoint.pickled import PickledWeights
 from llama405b.checkpoint.safetensors_file import partial_of, write_tensors
 from llama405b.checkpoint.weights_of import SavedWeights
-from llama405b.commands.hub_upload import create, upload
 from llama405b.commands.try_model import try_model
 from llama405b.contract import config, reader, weights
 from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of
@@ -31,6 +31,7 @@ from llama405b.contract.reader import MalformedError
 from llama405b.contract.tensors import INDEX, SINGLE, is_pickled, read_hf_json
 from llama405b.contract.units import size_words
 from llama405b.contract.verb_parsers import export_parser
+from llama405b.data.hub import said_clearly
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
@@ -300,3 +301,31 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+
+def create(repo: str) -> None:
+    """Create a repository, private, if it does not exist: so that access is known before hours of work.
+
+    Raises:
+        UserError: The name is not one, or access is denied.
+        RunError: The network or the Hub failed.
+    """
+    if repo.count("/") != 1:
+        raise UserError(f"--push-to-hub: {repo!r} is not a model name; write owner/name")
+    with said_clearly(repo, Path()):
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+
+
+def upload(directory: Path, repo: str) -> None:
+    """Upload what does not begin with a dot; what is there already is not sent again.
+
+    Raises:
+        UserError: Access is denied.
+        RunError: The network or the Hub failed; the same command resumes.
+    """
+    print(f"uploading {directory} to {repo}", flush=True)
+    with said_clearly(repo, directory):
+        HfApi().upload_folder(
+            repo_id=repo, folder_path=directory, ignore_patterns=[".*"], commit_message="Export by llama405b"
+        )
+    print(f"uploaded to {repo}", flush=True)

@@ -16,8 +16,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llama405b.capacity.calibration import SIGN, Alone
-from llama405b.capacity.estimate import Load
-from llama405b.capacity.memory import Pieces
+from llama405b.capacity.run_shape import RunShape, UnitSizes
 from llama405b.commands.checkup import best_of
 from llama405b.contract import reader
 from llama405b.contract.schema import COMPUTE_BYTES, Optimizer
@@ -39,7 +38,7 @@ UPDATE_BYTES = 28  # per element of FP32: weight, gradient and moments read, all
 def main(argv: Sequence[str]) -> int:
     """Measure as one of the ranks that torchrun has started."""
     parser = argparse.ArgumentParser(prog="llama405b.commands.rates", description=__doc__)
-    parser.add_argument("--load", type=lambda text: reader.loads(Load, text, "--load"), required=True)
+    parser.add_argument("--load", type=lambda text: reader.loads(RunShape, text, "--load"), required=True)
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory to write to")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--bind", choices=("auto", "off"), default="auto")
@@ -67,7 +66,7 @@ def slowest(me: Rank, act: Callable[[], object]) -> float:
     return micros / 1e6
 
 
-def layer_pass(load: Load, me: Rank) -> Callable[[], None]:
+def layer_pass(load: RunShape, me: Rank) -> Callable[[], None]:
     """Return what takes a layer forward and back, with the first attention that runs here.
 
     Raises:
@@ -85,7 +84,7 @@ def layer_pass(load: Load, me: Rank) -> Callable[[], None]:
     return layer_with(last, load, me)
 
 
-def layer_with(kernel: str, load: Load, me: Rank) -> Callable[[], None]:
+def layer_with(kernel: str, load: RunShape, me: Rank) -> Callable[[], None]:
     """Build one decoder layer of the run, unsharded; returns what takes it forward and back, recomputed, over a micro-batch."""
     shape, dtype = load.llama, DTYPES[COMPUTE_BYTES[load.numerics]]
     config = LlamaConfig(
@@ -144,12 +143,12 @@ def measure_copies(me: Rank) -> float:
     )
 
 
-def time_collectives(load: Load, me: Rank) -> tuple[float, float, float]:
+def time_collectives(load: RunShape, me: Rank) -> tuple[float, float, float]:
     """Measure an all-gather and a reduce-scatter of a unit, and a small all-gather; see ``Alone``, 0 with one rank."""
     if me.world == 1:
         return 0.0, 0.0, 0.0
     dtype = DTYPES[COMPUTE_BYTES[load.numerics]]
-    n = Pieces.of(load.llama).layer // (1 + load.halves) // me.world
+    n = UnitSizes.of(load.llama).layer // (1 + load.halves) // me.world
     whole, part = (
         torch.zeros(n * me.world, device=me.device, dtype=dtype),
         torch.zeros(n, device=me.device, dtype=dtype),
@@ -166,7 +165,7 @@ def time_collectives(load: Load, me: Rank) -> tuple[float, float, float]:
     return gather, rate(functools.partial(dist.reduce_scatter_tensor, part, whole)), hop_s
 
 
-def disk(directory: Path, load: Load, me: Rank) -> float:
+def disk(directory: Path, load: RunShape, me: Rank) -> float:
     """Measure how fast a host writes to a directory, through to its disk; returns bytes/s of all its ranks."""
     block, blocks = os.urandom(1 << 20), 256 if me.on_gpu else 32
     directory.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from llama405b.capacity import estimate
+from llama405b.capacity import estimate, run_shape
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.phrases import counted
@@ -72,7 +72,7 @@ def _estimate(config: Config, hf_config: LlamaConfig, world: int) -> list[str]:
     if config.parallel.device == "cpu" or not config.model.activation_checkpointing:
         return []
     known = weights.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
-    return estimate.describe_needs(estimate.Load.of(known, config, world))
+    return estimate.describe_needs(run_shape.RunShape.of(known, config, world))
 
 
 def _shape(config: Config, preset: str) -> LlamaConfig:

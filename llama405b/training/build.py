@@ -6,7 +6,7 @@ import time
 import torch
 from torch import nn
 
-from llama405b.capacity.estimate import Load
+from llama405b.capacity.run_shape import RunShape
 from llama405b.checkpoint.compatibility import Beginning, beginning
 from llama405b.contract import weights
 from llama405b.contract.config import accumulation, on_ranks, to_toml
@@ -49,7 +49,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     llama = weights.read_llama(files, config.model.layers)
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
     check = functools.partial(log_changes, begin=begin, config=config, context=context)
-    n_bytes = Load.of(llama, config, context.me.world).checkpoint_bytes
+    n_bytes = RunShape.of(llama, config, context.me.world).checkpoint_bytes
     saving, chosen = open_checkpoints(config, resume, n_bytes, context, check)
     if saving.store.is_owner:
         write_atomic(context.run.config, to_toml(config))

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from llama405b.capacity.estimate import Load, estimate
-from llama405b.capacity.memory import NORMS, shard_elements
+from llama405b.capacity.estimate import estimate
 from llama405b.capacity.outlook import HALVES, WHOLE
+from llama405b.capacity.run_shape import NORMS, RunShape, shard_elements
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Parallel
@@ -34,7 +34,7 @@ def _compare(model, numerics, offload, wrap, batch):
     config = PRESETS[name] | ({"num_hidden_layers": layers} if layers else {})
     tracked = track(config, Parallel(numerics=numerics, offload=offload, wrap=wrap), world, seq_len, micro_batch)
     llama = parse_llama(config, name)
-    load = Load(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
+    load = RunShape(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
     shards = load.weight_bytes * shard_elements(llama, world)
     assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
@@ -54,7 +54,7 @@ def test_the_optimizer_takes_what_it_keeps(model, numerics):
     (name, layers, world), parallel = model, Parallel(numerics=numerics)
     config = PRESETS[name] | {"num_hidden_layers": layers}
     llama = parse_llama(config, name)
-    load = Load(llama, numerics, "none", world, 512, 1, world)
+    load = RunShape(llama, numerics, "none", world, 512, 1, world)
     held = estimate(load).peak.held
     kept, _ = optimizer_bytes(config, parallel, world)
     assert held["moments"] + held.get(NORMS, 0) == kept
@@ -67,7 +67,7 @@ def test_units_are_predicted_within_a_percent_or_refused():
     verdicts = []
     for wrap in (("LlamaDecoderLayer",), ("LlamaAttention", "LlamaMLP"), ("LlamaAttention",)):
         tracked = track(config, Parallel(numerics="pure-bf16", offload="all", wrap=wrap), 8, 512, 1)
-        load = Load(parse_llama(config, "8b"), "pure-bf16", "full", 8, 512, 1, 8, wrap=wrap)
+        load = RunShape(parse_llama(config, "8b"), "pure-bf16", "full", 8, 512, 1, 8, wrap=wrap)
         is_exact = estimate(load).peak.total == pytest.approx(tracked.peak, rel=0.01)
         verdicts.append((is_exact, _refusal("--preset", "llama3.1-8b", "--parallel.wrap", ",".join(wrap))))
     assert verdicts[:2] == [(True, "")] * 2

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from conftest import ROOT
-from llama405b.capacity.estimate import Load, table_row
+from llama405b.capacity.estimate import table_row
+from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, config
 from llama405b.contract.records import Metrics
 from llama405b.contract.weights import parse_llama
@@ -60,7 +61,7 @@ def test_the_estimates_are_those_that_are_computed(name, count):
     rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|optimizer|all) \| (\d+) \|.*$", text, re.MULTILINE)
     assert len(rows) == count
     for model, numerics, offload, gpus in rows:
-        load = Load(parse_llama(shapes[model], model), numerics, offload, int(gpus))
+        load = RunShape(parse_llama(shapes[model], model), numerics, offload, int(gpus))
         assert table_row(model, load) in text
 
 

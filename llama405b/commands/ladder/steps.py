@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from llama405b.capacity import estimate
+from llama405b.capacity import estimate, run_shape
 from llama405b.contract import weights
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.rungs import Figure
@@ -134,7 +134,9 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
     if timed.work:
         figures += _work_figures(timed.work)
     shape = weights.parse_llama(LAYER.config(me).to_dict() | {"architectures": None}, "the layer")
-    counted = estimate.estimate(estimate.Load(shape, parallel.numerics, place, me.world, LAYER.seq_len, global_batch=1))
+    counted = estimate.estimate(
+        run_shape.RunShape(shape, parallel.numerics, place, me.world, LAYER.seq_len, global_batch=1)
+    )
     if me.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         figures.append(Figure("peak", peak / GB, "GB"))

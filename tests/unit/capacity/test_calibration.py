@@ -6,19 +6,20 @@ import json
 import pytest
 
 from llama405b.capacity.calibration import Alone, Calibration, Point, measured_layers
-from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Load, estimate
+from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, estimate
 from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook, best, remedies
+from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import reader
 from llama405b.contract.weights import Llama
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import forecast
 
 LLAMA = Llama(12, 256, 704, 4, 2, 64, 2048, False, False, False, 1024)
-LOAD = Load(LLAMA, "fp32", "none", 2, 256, 4, 8, ranks_per_host=1)
+LOAD = RunShape(LLAMA, "fp32", "none", 2, 256, 4, 8, ranks_per_host=1)
 MIB = 1 << 20
 ALONE = Alone(0.2, 30e9, 20e9, 12e9, 1e9, 0.5e9, 1e-4, 2e9)
-BIG = Load(
+BIG = RunShape(
     Llama(80, 8192, 28672, 64, 8, 128, 128256, False, False, False, 8192), "fp32-master", "optimizer", 32, 4096, 1, 32
 )
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-from llama405b.capacity import estimate
+from llama405b.capacity import estimate, run_shape
 from llama405b.capacity.known import known_shape
 from llama405b.contract import config
 from llama405b.contract.schema import Checkpoint, Config
@@ -57,7 +57,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     needs = dataclasses.replace(needs, gpu_bytes=on_device, ram_bytes=on_host * most)
     if not asked.model.activation_checkpointing:
         return needs
-    load = estimate.Load.of(llama, asked, world)
+    load = run_shape.RunShape.of(llama, asked, world)
     predicted = estimate.estimate(load)
     at_peak = predicted.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
     return dataclasses.replace(needs, gpu_peak_bytes=int(predicted.gpu_bytes), ram_peak_bytes=int(at_peak))

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import SIGN, Alone, Calibration, Point, measured_layers
-from llama405b.capacity.estimate import Load
 from llama405b.capacity.hardware import Gpu
+from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, reader
 from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import RunError
@@ -29,7 +29,7 @@ STEP_LIMIT_S, RATES_LIMIT_S = 120.0, 240.0
 
 
 def calibrate(
-    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Load, gpu: Gpu, made: str
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: RunShape, gpu: Gpu, made: str
 ) -> Calibration:
     """Measure the run's steps with few of its layers, and the hosts' rates; nothing is left running. ``load``: the run as planned.
 
@@ -86,7 +86,7 @@ def point(
     return _median(layers, training.micro_batch_size, training.global_batch_size, steps)
 
 
-def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Load) -> Alone:
+def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: RunShape) -> Alone:
     """Measure what every part of a step attains on all ranks at once.
 
     Raises:

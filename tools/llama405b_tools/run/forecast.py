@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import Calibration
-from llama405b.capacity.estimate import Cluster, Load, checkpoint_bytes_per_parameter
+from llama405b.capacity.disk import NoRoomError, check_room
+from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook, predicts_units
-from llama405b.capacity.room import NoRoomError, check_room
+from llama405b.capacity.run_shape import RunShape, checkpoint_bytes_per_parameter
 from llama405b.contract import reader
 from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import UserError
@@ -65,7 +66,7 @@ def expected(
     gpu = Gpu.of_cpu(ram_bytes / slots) if request.on_cpu else _gpu_of(answers)
     if gpu is None:
         return None
-    load = dataclasses.replace(Load.of(llama, on_ranks(config, plan.world), plan.world), ranks_per_host=slots)
+    load = dataclasses.replace(RunShape.of(llama, on_ranks(config, plan.world), plan.world), ranks_per_host=slots)
     cluster = Cluster(gpu, min(_link(answers[node.name], node.interface) for node in plan.nodes))
     outlook = Outlook.of(load, cluster, ram_bytes)
     outlook = outlook.calibrated(measured) if measured else outlook

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from llama405b.capacity.calibration import Calibration
-from llama405b.capacity.estimate import Load
 from llama405b.capacity.hardware import GIB
 from llama405b.capacity.machines import Machines
 from llama405b.capacity.outlook import MEMORY_SPREAD, NEAR, Fit, Outlook, is_near, largest_micro_batch, remedies
+from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
 from llama405b.contract.units import SPARE
 
@@ -86,7 +86,7 @@ def _memory(outlook: Outlook) -> list[str]:
     ]
 
 
-def _measured(load: Load, found: Calibration) -> list[str]:
+def _measured(load: RunShape, found: Calibration) -> list[str]:
     """What was measured of it."""
     what = "a run of other settings, whose rates these are"
     if found.fits(load):
@@ -249,7 +249,7 @@ def ranking(found: Sequence[Outlook]) -> list[str]:
     return [*lines, *_ties(found)]
 
 
-def _moments(load: Load) -> str:
+def _moments(load: RunShape) -> str:
     """Their dtype."""
     return "bf16" if load.numerics == "pure-bf16" else load.moments
 

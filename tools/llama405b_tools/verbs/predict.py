@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import Calibration
-from llama405b.capacity.estimate import Cluster, Load
+from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.machines import UNSEEN, Machines, assumptions, described
 from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, predicts_units
+from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, config, setting_rules, weights
 from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
@@ -204,7 +205,7 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
             "--preset of its shape"
         )
     weights.check_seq_len(llama, asked.data.seq_len)
-    load = dataclasses.replace(Load.of(llama, asked, machines.world), ranks_per_host=machines.slots)
+    load = dataclasses.replace(RunShape.of(llama, asked, machines.world), ranks_per_host=machines.slots)
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
     outlook = Outlook.of(load, cluster, machines.ram_bytes)

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from llama405b.capacity.room import nearly_full
+from llama405b.capacity.disk import nearly_full
 from llama405b.contract.causes import STUCK, said_by_rank
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase

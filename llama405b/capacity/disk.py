@@ -1,14 +1,20 @@
-"""Weights and checkpoints on disks: how long they take, and what they hold of a host's memory meanwhile. Pure."""
+"""Weights and checkpoints on disks: how long they take, what they hold of a host's memory meanwhile, and whether a disk holds them.
+
+Pure.
+"""
 
 import dataclasses
 import math
 
-from llama405b.capacity.memory import Pieces
+from llama405b.capacity.run_shape import UnitSizes
 from llama405b.contract.cadence import best_interval
+from llama405b.contract.checkpoints import LEAST_KEPT
+from llama405b.contract.units import size_words
 from llama405b.contract.weights import Llama
 
 BYTES = 2  # of a weight in the files: BF16
 WAITS = 0.1  # of what writing takes, training waits for a save beside it: 0.013 to 0.096 in docs/measurements
+LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # free, of all
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +40,7 @@ class SavingCost:
 
 def loading(llama: Llama, hosts: int, disk: float, nic: float) -> LoadingCost:
     """Predict it; ``disk``, ``nic``: bytes/s of a host. Two units are in memory at a time: one is read while the other is sent."""
-    n_bytes, pieces = BYTES * llama.parameters, Pieces.of(llama)
+    n_bytes, pieces = BYTES * llama.parameters, UnitSizes.of(llama)
     slowest = min(disk, nic) if hosts > 1 else disk
     return LoadingCost(
         n_bytes / slowest, n_bytes / hosts / disk, 2 * BYTES * max(pieces.layer, pieces.embedding, pieces.head)
@@ -48,3 +54,34 @@ def saving(n_bytes: float, disk: float, step_s: float | None, mtbf_s: float, roo
     staged = min(unwritten, room)
     waits_s = WAITS * write_s + (unwritten - staged) / disk
     return SavingCost(n_bytes, write_s, waits_s, unwritten, staged, best_interval(max(1.0, waits_s), write_s, mtbf_s))
+
+
+def nearly_full(free_bytes: int, total_bytes: int) -> bool:
+    """Whether a disk that a run writes to is about to fill."""
+    return free_bytes < LOW_BYTES or free_bytes < LOW_SHARE * total_bytes
+
+
+class NoRoomError(Exception):
+    """A disk cannot hold the checkpoints of a run; says why and what to do, as a clause about the directory."""
+
+
+def check_room(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> None:
+    """Check that a disk can hold ``keep`` checkpoints and one that is being written.
+
+    ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already; ``best``: whether
+    one of those that are kept is the best.
+
+    Raises:
+        NoRoomError: It cannot.
+    """
+    there = min(there, keep)
+    if (keep + 1 - there) * each_bytes <= free_bytes:
+        return
+    fits = free_bytes // each_bytes + there - 1 - best
+    remedy = "use another directory"
+    if fits >= LEAST_KEPT:
+        remedy = f"use --checkpoint.keep {fits}, or another directory"
+    raise NoRoomError(
+        f"has {size_words(free_bytes)} free, but a checkpoint takes {size_words(each_bytes)}, {keep} are kept, and one more "
+        f"is being written; {remedy}"
+    )

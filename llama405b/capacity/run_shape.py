@@ -1,0 +1,215 @@
+"""What is trained, and on how many ranks: what a parameter takes where, and what FSDP gathers and shards. Pure.
+
+Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
+from llama405b.contract.units import SPARE
+from llama405b.contract.weights import EMBEDDING, HEAD, Llama
+
+RANKS_PER_HOST = 8
+PINNED = 1.19
+KINDS = ("parameters", "gradients", "moments")
+GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
+NORM = {"pure-bf16": 4 + 4, "fp32-master": 0, "fp32": 0}  # more bytes per parameter of a norm: its master, and moments
+NORM_SAVED = {"pure-bf16": 2 + 4, "fp32-master": 0, "fp32": 0}  # of those in a checkpoint: it has the master alone
+NORMS = "norms in FP32"  # their masters, and what their moments take more
+
+
+def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
+    """Return what a checkpoint holds of a parameter: its weight and two moments, in bytes."""
+    weight = GRADIENT[numerics]
+    return weight + (4 if moments == "bf16" else 2 * weight)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """Parameters by what FSDP gathers in one piece; numbers of elements."""
+
+    attention: int
+    mlp: int
+    norms: int  # of a layer
+    embedding: int
+    head: int  # with the last norm; 0: the embedding is the head
+
+    @classmethod
+    def of(cls, llama: Llama) -> "UnitSizes":
+        """Count a Llama's."""
+        sizes = {name: math.prod(shape) for name, shape in llama.tensors().items()}
+        layer = {name: size for name, size in sizes.items() if name.startswith("model.layers.0.")}
+        norm = sizes["model.norm.weight"]
+        return cls(
+            attention=sum(size for name, size in layer.items() if ".self_attn." in name),
+            mlp=sum(size for name, size in layer.items() if ".mlp." in name),
+            norms=sum(size for name, size in layer.items() if "norm" in name),
+            embedding=sizes[EMBEDDING] + llama.tied * norm,
+            head=0 if llama.tied else sizes[HEAD] + norm,
+        )
+
+    @property
+    def layer(self) -> int:
+        """Of a decoder layer."""
+        return self.attention + self.mlp + self.norms
+
+
+def norm_elements(llama: Llama, world: int) -> int:
+    """Return how many elements a rank keeps of all norms."""
+    return (2 * llama.layers + 1) * math.ceil(llama.hidden / world)
+
+
+def shard_elements(llama: Llama, world: int) -> int:
+    """Return how many elements a rank keeps of all parameters: FSDP2 shards the first dimension, and pads it."""
+
+    def of(names: Iterable[str]) -> int:
+        return sum(math.ceil(shapes[name][0] / world) * math.prod(shapes[name][1:]) for name in names)
+
+    shapes = dataclasses.replace(llama, layers=1).tensors()
+    layer = [name for name in shapes if name.startswith("model.layers.")]
+    return of(shapes.keys() - set(layer)) + llama.layers * of(layer)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunShape:
+    """What is trained, and on how many ranks."""
+
+    llama: Llama
+    numerics: Numerics
+    offload: Offload
+    world: int
+    seq_len: int = 4096
+    micro_batch: int = 1
+    global_batch: int = 64
+    keep: int = 2
+    overlap: bool = True  # with offload: the update runs under the next forward
+    moments: Moments = "fp32"
+    wrap: tuple[str, ...] = Parallel().wrap
+    ranks_per_host: int = RANKS_PER_HOST
+    mtbf_s: float = Checkpoint().mtbf * 3600  # between failures of one rank
+    attention: str = "auto"
+    packing: str = Data().packing
+    every: str = Checkpoint().every
+    staging_bytes: int | None = None  # of a host, for copies of what is saved; None: as much as is free
+
+    @classmethod
+    def of(cls, llama: Llama, config: Config, world: int) -> "RunShape":
+        """Return what a configuration trains, on ``world`` ranks."""
+        return cls(
+            llama,
+            config.parallel.numerics,
+            config.parallel.offload,
+            world,
+            config.data.seq_len,
+            config.training.micro_batch_size,
+            config.training.global_batch_size,
+            config.checkpoint.keep,
+            config.parallel.overlap and config.parallel.fsdp == "fsdp2",
+            config.parallel.moments,
+            config.parallel.wrap,
+            mtbf_s=config.checkpoint.mtbf * 3600,
+            attention=config.model.attention,
+            packing=config.data.packing,
+            every=config.checkpoint.every,
+            staging_bytes=config.checkpoint.staging_bytes,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on a GPU."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def hosts(self) -> int:
+        """Hosts, or one with fewer ranks."""
+        return max(1, self.world // self.ranks_per_host)
+
+    @property
+    def halves(self) -> bool:
+        """Whether attention and MLP are units of their own, instead of the decoder layer."""
+        return {"LlamaAttention", "LlamaMLP"} <= {*self.wrap} and "LlamaDecoderLayer" not in self.wrap
+
+    @property
+    def embedding_apart(self) -> bool:
+        """Whether the embedding is a unit."""
+        return "Embedding" in self.wrap
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches: then gradients of earlier ones are there from the start."""
+        return self.global_batch > self.micro_batch * self.world
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
+        apart = self.overlap or self.moments == "bf16"
+        return self.offload == "all" and apart and self.accumulates
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an activation, and of a weight that was gathered."""
+        return COMPUTE_BYTES[self.numerics]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient, as it is reduced."""
+        return GRADIENT[self.numerics]
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of a GPU that a norm's parameter takes beyond the others'."""
+        return NORM[self.numerics] * (self.offload == "none")
+
+    @property
+    def shard_bytes(self) -> dict[str, float]:
+        """Bytes of a GPU per parameter of the shards that stay, by what they are."""
+        parts = {
+            "none": (self.weight_bytes, self.gradient_bytes, self.moment_bytes),
+            "optimizer": (2, 0, 0),
+            "all": (0, 0, 0),
+        }[self.offload]
+        return dict(zip(KINDS, parts, strict=True))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a parameter as it is kept."""
+        return GRADIENT[self.numerics]  # they have one dtype
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a parameter's two moments."""
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) - self.weight_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint on disk, over all ranks."""
+        norms = NORM_SAVED[self.numerics] * norm_elements(self.llama, 1)
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.llama.parameters + norms
+
+    @property
+    def host_bytes(self) -> dict[str, float]:
+        """Bytes in a host's memory, by what they are, as torch pins them."""
+        weight, gradient = self.weight_bytes, self.gradient_bytes
+        parts = {
+            "none": (0.0, 0.0, 0.0),
+            "optimizer": (weight, gradient, self.moment_bytes),
+            "all": (weight * PINNED, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
+        }[self.offload]
+        share = self.ranks_per_host / max(self.world, self.ranks_per_host)
+        found = {name: size * self.llama.parameters * share for name, size in zip(KINDS, parts, strict=True) if size}
+        norms = NORM[self.numerics] * norm_elements(self.llama, 1) * share
+        return found | {NORMS: norms} if found and norms else found
+
+    def room(self, ram_bytes: float) -> float:
+        """Bytes of a host's memory that copies of what is saved may take; ``ram_bytes``: of a host; 0: unknown."""
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        return SPARE * max(0.0, ram_bytes - sum(self.host_bytes.values())) if ram_bytes else math.inf
+
+    @property
+    def update_bytes_per_parameter(self) -> int:
+        """Bytes that an update reads and writes."""
+        published = 2 * (self.offload == "optimizer")
+        return 2 * (self.weight_bytes + self.moment_bytes) + self.gradient_bytes + published
