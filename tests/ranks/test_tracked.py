@@ -23,7 +23,7 @@ MODELS = [
     ("llama3.1-405b", 3, 64),
     ("llama3.1-405b", 2, 1),
 ]
-NUMERICS, PLACES = ("pure-bf16", "fp32-master", "fp32"), ("none", "full")
+NUMERICS, PLACES = ("pure-bf16", "fp32-master", "fp32"), ("none", "all")
 BATCHES = [(512, 1), (4096, 1), (8192, 2)]  # length and number of sequences
 GRID = list(itertools.product(MODELS, NUMERICS, PLACES, (WHOLE, HALVES), BATCHES))
 SOME = GRID[::7]  # 7 shares no factor with the sides of the grid: every pair of values meets
@@ -67,7 +67,7 @@ def test_units_are_predicted_within_a_percent_or_refused():
     verdicts = []
     for wrap in (("LlamaDecoderLayer",), ("LlamaAttention", "LlamaMLP"), ("LlamaAttention",)):
         tracked = track(config, Parallel(numerics="pure-bf16", offload="all", wrap=wrap), 8, 512, 1)
-        load = RunShape(parse_llama(config, "8b"), "pure-bf16", "full", 8, 512, 1, 8, wrap=wrap)
+        load = RunShape(parse_llama(config, "8b"), "pure-bf16", "all", 8, 512, 1, 8, wrap=wrap)
         is_exact = estimate(load).peak.total == pytest.approx(tracked.peak, rel=0.01)
         verdicts.append((is_exact, _refusal("--preset", "llama3.1-8b", "--parallel.wrap", ",".join(wrap))))
     assert verdicts[:2] == [(True, "")] * 2
