@@ -1,4 +1,4 @@
-"""What changes in a directory of checkpoints: each is complete or absent. All of it is the keeper's, while it holds the lease.
+"""What changes in a directory of checkpoints: each is complete or absent. All of it is the owner's, while it holds the lease.
 
 A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is there. A committed directory is
 never changed or replaced, and deleted only by the run that wrote it. Knows files; not tensors or ranks.

@@ -1,6 +1,6 @@
 """Bring what a host lacks of a checkpoint from the hosts that have it: after a change of the hosts' order, or of their number.
 
-Files cross in pieces, through CPU memory and the store's group. Knows files and keepers; not tensors. What comes is
+Files cross in pieces, through CPU memory and the store's group. Knows files and owners; not tensors. What comes is
 verified where it is read.
 """
 
@@ -35,8 +35,8 @@ class Gathered:
         self.path = found.path
         self.rank, self.owner = store.me.rank, store.owner_of[store.me.rank]
         self.made: list[Path] = []
-        self.came: dict[tuple[str, int], int] = {}  # file and keeper -> the keeper that sent it
-        self.have = {owner: {*found.own[owner]} for owner in store.owners}
+        self.sent_by: dict[tuple[str, int], int] = {}  # file and owner -> the owner that sent it
+        self.have = {owner: {*found.local[owner]} for owner in store.owners}
 
     def describe(self) -> None:
         """Bring what all ranks need: everything without tensors."""
@@ -83,15 +83,15 @@ class Gathered:
             shutil.rmtree(path, ignore_errors=True)
 
     def _moves(self, needs: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-        """List what each keeper lacks, and which keeper sends it: those in turns that have it."""
+        """List what each owner lacks, and which owner sends it: those in turns that have it."""
         moves = []
         for owner in self.store.owners:
             wanted = {name for rank, names in enumerate(needs) if self.store.owner_of[rank] == owner for name in names}
             for number, name in enumerate(sorted(wanted - self.have[owner])):
-                sources = [other for other in self.store.owners if name in self.found.held[other]]
+                sources = [other for other in self.store.owners if name in self.found.available[other]]
                 source = owner if owner in sources else sources[number % len(sources)]
                 moves.append((name, source, owner))
-                self.came[name, owner] = source
+                self.sent_by[name, owner] = source
                 self.have[owner].add(name)
         if any(to == self.owner for _, _, to in moves):
             self.path = self.store.directory.borrowed(self.found.path)
@@ -110,7 +110,7 @@ class Gathered:
         if self.path not in self.made:
             self.made.append(self.path)
             shutil.rmtree(self.path, ignore_errors=True)
-            linked += self.found.own[self.owner]
+            linked += self.found.local[self.owner]
         for name in linked:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self.path / name).symlink_to(self._at(name).resolve())

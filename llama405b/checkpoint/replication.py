@@ -1,6 +1,6 @@
 """This host's place in the ring in which checkpoints are copied; the copying itself is a process of the node runner's.
 
-Knows keepers and the files of ``contract.replicas``; not tensors.
+Knows owners and the files of ``contract.replicas``; not tensors.
 """
 
 import contextlib

@@ -86,18 +86,19 @@ class Resume:
     def _leave_out(self, gathered: Gathered, failed: CheckpointException) -> bool:
         """Do without the files that turned out to be damaged, if other hosts have copies of them."""
         assert self.found
-        own = list(self.found.own)
-        held = list(self.found.held)
+        local = list(self.found.local)
+        available = list(self.found.available)
         owner_of = self.store.owner_of
         for rank, cause in failed.failures.items():
             assert isinstance(cause[0], DamagedError)
             file, owner = cause[0].file, owner_of[rank]
-            holder = gathered.came.get((file, owner), owner)
-            for other in [other for other, its in enumerate(owner_of) if its == holder]:
-                own[other], held[other] = own[other] - {file}, held[other] - {file}
-        if {*self.found.manifest.files} - set().union(*held):
+            sender = gathered.sent_by.get((file, owner), owner)
+            for other in [other for other, its in enumerate(owner_of) if its == sender]:
+                local[other] = local[other] - {file}
+                available[other] = available[other] - {file}
+        if {*self.found.manifest.files} - set().union(*available):
             return False
-        self.found = dataclasses.replace(self.found, own=tuple(own), held=tuple(held))
+        self.found = dataclasses.replace(self.found, local=tuple(local), available=tuple(available))
         return True
 
     def settle(self) -> None:

@@ -165,7 +165,7 @@ class Saving:
         return writer.digests
 
     def _share(self, final: Path) -> dict[str, bytes]:
-        """Return what rank 0 has beside tensors, and other keepers lack."""
+        """Return what rank 0 has beside tensors, and other owners lack."""
         store, others = self.store, dict[str, bytes]()
         if store.shared:
             return {}

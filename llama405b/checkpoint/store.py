@@ -1,7 +1,7 @@
 """Where a run's checkpoints are, for all ranks: one directory that all hosts share, or one on each host's own disk.
 
 Of the ranks that see the same directory the lowest keeps it: it alone changes what is there, holding its lease. Knows directories
-and their keepers; not tensors, the loss or the data.
+and their owners; not tensors, the loss or the data.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class CheckpointView:
 
     path: Path  # the same on all hosts
     manifest: Manifest
-    held: tuple[frozenset[str], ...]  # files that each rank's keeper has, its own or copies
-    own: tuple[frozenset[str], ...]  # of them: what is in the checkpoint itself
+    available: tuple[frozenset[str], ...]  # files that each rank's owner has, its own or copies
+    local: tuple[frozenset[str], ...]  # of them: what is in the checkpoint itself
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Store:
     def check_room(self, each_bytes: int, copies: int = 0) -> None:
         """Refuse a disk that cannot hold as many checkpoints of this size as are kept, and one that is being written.
 
-        ``copies``: of the part of the keeper before, as many.
+        ``copies``: of the part of the owner before, as many.
 
         Raises:
             UserError: It has too little room, beside what this run has there already.
@@ -204,7 +204,7 @@ class Store:
         group: dist.ProcessGroup | None = None,
         fault: str = "cannot be written",
     ) -> None:
-        """Have keepers do something with their directories while they hold them, and every rank refuse if one cannot.
+        """Have owners do something with their directories while they hold them, and every rank refuse if one cannot.
 
         ``group``: the store's own, for what happens beside training. ``fault``: what is said of ``where`` then.
         """
@@ -227,7 +227,7 @@ class Store:
                 self.holder.check()
 
     def present(self) -> list[Path]:
-        """List the committed checkpoints that any keeper sees, oldest first."""
+        """List the committed checkpoints that any owner sees, oldest first."""
         seen: list[str] = []
 
         def look() -> None:
@@ -252,29 +252,34 @@ class Store:
 
         Warns of one that others can write.
         """
-        seen = collectives.all_gather_objects(self._see(path) if self.is_owner else LocalView(), LocalView)
-        of_keepers = [seen[owner] for owner in self.owners]
-        faults = sorted(
-            [each.fault for each in of_keepers if each.fault], key=lambda fault: fault.fault is not Fault.UNREADABLE
-        )
-        digests = {each.digest for each in of_keepers if each.digest}
-        if not digests and not faults:
-            return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
-        if not digests or (self.shared and faults) or (faults and faults[0].fault is Fault.UNREADABLE):
-            return faults[0]
-        if len(digests) > 1:
-            return PassedOver(path, Fault.DAMAGED, f"{path}: hosts have different manifests of it")
-        first = next(owner for owner in self.owners if seen[owner].digest)
-        manifest = self._manifest_of(path, first)
-        missing = sorted({*manifest.files}.difference(*((*each.files, *each.copies) for each in of_keepers)))
+        views = collectives.all_gather_objects(self._see(path) if self.is_owner else LocalView(), LocalView)
+        of_owners = [views[owner] for owner in self.owners]
+        faults = [view.fault for view in of_owners if view.fault]
+        if fault := self._fault(path, {view.digest for view in of_owners if view.digest}, faults):
+            return fault
+        manifest = self._manifest_of(path, next(owner for owner in self.owners if views[owner].digest))
+        missing = sorted({*manifest.files}.difference(*((*view.files, *view.copies) for view in of_owners)))
         if missing:
             damage = next((f"{fault}; " for fault in faults if fault.fault is Fault.DAMAGED), "")
             return PassedOver(path, Fault.DAMAGED, f"{damage}{path}/{missing[0]}: on no host of this run")
-        if warnings := [each.warning for each in of_keepers if each.warning]:
-            self.say(warnings[0])
-        own = tuple(frozenset(seen[owner].files) for owner in self.owner_of)
-        held = tuple(frozenset((*seen[owner].files, *seen[owner].copies)) for owner in self.owner_of)
-        return CheckpointView(path, manifest, held, own)
+        if warning := next(filter(None, (view.warning for view in of_owners)), ""):
+            self.say(warning)
+        local = tuple(frozenset(views[owner].files) for owner in self.owner_of)
+        available = tuple(frozenset((*views[owner].files, *views[owner].copies)) for owner in self.owner_of)
+        return CheckpointView(path, manifest, available, local)
+
+    def _fault(self, path: Path, digests: set[str], faults: list[PassedOver]) -> PassedOver | None:
+        """What forbids to read a manifest; None: one can be read. ``digests``: of the manifests that owners see."""
+        unreadable = next((fault for fault in faults if fault.fault is Fault.UNREADABLE), None)
+        if unreadable:
+            return unreadable
+        if faults and (self.shared or not digests):
+            return faults[0]
+        if not digests:
+            return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
+        if len(digests) > 1:
+            return PassedOver(path, Fault.DAMAGED, f"{path}: hosts have different manifests of it")
+        return None
 
     def _manifest_of(self, path: Path, owner: int) -> Manifest:
         mine: Manifest | None = None

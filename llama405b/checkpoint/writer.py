@@ -40,7 +40,7 @@ class SealingWriter(dcp.FileSystemWriter):
         self.digests: dict[str, FileDigest] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Demand the directory that its keeper made: torch would make it, below the mount point of a filesystem that is not mounted.
+        """Demand the directory that its owner made: torch would make it, below the mount point of a filesystem that is not mounted.
 
         Raises:
             OSError: This rank does not see it.
