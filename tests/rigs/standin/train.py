@@ -134,14 +134,14 @@ def resume_from(directory, resume):
     return path
 
 
-def train(asked, run, me, pulse, told):
+def train(asked, run, me, heartbeat, told):
     config, journal = asked.config, Journal(run, me)
     directory = Path(config.checkpoint.dir or run.checkpoints)
     peers = Peers(me)
-    pulse.phase(Phase.DATA)
+    heartbeat.phase(Phase.DATA)
     found = resume_from(directory, asked.resume)
     peers.any(False)  # all have looked
-    pulse.phase(Phase.LOAD)
+    heartbeat.phase(Phase.LOAD)
     done = checkpoints.step_of(found) if found else 0
     if me.is_rank0:
         write_atomic(run.config, to_toml(config))
@@ -150,19 +150,19 @@ def train(asked, run, me, pulse, told):
             journal.log(f"resumed from {found}")
         journal.event(EventKind.RESUMED if found else EventKind.STARTED, step=done, path=found)
     journal.resumed_at(done, config.training.max_steps)
-    pulse.phase(Phase.TRAIN)
+    heartbeat.phase(Phase.TRAIN)
     for step in range(done + 1, config.training.max_steps + 1):
         time.sleep(STEP_S)
         stops = peers.any(bool(told))
-        pulse.stepped(step, data_s=0.01, optimizer_s=0.01)
+        heartbeat.finished_step(step, data_s=0.01, optimizer_s=0.01)
         journal.metrics(metrics(step, me, config))
         ends = stops or step == config.training.max_steps
         cadence = config.checkpoint.cadence
         if cadence.saves and (ends or (cadence.steps and step % cadence.steps == 0)):
-            pulse.phase(Phase.CHECKPOINT)
+            heartbeat.phase(Phase.CHECKPOINT)
             path, digest = save(directory, step, me, run, config, peers)
             journal.event(EventKind.SAVED, step=step, path=path, digest=digest, took_s=0.01)
-            pulse.phase(Phase.TRAIN)
+            heartbeat.phase(Phase.TRAIN)
         if stops:
             journal.event(EventKind.STOPPED, step=step)
             journal.log(f"stopped after step {step}, as requested")
@@ -187,16 +187,16 @@ def main():
     asked = command.parse(sys.argv[1:])
     run = RunDir(asked.run_dir)
     me = place(run)
-    pulse = HeartbeatWriter(run, me)
+    heartbeat = HeartbeatWriter(run, me)
     try:
-        train(asked, run, me, pulse, told)
+        train(asked, run, me, heartbeat, told)
     except (OSError, UserError) as error:
         kind = CauseKind.REFUSED if isinstance(error, UserError) else CauseKind.LOST_PEER
-        cause = Cause(kind, host=me.host, rank=me.rank, phase=pulse.record.phase, detail=str(error))
+        cause = Cause(kind, host=me.host, rank=me.rank, phase=heartbeat.record.phase, detail=str(error))
         print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
-        pulse.failed(cause)
+        heartbeat.failed(cause)
         return error.exit_code if isinstance(error, UserError) else FAILED
-    pulse.phase(Phase.DONE)
+    heartbeat.phase(Phase.DONE)
     return 0
 
 
