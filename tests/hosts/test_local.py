@@ -424,8 +424,8 @@ def test_a_directory_that_is_not_there_is_never_a_success(work, cli):
 
 
 def test_going_back_and_stopping(work, cli, demo, corpus):
-    assert cli(work, "launch", "--run", "b", "--follow", *standin(demo, corpus, 8)).returncode == 0
-    flags = [*standin(demo, corpus, 100_000), "--checkpoint.every", 1000]
+    assert cli(work, "launch", "--run", "b", "--follow", *settings(demo, corpus, 8)).returncode == 0
+    flags = [*settings(demo, corpus, 100_000), "--checkpoint.every", 1000]
     assert cli(work, "launch", "--run", "b", "--resume", 4, *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "b", 1)["step"] >= 5)
     state = cli(work, "status", "--run", "b")
