@@ -16,10 +16,11 @@ from llama405b.contract.schema import Config
 from llama405b.distributed import collectives
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.sequential import Sequential
-from llama405b.training.build import bind_to_numa_node, build_evaluator
+from llama405b.training.build import bind_to_numa_node
 from llama405b.training.build_data import open_held_out
 from llama405b.training.build_model import build_model
 from llama405b.training.context import RankContext
+from llama405b.training.evaluate import Evaluator
 from llama405b.training.journal import read_metrics
 from llama405b.training.model_files import bring_model_files
 from llama405b.training.open_checkpoints import load_checkpoint
@@ -31,11 +32,12 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     Raises:
         UserError: The model, the data or the checkpoint cannot be used.
     """
-    bind_to_numa_node(config, context)
-    files = bring_model_files(config, context)
+    bind_to_numa_node(config.parallel, context)
+    whole = config.parallel.fsdp == "fsdp1"
+    files = bring_model_files(config.model, config.data, context, whole=whole)
     chosen = choose_checkpoint(config, resume, files, context)
     context.phase(Phase.DATA)
-    held_out = open_held_out(config, files, context)
+    held_out = open_held_out(config.data, config.evaluation, files, context)
     if context.me.is_rank0:
         training = dataclasses.replace(config.training, max_steps=0)  # which cluster-top would wait for
         write_atomic(context.run.config, to_toml(dataclasses.replace(config, training=training)))
@@ -49,7 +51,8 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     if chosen:
         done, path = load_checkpoint(chosen, lambda _: None, module, updater, context)
         what = str(path)
-    loss, words = build_evaluator(config, module, held_out, context).evaluate()
+    evaluator = Evaluator(config.evaluation, config.training.micro_batch_size, module, held_out, context)
+    loss, words = evaluator.evaluate()
     context.log(f"evaluation of {what}: {words}")
     context.journal.resumed_at(done, done, anew=True)
     context.journal.evaluation(done, loss)

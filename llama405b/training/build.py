@@ -13,7 +13,7 @@ from llama405b.contract.config import accumulation, on_ranks, to_toml
 from llama405b.contract.files import write_atomic
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import Config, Training
+from llama405b.contract.schema import Config, Evaluation, Parallel, Training
 from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
@@ -42,15 +42,15 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     """
     began = time.monotonic()
     config = on_ranks(config, context.me.dp.size)
-    bind_to_numa_node(config, context)
-    files = bring_model_files(config, context)
+    bind_to_numa_node(config.parallel, context)
+    files = bring_model_files(config.model, config.data, context, whole=config.parallel.fsdp == "fsdp1")
     context.phase(Phase.DATA)
-    batches, held_out = open_data(config, files, context)
+    batches, held_out = open_data(config.data, config.evaluation, files, context)
     llama = weights.read_llama(files, config.model.layers)
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
-    check = functools.partial(log_changes, begin=begin, config=config, context=context)
+    check = functools.partial(log_changes, begin=begin, allowed=config.checkpoint.allow_changes, context=context)
     n_bytes = RunShape.of(llama, config, context.me.world).checkpoint_bytes
-    saving, chosen = open_checkpoints(config, resume, n_bytes, context, check)
+    saving, chosen = open_checkpoints(config.checkpoint, config.timeouts.load, resume, n_bytes, context, check)
     if saving.store.is_owner:
         write_atomic(context.run.config, to_toml(config))
     context.phase(Phase.LOAD)
@@ -63,7 +63,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     start = begin(chosen.found)
     log_reading(config, batches, start, context)
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
-    reader = build_reader(config, batches, start, context)
+    reader = build_reader(config.training, config.data.workers, batches, start, context)
     detector = build_spike_detector(config.training, start, context)
     return Trainer(
         config=config,
@@ -78,15 +78,15 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
         requests=Requests(context, stop),
-        evaluator=build_evaluator(config, module, held_out, context) if held_out else None,
+        evaluator=build_evaluator(config.evaluation, config.training, module, held_out, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
     )
 
 
-def bind_to_numa_node(config: Config, context: RankContext) -> None:
+def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
     """Have this rank's threads run near its GPU, unless the settings forbid it."""
-    if config.parallel.numa == "auto" and (bound := bind(context.me)):
+    if parallel.numa == "auto" and (bound := bind(context.me)):
         context.log(bound)
 
 
@@ -109,16 +109,15 @@ def build_update(config: Config, module: nn.Module, master: nn.Module, context: 
     )
 
 
-def build_reader(config: Config, batches: Batches, start: Beginning, context: RankContext) -> Reader:
-    """Build what reads this rank's micro-batches, from where the run goes on."""
-    training = config.training
+def build_reader(training: Training, workers: int, batches: Batches, start: Beginning, context: RankContext) -> Reader:
+    """Build what reads this rank's micro-batches, from where the run goes on; ``workers``: processes that read ahead."""
     return Reader(
         batches,
         context.me,
         training.global_batch_size,
         training.micro_batch_size,
         start.position,
-        config.data.workers,
+        workers,
     )
 
 
@@ -130,9 +129,13 @@ def build_spike_detector(training: Training, start: Beginning, context: RankCont
     return SpikeDetector(training.loss_spike_factor, losses)
 
 
-def build_evaluator(config: Config, module: nn.Module, held_out: Batches, context: RankContext) -> Evaluator:
-    """Build what evaluates on what is held out."""
-    return Evaluator(config.evaluation, config.training.micro_batch_size, module, held_out, context)
+def build_evaluator(
+    evaluation: Evaluation, training: Training, module: nn.Module, held_out: Batches | None, context: RankContext
+) -> Evaluator | None:
+    """Build what evaluates on what is held out; None if nothing is."""
+    if held_out is None:
+        return None
+    return Evaluator(evaluation, training.micro_batch_size, module, held_out, context)
 
 
 def log_reading(config: Config, batches: Batches, start: Beginning, context: RankContext) -> None:

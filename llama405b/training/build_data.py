@@ -4,35 +4,35 @@ import dataclasses
 from pathlib import Path
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Config, Data
+from llama405b.contract.schema import Data, Evaluation
 from llama405b.data.batches import Batches, describe_held_out, open_batches
 from llama405b.model.batch import IGNORE_INDEX
 from llama405b.training.context import RankContext
 
 
-def open_data(config: Config, files: Path, context: RankContext) -> tuple[Batches, Batches | None]:
+def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> tuple[Batches, Batches | None]:
     """Return what is trained on, and what is evaluated on, if anything; ``files``: the directory of the tokenizer.
 
     Raises:
         UserError: The data cannot be used.
     """
-    batches = _open(config.data, files, context)
-    if not config.evaluation.every:
+    batches = _open(data, files, context)
+    if not evaluation.every:
         return batches, None
-    if config.evaluation.paths:
-        return batches, _open_apart(config, files, context)
-    return _hold_out(batches, config, context)
+    if evaluation.paths:
+        return batches, _open_apart(data, evaluation, files, context)
+    return _hold_out(batches, data, evaluation, context)
 
 
-def open_held_out(config: Config, files: Path, context: RankContext) -> Batches:
+def open_held_out(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> Batches:
     """Return what is evaluated on; data to train on is read only to hold out a part of it.
 
     Raises:
         UserError: The data cannot be used.
     """
-    if config.evaluation.paths:
-        return _open_apart(config, files, context)
-    return _hold_out(_open(config.data, files, context), config, context)[1]
+    if evaluation.paths:
+        return _open_apart(data, evaluation, files, context)
+    return _hold_out(_open(data, files, context), data, evaluation, context)[1]
 
 
 def _open(data: Data, files: Path, context: RankContext, option: str = "--data.paths") -> Batches:
@@ -40,16 +40,16 @@ def _open(data: Data, files: Path, context: RankContext, option: str = "--data.p
     return open_batches(data, files, cache, context.me, context.heartbeat.progress, context.log, option)
 
 
-def _open_apart(config: Config, files: Path, context: RankContext) -> Batches:
+def _open_apart(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> Batches:
     """The data of ``evaluation.paths``."""
-    data = dataclasses.replace(config.data, paths=config.evaluation.paths, weights=(), max_bytes=0)
-    return _with_targets(_open(data, files, context, "--evaluation.paths"))
+    apart = dataclasses.replace(data, paths=evaluation.paths, weights=(), max_bytes=0)
+    return _with_targets(_open(apart, files, context, "--evaluation.paths"))
 
 
-def _hold_out(batches: Batches, config: Config, context: RankContext) -> tuple[Batches, Batches]:
+def _hold_out(batches: Batches, data: Data, evaluation: Evaluation, context: RankContext) -> tuple[Batches, Batches]:
     """Documents of the data itself."""
-    batches, held_out = batches.hold_out(config.evaluation.fraction)
-    for line in describe_held_out(config.data, held_out):
+    batches, held_out = batches.hold_out(evaluation.fraction)
+    for line in describe_held_out(data, held_out):
         context.log(line)
     return batches, _with_targets(held_out)
 

@@ -1,6 +1,6 @@
 """A run's directory of checkpoints at its start: taken, looked through, and loaded from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -15,7 +15,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.events import EventKind
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import Config
+from llama405b.contract.schema import Checkpoint
 from llama405b.optim.updater import Updater
 from llama405b.parallel.load_weights import refuse_not_finite
 from llama405b.training.context import RankContext
@@ -24,19 +24,21 @@ Check = Callable[[CheckpointView], None]  # raises UserError if a checkpoint mus
 
 
 def open_checkpoints(
-    config: Config, resume: str, n_bytes: int, context: RankContext, check: Check
+    settings: Checkpoint, timeout_s: int, resume: str, n_bytes: int, context: RankContext, check: Check
 ) -> tuple[Saving, Resume]:
-    """Take the directory of checkpoints, and choose the one to resume from. ``n_bytes``: of each checkpoint.
+    """Take the directory of checkpoints, and choose the one to resume from.
+
+    ``timeout_s``: of the collectives beside training; ``n_bytes``: of each checkpoint.
 
     Raises:
         UserError: The directory or the checkpoint cannot be used.
     """
-    settings, shared = config.checkpoint, config.checkpoint.storage == "shared"
+    shared = settings.storage == "shared"
     store = Store(
         Path(settings.dir or context.run.checkpoints),
         settings.keep,
         context.me,
-        config.timeouts.load,
+        timeout_s,
         run=context.run,
         say=context.log,
         shared=shared,
@@ -61,14 +63,14 @@ def open_checkpoints(
 
 
 def log_changes(
-    found: CheckpointView, *, begin: Callable[[CheckpointView], Beginning], config: Config, context: RankContext
+    found: CheckpointView, *, begin: Callable[[CheckpointView], Beginning], allowed: Sequence[str], context: RankContext
 ) -> None:
     """Log what changes with a resume; ``begin`` tells where the run goes on from a checkpoint.
 
     Raises:
         UserError: Something changes, and is not allowed to.
     """
-    if changed := changes_at(found, begin(found).identity, config.checkpoint.allow_changes):
+    if changed := changes_at(found, begin(found).identity, allowed):
         context.log(changed)
 
 
