@@ -243,7 +243,7 @@ def _long_wait(me, directory):
         gate.set()
 
     updater._update, updater.on_long_wait = gated, waits
-    import llama405b.optim.offloaded as of_updater
+    import llama405b.optim.offload_all as of_updater
 
     of_updater.LONG_WAIT_S = 0.05
     for step in (1, 2):

@@ -59,5 +59,5 @@ def test_a_manifest_is_not_gathered_from_all(tmp_path):
     digests = {name: FileDigest(0, int(name.startswith("__1")), (hashlib.sha256(b"").hexdigest(),)) for name in names}
     (step / "manifest.json").write_bytes(write_manifest(Manifest(2, 1, digests, 2))[0])
     for found, longest, size in run_ranks(2, _found, tmp_path):
-        assert found.startswith("Found("), found
+        assert found.startswith("CheckpointView("), found
         assert longest < size / 2

@@ -59,7 +59,7 @@ def _save(me, directory, place, steps):
     copies, everywhere = replication.Replication(store), []
     copies.begin(0)
     made = saving.Saving.__init__
-    saving.Saving.__init__ = lambda self, store: made(self, store, copies=copies)
+    saving.Saving.__init__ = lambda self, store: made(self, store, replication=copies)
     for step in range(1, steps[-1] + 1):
         take(me, module, updater, step)
         if step in steps:
