@@ -16,7 +16,6 @@ from llama405b.capacity.step_time import Rates, StepTime, layer_s
 FEW, MORE = 1, 3  # layers
 WHOLE = (0.5, 2.0)  # the span of what a layer may take of what its parts do alone, before it is taken for noise
 TIME_SPREAD, MEMORY_SPREAD = 0.10, 0.05  # of docs/measurements/plan.md on CPUs; no GPU was calibrated yet
-SIGN = "rates "  # before the line in which a program tells ``Alone``
 
 
 def measured_layers(layers: int) -> tuple[int, int]:

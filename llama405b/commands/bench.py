@@ -3,8 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from llama405b.commands.ladder.program import climb_here
-from llama405b.contract import rungs
+from llama405b.commands.probes.program import run_here
+from llama405b.contract import probes
 from llama405b.contract.errors import UserError
 from llama405b.contract.verb_parsers import bench_parser
 
@@ -14,12 +14,12 @@ def main(argv: Sequence[str]) -> int:
     args = bench_parser().parse(argv)
     if args.env or args.setup_line:
         raise UserError("bench: --env and --setup-line are for hosts; name a hosts file, or leave them out")
-    tests, log = rungs.chosen(args.tests), rungs.Log(args.out)
+    tests, log = probes.chosen(args.tests), probes.Log(args.out)
 
-    def say(result: rungs.RungResult) -> None:
+    def say(result: probes.ProbeResult) -> None:
         log.add(result)
-        print(rungs.line_of(result), flush=True)
+        print(probes.line_of(result), flush=True)
 
-    code = climb_here(tests, args.within, say)
+    code = run_here(tests, args.within, say)
     print(log.block(time.strftime("%Y-%m-%d")))
     return code

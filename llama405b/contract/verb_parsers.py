@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from llama405b.contract import rungs
+from llama405b.contract import probes
 from llama405b.contract.command import OneLineParser
 
 CORES = os.cpu_count() or 1
@@ -80,7 +80,7 @@ def bench_parser() -> OneLineParser:
     """Return the parser of ``bench``."""
     parser = _parser("bench", BENCH)
     parser.add_argument("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file [this machine alone]")
-    rungs.add_options(parser)
+    probes.add_options(parser)
     parser.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable of the ranks")
     parser.add_argument(
         "--setup-line", default="", metavar="LINE", help="shell line to run first, such as module load cuda"

@@ -6,6 +6,7 @@ import shlex
 import sys
 
 from hosts_rig import processes
+from llama405b.contract.probes import decode
 
 N_HOSTS = 4
 
@@ -139,12 +140,11 @@ def test_deep_measures_devices_and_links(hosts, operator):
     assert re.search(
         r"measured: [\d.]+ to [\d.]+ TFLOP/s, links [\d.]+ to [\d.]+ GB/s, all-gather [\d.]+ GB/s", done.stdout
     )
-    said = [
-        json.loads(line.removeprefix("checkup ")) for line in done.stderr.splitlines() if line.startswith("checkup ")
-    ]
-    report = {"links": [link for part in said for link in part.get("links", [])]} | {"devices": said[-1]["devices"]}
-    assert [d["host"] for d in report["devices"]] == [f"node-{i}" for i in range(1, 5)]
-    assert {frozenset((link["a"], link["b"])) for link in report["links"]} == {
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["products", "host-links", "collectives"]
+    out = hosts.exec(1, "sh", "-c", f"cat $(find {hosts.workdir(1)}/runs/doctor-* -name stdout.log)").stdout
+    devices, links, _ = decode(out.splitlines())
+    assert [device.hosts for device in devices.figures] == [(f"node-{i}",) for i in range(1, 5)]
+    assert {frozenset(link.hosts) for link in links.figures} == {
         frozenset((f"node-{a}", f"node-{b}")) for a in range(1, 5) for b in range(a + 1, 5)
     }
     for i in range(1, 5):

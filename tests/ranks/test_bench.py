@@ -1,5 +1,6 @@
 """The tests of `bench` run; so do the benchmarks, and the memory that one reports is within the bound that loading promises."""
 
+import dataclasses
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 from benchmarks import load as bench_load
 from benchmarks.pairs import ratio_of
 from conftest import ROOT
-from llama405b.contract.rungs import Rung
+from llama405b.contract.probes import TESTS, Probe
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -40,29 +41,29 @@ def test_every_way_of_loading_a_gigabyte_is_measured(tmp_path):
     assert set(report["ratios"]) == {"streamed/baseline", "streamed/careful", "local/plain"}
 
 
-BY_PROCESS = (Rung.START, Rung.COPIES)
+BY_PROCESS = (Probe.START, Probe.COPIES)
 
 
 def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, warm_cli):
     done = warm_cli(tmp_path, "bench", "--tests", ",".join(BY_PROCESS))
     assert done.returncode == 0, done.stdout + done.stderr
-    climbed = [line.split()[:2] for line in done.stdout.partition("---")[0].splitlines()]
-    assert climbed == [[str(rung), "passed,"] for rung in BY_PROCESS]
-    results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "bench-gpu").glob("*.json")}
-    assert {result["rung"] for result in results.values()} == set(BY_PROCESS)
+    lines = [line.split()[:2] for line in done.stdout.partition("---")[0].splitlines()]
+    assert lines == [[str(probe), "passed,"] for probe in BY_PROCESS]
+    results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "bench").glob("*.json")}
+    assert {result["probe"] for result in results.values()} == set(BY_PROCESS)
     named = {figure["name"] for result in results.values() for figure in result["figures"]}
     assert {"pinned to device", "registered to host"} <= named
 
 
-def _climb(me, rungs):
-    from llama405b.commands.ladder import program
+def _measured(me, probes):
+    from llama405b.commands.probes import program
 
-    return [program._climbed(rung, me, 1) for rung in rungs]
+    return [program._measured(probe, me, 1, program.Options()) for probe in probes]
 
 
 def test_one_rank_passes_every_other_test(tmp_path):
-    [results] = run_ranks(1, _climb, [rung for rung in Rung if rung not in (*BY_PROCESS, Rung.COLLECTIVES)])
-    assert [(result.rung, result.fault) for result in results if result.fault] == []
+    [results] = run_ranks(1, _measured, [test for test in TESTS if test not in (*BY_PROCESS, Probe.COLLECTIVES)])
+    assert [(result.probe, result.fault) for result in results if result.fault] == []
     named = {figure.name for result in results for figure in result.figures}
     assert {"runs that agree", "hidden / bound", "forward", "down"} <= named
 
@@ -72,18 +73,18 @@ def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli)
     assert late.returncode == 1
     assert "exact         FAILED after 0 s: no result after 0 s; use --parallel.overlap false" in late.stdout
     command = [sys.executable, "-m", "llama405b_tools.cli", "bench", "--tests", "exact,hiding"]
-    climbing = subprocess.Popen(
+    running = subprocess.Popen(
         command,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
         stdout=subprocess.PIPE,
         text=True,
     )
-    os.kill(child_of(climbing.pid), signal.SIGKILL)
-    assert "hiding        FAILED" in climbing.stdout.readline()
-    second = child_of(climbing.pid)
-    climbing.kill()
-    climbing.communicate(timeout=20)
+    os.kill(child_of(running.pid), signal.SIGKILL)
+    assert "hiding        FAILED" in running.stdout.readline()
+    second = child_of(running.pid)
+    running.kill()
+    running.communicate(timeout=60)
     wait_for(lambda: not Path(f"/proc/{second}").exists() or "Z" in Path(f"/proc/{second}/stat").read_text())
 
 
@@ -95,13 +96,28 @@ def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path
 
 
 def _collectives(me):
-    from llama405b.commands.ladder import links
+    from llama405b.commands.probes import links
 
     return [figure.name for figure in links.checked_collectives(me, [1 << 27])]
 
 
 def test_collectives_are_right_on_any_number_of_ranks():
-    assert run_ranks(3, _collectives)[0][1:] == ["reduce-scatter", "all-reduce"]  # whose sum is beyond FP32's integers
+    assert run_ranks(3, _collectives)[0][2:] == ["reduce-scatter", "all-reduce"]  # whose sum is beyond FP32's integers
+
+
+def _host_links(me):
+    from llama405b.commands.probes import host, links
+
+    me = dataclasses.replace(me, host="ab"[me.rank // 2])  # two ranks on a, one on b
+    return host.products(me), links.host_links(me)
+
+
+def test_every_rank_knows_all_devices_and_links():
+    for devices, [link] in run_ranks(3, _host_links):
+        assert [device.name for device in devices] == [f"rank {i} (cpu {i})" for i in range(3)]
+        assert [device.hosts for device in devices] == [("a",), ("a",), ("b",)]
+        assert (link.name, link.hosts) == ("a - b", ("a", "b"))
+        assert link.value > 0
 
 
 def child_of(pid):

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import ROOT
 from llama405b.contract import command, reader
-from llama405b.contract.checkup import Checkup
+from llama405b.contract.probes import Figure, Probe, ProbeResult
 from llama405b_tools.doctor import report
 from llama405b_tools.doctor.host_facts import HostFacts, PeerReach
 from llama405b_tools.doctor.rules import findings
@@ -320,22 +320,21 @@ def test_the_line_by_which_nccl_falls_back():
 def test_the_odd_one_out():
     from llama405b_tools.doctor.stress import judge
 
-    devices = [{"rank": i, "host": f"h{i // 2}", "local_rank": i % 2, "tflops": 700.0} for i in range(8)]
-    devices[5]["tflops"] = 610.0
-    links = [
-        {"a": f"h{a}", "b": f"h{b}", "gb_per_s": 40.0 if 3 not in (a, b) else 9.0} for b in range(4) for a in range(b)
-    ]
-    report = {
-        "device": "cuda",
-        "devices": devices,
-        "links": links,
-        "all_gather_gb_per_s": 30.0,
-        "all_reduce_gb_per_s": 31.0,
-    }
-    found = list(judge(reader.read(Checkup, report, "report")))
+    devices = tuple(
+        Figure(f"rank {i} (cuda {i % 2})", 610.0 if i == 5 else 700.0, "TFLOP/s", (f"h{i // 2}",)) for i in range(8)
+    )
+    links = tuple(
+        Figure(f"h{a} - h{b}", 9.0 if 3 in (a, b) else 40.0, "GB/s", (f"h{a}", f"h{b}"))
+        for b in range(4)
+        for a in range(b)
+    )
+    rates = tuple(Figure(name, rate, "GB/s") for rate in (1.0, 30.0) for name in ("all-gather", "all-reduce"))
+    figures = {Probe.PRODUCTS: devices, Probe.HOST_LINKS: links, Probe.COLLECTIVES: rates}
+    found = list(judge([ProbeResult(probe, 8, 4, "NVIDIA H200", figures=each) for probe, each in figures.items()]))
     assert [f.hosts for f in found if f.level == WARN] == [("h2",), ("h3",), ("h3",), ("h3",)]
     assert re.search(r"rank 5 \(cuda 1\): 610 TFLOP/s where the median is 700", found[0].what)
     assert found[-1].level == NOTE
+    assert found[-1].what.endswith(", all-gather 30.00 GB/s, all-reduce 30.00 GB/s (bus bandwidth)")
 
 
 def test_one_machine_under_several_names_is_said_unless_all_are_loopback():

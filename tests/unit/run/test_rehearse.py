@@ -5,8 +5,8 @@ from fakes import FakeFleet, over
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import RunError
+from llama405b.contract.probes import Probe, ProbeResult
 from llama405b.contract.records import Metrics
-from llama405b.contract.rungs import Rung, RungResult
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.stream import StreamMessage
 from llama405b_tools.run import follow, rehearse
@@ -18,7 +18,7 @@ def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(follow, "POLL_S", 0.01)
     monkeypatch.setattr(follow, "PEER_GRACE_S", 0.05)
-    monkeypatch.setattr(rehearse, "climb_on", lambda *_, **more: [])  # run/test_climb.py tests it
+    monkeypatch.setattr(rehearse, "run_probes", lambda *_, **more: [])  # run/test_run_probes.py tests it
     with FakeFleet(("a", "b")) as found:
         yield found
 
@@ -142,9 +142,9 @@ def test_what_cannot_be_ended_is_said(fleet):
         rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []))
 
 
-def test_what_fails_at_the_first_rungs_begins_no_trial(fleet, monkeypatch, capsys):
-    failed = RungResult(Rung.COLLECTIVES, 2, 2, "", "", 7.0, fault="all-gather gives 1 instead of 2")
-    monkeypatch.setattr(rehearse, "climb_on", lambda *_, **more: [failed])
+def test_what_fails_at_the_first_tests_begins_no_trial(fleet, monkeypatch, capsys):
+    failed = ProbeResult(Probe.COLLECTIVES, 2, 2, "", "", 7.0, fault="all-gather gives 1 instead of 2")
+    monkeypatch.setattr(rehearse, "run_probes", lambda *_, **more: [failed])
     assert rehearsed(fleet) == 1
     said = capsys.readouterr().out
     assert "rehearsal: FAILED after 0 s at its first tests: collectives" in said

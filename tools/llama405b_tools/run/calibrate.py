@@ -4,28 +4,28 @@ import contextlib
 import dataclasses
 import io
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.capacity.calibration import SIGN, Alone, Calibration, Point, measured_layers
+from llama405b.capacity.calibration import Alone, Calibration, Point, measured_layers
 from llama405b.capacity.hardware import Gpu
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, reader
 from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import RunError
 from llama405b.contract.paths import RunDir
+from llama405b.contract.probes import Probe
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run.follow import SLACK_S, Limits, RunMonitor, watch_run
+from llama405b_tools.run.follow import SLACK_S, Limits, watch_run
 from llama405b_tools.run.judge import failure_words
-from llama405b_tools.run.ladder import stop_everywhere
 from llama405b_tools.run.launch import launch
+from llama405b_tools.run.probes import run_probes, stop_everywhere
 from llama405b_tools.run.request import LaunchRequest
 
 WARM, STEPS = 3, 15  # steps before those that are timed, and all
-STEP_LIMIT_S, RATES_LIMIT_S = 120.0, 240.0
+STEP_LIMIT_S, RATES_S = 120.0, 120.0
 
 
 def calibrate(
@@ -95,28 +95,12 @@ def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Run
     assert request.config
     run = f"{request.run}-rates"
     checkpoints = request.config.checkpoint.dir or str(RunDir(Path("runs", run)).checkpoints)
-    options = ["--load", reader.dumps(load), "--checkpoints", checkpoints, "--bind", request.config.parallel.numa]
-    program = ("-m", "llama405b.commands.rates", *options, "--device", request.config.parallel.device)
-    trial = dataclasses.replace(
-        request, run=run, config=None, flags=(), program=program, hides_gpus=request.on_cpu, restart=0
-    )
-    plan, began = launch(trial, hosts, fleet, say=lambda _: None), time.monotonic()
-
-    def told(watch: RunMonitor) -> list[Alone]:
-        return [reader.loads(Alone, line.removeprefix(SIGN), "rates") for line in watch.said if line.startswith(SIGN)]
-
-    try:
-        with _quiet():
-            watch = watch_run(
-                fleet, plan, until=lambda watch: bool(told(watch)) or time.monotonic() - began > RATES_LIMIT_S
-            )
-    finally:
-        stop_everywhere(plan, fleet)
-    if found := told(watch):
-        return found[0]
-    worst = watch.worst()
-    why = f"{worst.host}: {failure_words(worst)}" if worst else f"no rates after {RATES_LIMIT_S:.0f} s"
-    raise RunError(f"measuring rates, {why}; `{fleet.command_to_type('logs', plan.run)}` shows every rank")
+    options = ["--load", reader.dumps(load), "--directory", checkpoints, "--bind", request.config.parallel.numa]
+    trial = dataclasses.replace(request, run=run)
+    [result] = run_probes(trial, hosts, fleet, [Probe.RATES], RATES_S, options=options)
+    if not result.good:
+        raise RunError(f"measuring rates, {result.why}; `{fleet.command_to_type('logs', run)}` shows every rank")
+    return Alone(**{figure.name: figure.value for figure in result.figures})
 
 
 @contextlib.contextmanager

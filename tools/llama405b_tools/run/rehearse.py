@@ -17,15 +17,15 @@ from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
-from llama405b.contract.rungs import LINKS, line_of
+from llama405b.contract.probes import LINKS, line_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
 from llama405b_tools.run.follow import SLACK_S, Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import Failure, failure_words
-from llama405b_tools.run.ladder import climb_on, stop_everywhere
 from llama405b_tools.run.launch import launch
+from llama405b_tools.run.probes import run_probes, stop_everywhere
 from llama405b_tools.run.query import newest_checkpoint
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
@@ -33,7 +33,7 @@ from llama405b_tools.run.screen import show
 LAYERS, SAVE_AT, STEPS = 2, 2, 3
 MOST_STEPS = 30  # small models take some before they are killed; a host that cannot tell that nobody watches, too
 KEEP = 2  # of the checkpoints: the newest may be of a step whose next was not taken before the kill
-STEP_LIMIT_S, RUNGS_S = 120.0, 60.0
+STEP_LIMIT_S, TESTS_S = 120.0, 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in a different order
 
 
@@ -45,9 +45,9 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     """
     trial, began = trial_of(request), time.monotonic()
     assert trial.config
-    climbing = dataclasses.replace(trial, run=f"{request.run}-rungs{REHEARSAL}")
-    rungs = climb_on(climbing, hosts, fleet, LINKS, RUNGS_S, lambda found: show(line_of(found)), on_cpu=request.on_cpu)
-    if bad := [result for result in rungs if result.fault]:
+    tests = dataclasses.replace(trial, run=f"{request.run}-tests{REHEARSAL}")
+    results = run_probes(tests, hosts, fleet, LINKS, TESTS_S, lambda result: show(line_of(result)))
+    if bad := [result for result in results if result.fault]:
         print(f"rehearsal: FAILED after {time.monotonic() - began:.0f} s at its first tests: {line_of(bad[0])}")
         return FAILED
     saves, load_s = trial.config.checkpoint.cadence.saves, trial.config.timeouts.load

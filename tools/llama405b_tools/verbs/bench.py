@@ -8,37 +8,37 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
-from llama405b.contract import rungs
+from llama405b.contract import probes
 from llama405b.contract.errors import FAILED, GOOD
-from llama405b.contract.rungs import RungResult
+from llama405b.contract.probes import ProbeResult
 from llama405b.contract.verb_parsers import bench_parser
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
-from llama405b_tools.run.ladder import climb_on
+from llama405b_tools.run.probes import run_probes
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = bench_parser().parse(argv)
-    hosts, tests, log = read_hosts(args.hosts), rungs.chosen(args.tests), rungs.Log(args.out)
+    hosts, tests, log = read_hosts(args.hosts), probes.chosen(args.tests), probes.Log(args.out)
     base = asked.parse_launch(_launch_flags(args), time.time())
     code = GOOD
 
-    def say(result: RungResult) -> None:
+    def say(result: ProbeResult) -> None:
         log.add(result)
-        print(f"  {rungs.line_of(result)}", flush=True)
+        print(f"  {probes.line_of(result)}", flush=True)
 
     with Fleet(hosts) as fleet:
         for number, (name, part) in enumerate(scopes(hosts), 1):
             print(f"{name}:", flush=True)
             request = dataclasses.replace(base, run=f"{base.run}-{number}")
-            found = climb_on(request, part, fleet, tests, args.within, say)
-            faults = [result.rung for result in found if result.fault]
+            found = run_probes(request, part, fleet, tests, args.within, say)
+            faults = [result.probe for result in found if result.fault]
             if faults:
                 code = FAILED
-            if any(rung in rungs.LINKS for rung in faults):
+            if any(probe in probes.LINKS for probe in faults):
                 break
     print(log.block(time.strftime("%Y-%m-%d")))
     return code

@@ -1,4 +1,4 @@
-"""The last rungs: whole steps. One layer of the 405B shape in each of three places; updates hidden, and exact."""
+"""Whole steps. One layer of the 405B shape in each of three places; updates hidden, and exact."""
 
 import dataclasses
 import functools
@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
 from llama405b.capacity import estimate, run_shape
+from llama405b.commands.probes.timing import GB
 from llama405b.contract import weights
 from llama405b.contract.config import PRESET_DIR
-from llama405b.contract.rungs import Figure
+from llama405b.contract.probes import Figure
 from llama405b.contract.schema import Offload, Optimizer, Parallel
 from llama405b.distributed.ranks import Rank
 from llama405b.distributed.step_timer import StepTimer
@@ -30,7 +31,6 @@ from llama405b.optim.updater import Updater, UpdateWork
 from llama405b.parallel import fsdp2, load_weights
 
 VOCAB = 8192  # small, so that the layers dominate
-GB = 1e9
 STEPS = 3  # that are timed, after one that is not
 EXACT_STEPS = 10
 TINY = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -47,7 +47,7 @@ class Workload:
     attention: str = "auto"
 
     def config(self, me: Rank) -> LlamaConfig:
-        """Return its shape; on a CPU a tiny one, which only shows that the rung works."""
+        """Return its shape; on a CPU a tiny one, which only shows that the test works."""
         known = json.loads((PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))[self.shape]
         small = {} if me.on_gpu else TINY
         return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": VOCAB} | small)

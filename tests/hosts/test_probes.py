@@ -12,10 +12,10 @@ def test_one_rank_is_tested_then_all(work, cli):
     assert [line.split()[0] for line in lines] == ["one", *alone, "all", *together]
     assert all("passed, " in line for line in lines if line.startswith(" "))
     found = [json.loads(path.read_text()) for path in sorted((work / "found").glob("*.json"))]
-    assert sorted((each["hosts"], each["ranks"], each["rung"]) for each in found) == sorted(
+    assert sorted((each["hosts"], each["ranks"], each["probe"]) for each in found) == sorted(
         [(1, 1, name) for name in alone] + [(2, 2, name) for name in together]
     )
-    [links] = [each for each in found if each["rung"] == "collectives"]
+    [links] = [each for each in found if each["probe"] == "collectives"]
     assert {"all-reduce", "reduce-scatter"} <= {figure["name"] for figure in links["figures"]}
     assert "2 hosts, 2 x cpu" in done.stdout
 

@@ -1,1 +1,0 @@
-"""What ``bench`` runs on every rank: tests (rungs), from the first collective to whole steps, each of which needs those before."""

@@ -1,0 +1,246 @@
+"""Probes, which measure hosts: what each is for, and what it tells, in lines that rank 0 prints."""
+
+import argparse
+import dataclasses
+import enum
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import write_json
+from llama405b.contract.phrases import counted, did_you_mean, given, reason_of
+from llama405b.contract.reader import MalformedError
+from llama405b.contract.units import seconds
+
+SIGN = "probe "
+FIGURES_A_LINE = 500
+
+
+class Probe(enum.StrEnum):
+    """A measurement: those of ``bench``, from what needs the least to what needs the most, and others."""
+
+    START = "start"
+    COLLECTIVES = "collectives"
+    COPIES = "copies"
+    UPDATE = "update"
+    LAYER_NONE = "layer-none"
+    LAYER_STATES = "layer-states"
+    LAYER_FULL = "layer-full"
+    HIDING = "hiding"
+    EXACT = "exact"
+    PRODUCTS = "products"
+    HOST_LINKS = "host-links"
+    RATES = "rates"
+
+
+DEEP = (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.COLLECTIVES)  # those of doctor --deep
+TESTS = tuple(probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES))
+ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_STATES, Probe.LAYER_FULL)
+MANY_RANKS_ONLY = (Probe.COLLECTIVES, Probe.HOST_LINKS)
+# What a rehearsal tests; if one fails, nothing after it makes sense.
+LINKS = (Probe.START, Probe.COLLECTIVES, Probe.COPIES)
+ABOUT_S = {  # on a GPU; a probe is not started if less time is left
+    Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 60, Probe.LAYER_NONE: 60, Probe.LAYER_STATES: 120,
+    Probe.LAYER_FULL: 120, Probe.HIDING: 120, Probe.EXACT: 60, Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60,
+}  # fmt: skip
+ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
+ADVICE = {  # where a test fails
+    Probe.START: "run `llama405b doctor` on these hosts; NCCL_DEBUG=INFO shows what NCCL tries",
+    Probe.COLLECTIVES: "run `llama405b doctor --deep` on these hosts, and compare their links",
+    Probe.COPIES: "raise the limit of locked memory (ulimit -l) or the container's memory",
+    Probe.UPDATE: "use more of the CPU's cores, or --parallel.offload none",
+    Probe.LAYER_NONE: ONE_HOLDS_ALL,
+    Probe.LAYER_STATES: ONE_HOLDS_ALL,
+    Probe.LAYER_FULL: ONE_HOLDS_ALL,
+    Probe.HIDING: "use --parallel.overlap false until this is understood, and report it",
+    Probe.EXACT: "use --parallel.overlap false until this is understood, and report it",
+}
+PROVES = {  # features of docs/proof.md
+    Probe.START: "the first step over NCCL",
+    Probe.COLLECTIVES: "collectives over NCCL give what they should",
+    Probe.COPIES: "copies between GPU and CPU memory, pinned and not",
+    Probe.UPDATE: "the update and the norm on the GPU host's cores, the norm against FP64",
+    Probe.LAYER_NONE: "a layer of the 405B shape, offload none",
+    Probe.LAYER_STATES: "a layer of the 405B shape, offload optimizer",
+    Probe.LAYER_FULL: "a layer of the 405B shape, offload all",
+    Probe.HIDING: "the update hidden under the next forward",
+    Probe.EXACT: "hidden equals sequential, bit for bit",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figure:
+    """One number."""
+
+    name: str
+    value: float
+    unit: str
+    hosts: tuple[str, ...] = ()  # whose it is: one, or both ends of a link; (): all ranks'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a probe found, on how many ranks."""
+
+    probe: Probe
+    ranks: int
+    hosts: int
+    device: str = ""  # its name, or "cpu"; "": unknown
+    torch: str = ""
+    seconds: float = 0.0
+    figures: tuple[Figure, ...] = ()
+    fault: str = ""  # why it failed
+    failed_on: str = ""  # the host; "": not one alone
+    skipped: bool = False  # there was no time left
+    more: bool = False  # of its figures follow
+
+    @property
+    def good(self) -> bool:
+        """Whether it passed."""
+        return not (self.fault or self.skipped)
+
+    @property
+    def why(self) -> str:
+        """Why it did not pass, and where."""
+        return given("{}: ", self.failed_on) + (self.fault or "not enough time left")
+
+
+def encode(result: ProbeResult) -> Iterator[str]:
+    """Yield the lines that tell a result; each has some of its figures."""
+    figures = result.figures
+    for begin in range(0, max(1, len(figures)), FIGURES_A_LINE):
+        end = begin + FIGURES_A_LINE
+        yield SIGN + reader.dumps(dataclasses.replace(result, figures=figures[begin:end], more=end < len(figures)))
+
+
+def decode(lines: Iterable[str]) -> Iterator[ProbeResult]:
+    """Yield the results that are whole among the lines that rank 0 printed.
+
+    Raises:
+        MalformedError: A line of them holds something else.
+    """
+    figures: tuple[Figure, ...] = ()
+    for line in lines:
+        if line.startswith(SIGN):
+            part = reader.loads(ProbeResult, line.removeprefix(SIGN), "a probe's result")
+            figures += part.figures
+            if not part.more:
+                yield dataclasses.replace(part, figures=figures)
+                figures = ()
+
+
+def line_of(result: ProbeResult) -> str:
+    """Say what a test found in one line, with the cause and what to do if it failed."""
+    if result.skipped:
+        return f"{result.probe:13} skipped: {result.why}; run it alone with --tests {result.probe}"
+    if result.fault:
+        return f"{result.probe:13} FAILED after {result.seconds:.0f} s: {result.why}; {ADVICE[result.probe]}"
+    figures = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
+    return f"{result.probe:13} passed, {result.seconds:.0f} s: {figures}"
+
+
+def proof_rows(results: Iterable[ProbeResult], date: str) -> list[str]:
+    """Return rows for docs/proof.md: one GPU, and several nodes."""
+    rows, gpus = [], [each for each in results if each.good and each.device != "cpu"]
+    for probe, feature in PROVES.items():
+        one = [f"{date} ({each.device})" for each in gpus if each.probe is probe and each.ranks == 1]
+        many = [f"{date} ({each.hosts} hosts)" for each in gpus if each.probe is probe and each.hosts > 1]
+        if one or many:
+            rows.append(f"| {feature} | | {(*one, 'never run')[0]} | {(*many, 'never run')[0]} |")
+    return rows
+
+
+class Log:
+    """Results in a directory, those of earlier calls among them: the tests may be run in parts."""
+
+    def __init__(self, out: Path) -> None:
+        """Create the directory.
+
+        Raises:
+            UserError: It cannot be written, or has results that cannot be read.
+        """
+        self.out = out
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / ".writable").touch()
+            (out / ".writable").unlink()
+        except OSError as error:
+            raise self._unwritable(error) from None
+        self.results()  # found out now, and not after an hour
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"--out: {self.out} cannot be written ({reason_of(error)}); name another directory")
+
+    def add(self, result: ProbeResult) -> None:
+        """Write a result, in place of an earlier one of that test on as many ranks; one that was skipped is none.
+
+        Raises:
+            UserError: It cannot be written.
+        """
+        if result.skipped:
+            return
+        try:
+            write_json(self.out / f"{result.hosts:03}-{result.ranks:04}-{result.probe}.json", result)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def results(self) -> list[ProbeResult]:
+        """Return all results, from few ranks to many.
+
+        Raises:
+            UserError: A file holds something else.
+        """
+        try:
+            found = [
+                reader.loads(ProbeResult, file.read_text(encoding="utf-8"), str(file))
+                for file in sorted(self.out.glob("*-*-*.json"))
+            ]
+        except (OSError, MalformedError) as error:
+            raise UserError(f"--out: {error}; delete that file, or name another directory") from None
+        order = list(Probe)
+        return sorted(found, key=lambda each: (each.hosts, each.ranks, order.index(each.probe)))
+
+    def block(self, date: str) -> str:
+        """Return all results as text to paste, with rows for docs/proof.md."""
+        results = self.results()
+        lines = [f"--- paste from here: llama405b bench, {date} ---"]
+        place = ""
+        for result in results:
+            here = f"{counted(result.hosts, 'host')}, {result.ranks} x {result.device or 'unknown'}, torch {result.torch or 'unknown'}"
+            if here != place:
+                lines.append(here)
+            place = here
+            lines.append(f"  {line_of(result)}")
+        rows = proof_rows(results, date) or ["(no GPU: nothing for docs/proof.md)"]
+        return "\n".join([*lines, *rows, "--- to here ---"])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bench``."""
+    parser.add_argument(
+        "--tests", default=",".join(TESTS), help=f"which to run, in this order: {', '.join(TESTS)} [all]"
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results [bench]")
+    parser.add_argument(
+        "--within",
+        type=lambda text: seconds(text, "--within"),
+        default=540.0,
+        metavar="TIME",
+        help="total time limit; a test is not started if it would exceed it [9m]",
+    )
+
+
+def chosen(text: str) -> list[Probe]:
+    """Return the tests that ``--tests`` names, in their order.
+
+    Raises:
+        UserError: One is unknown, or none is named.
+    """
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in TESTS:
+            raise UserError(f"--tests: {name!r} is not a test{did_you_mean(name, TESTS)}; use {', '.join(TESTS)}")
+    if not names:
+        raise UserError(f"--tests: none is named; use {', '.join(TESTS)}")
+    return [probe for probe in TESTS if probe in names]

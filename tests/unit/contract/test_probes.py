@@ -1,0 +1,97 @@
+import dataclasses
+
+import pytest
+
+from llama405b.contract import probes
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import UserError
+from llama405b.contract.probes import Figure, Probe, ProbeResult
+
+ON_GPU = ProbeResult(Probe.EXACT, 1, 1, "NVIDIA H200", "2.11", 31.6, (Figure("runs that agree", 5, ""),))
+
+
+def test_tests_run_in_their_order():
+    assert probes.chosen("exact,start,,start") == [Probe.START, Probe.EXACT]
+    for text, words in (("strat", "'strat' is not a test"), ("", "none is named"), (",", "none is named")):
+        with pytest.raises(UserError, match=words):
+            probes.chosen(text)
+
+
+def test_every_probe_is_described():
+    assert set(probes.ABOUT_S) == set(Probe)
+    assert set(probes.ADVICE) == set(probes.PROVES) == set(probes.TESTS)
+
+
+def test_a_result_is_one_line_with_cause_and_advice():
+    assert probes.line_of(ON_GPU) == "exact         passed, 32 s: runs that agree 5"
+    failed = dataclasses.replace(ON_GPU, fault="full, hidden differs from step 3")
+    assert "FAILED after 32 s: full, hidden differs from step 3; use --parallel.overlap false" in probes.line_of(failed)
+    assert "--tests exact" in probes.line_of(dataclasses.replace(ON_GPU, skipped=True))
+
+
+def test_tests_may_run_in_parts(tmp_path):
+    probes.Log(tmp_path / "out").add(ON_GPU)
+    log = probes.Log(tmp_path / "out")
+    log.add(dataclasses.replace(ON_GPU, probe=Probe.START, ranks=16, hosts=2))
+    log.add(dataclasses.replace(ON_GPU, probe=Probe.COPIES, skipped=True))
+    log.add(dataclasses.replace(ON_GPU, probe=Probe.START))
+    again = dataclasses.replace(ON_GPU, fault="it differs")
+    log.add(again)
+    assert [(each.hosts, each.probe) for each in log.results()] == [
+        (1, Probe.START),
+        (1, Probe.EXACT),
+        (2, Probe.START),
+    ]
+    assert log.results()[1] == again
+    text = log.block("2026-01-01")
+    assert "1 host, 1 x NVIDIA H200, torch 2.11" in text
+    assert "2 hosts, 16 x NVIDIA H200" in text
+    assert f"| {probes.PROVES[Probe.START]} | | 2026-01-01 (NVIDIA H200) | 2026-01-01 (2 hosts) |" in text
+    assert probes.PROVES[Probe.EXACT] not in text  # it failed
+
+
+def test_a_cpu_proves_nothing_for_gpus(tmp_path):
+    log = probes.Log(tmp_path)
+    log.add(dataclasses.replace(ON_GPU, device="cpu"))
+    assert "no GPU" in log.block("2026-01-01")
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_anything(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--out: .*file cannot be written"):
+        probes.Log(tmp_path / "file")
+
+
+def test_results_that_cannot_be_read_are_named_before_anything_runs(tmp_path):
+    (tmp_path / "001-0001-start.json").write_text("x")
+    with pytest.raises(UserError, match=r"--out: .*001-0001-start.json is not JSON .*; delete that file"):
+        probes.Log(tmp_path)
+
+
+def test_a_disk_that_fills_up_is_said(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    log = probes.Log(tmp_path)
+    monkeypatch.setattr(probes, "write_json", full)
+    with pytest.raises(UserError, match=r"--out: .* cannot be written \(No space left on device\)"):
+        log.add(ON_GPU)
+
+
+def test_the_time_is_one():
+    parser = OneLineParser(prog="x")
+    probes.add_options(parser)
+    assert parser.parse(["--within", "9m"]).within == parser.parse([]).within == 540
+    for text in ("nan", "0x", "-1"):
+        with pytest.raises(UserError, match="--within"):
+            parser.parse([f"--within={text}"])
+
+
+def test_a_result_of_many_figures_is_whole_only_with_its_last_line():
+    many = dataclasses.replace(
+        ON_GPU, figures=tuple(Figure(f"a - {i}", 1.0, "GB/s", ("a", f"{i}")) for i in range(1200))
+    )
+    lines = [*probes.encode(many), "NCCL INFO", *probes.encode(ON_GPU)]
+    assert len(lines) == 5
+    assert list(probes.decode(lines)) == [many, ON_GPU]
+    assert list(probes.decode(lines[:2])) == []
