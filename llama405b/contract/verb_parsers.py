@@ -35,7 +35,7 @@ SOURCE may also be a directory with an older model's pytorch_model*.bin: it is c
 BENCH = """Test the machines that will train, from a first collective to whole steps of the 405B shape.
 
 On one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test is a line, with
-cause and remedy if it fails."""
+the cause and what to do if it fails."""
 
 
 def _parser(verb: str, description: str) -> OneLineParser:

@@ -1,6 +1,6 @@
 """``llama405b bench HOSTS``: test one GPU, one host, two hosts, and all; what a new cluster should pass before it trains.
 
-Each test is one line, with cause and remedy where it fails. What needs a test that failed is not tried.
+Each test is one line, with the cause and what to do where it fails. What needs a test that failed is not tried.
 """
 
 import argparse
