@@ -32,17 +32,28 @@ _OF_DCP = (
     *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
     *(TensorStorageMetadata, _StorageInfo, dcp_types._MEM_FORMAT_ENCODING, torch.Size, torch.serialization._get_layout),
 )
+
+
+class UnsafeError(UserError):
+    """A file holds what no checkpoint of ours does, and what might run as this user."""
+
+
+def _member(kind: object, name: str) -> object:
+    """What ``getattr`` is to a pickle: Python 3.11.0 to 3.11.3 write an enum's member so, and nothing else of ours is written so."""
+    formats: Any = dcp_types._MEM_FORMAT_ENCODING
+    if kind is formats and name in formats.__members__:
+        return formats[name]
+    raise UnsafeError(repr("builtins.getattr"))
+
+
 KNOWN = {
     **{(each.__module__, each.__name__): each for each in _OF_DCP},
     **{("torch", name): each for name, each in vars(torch).items() if isinstance(each, torch.dtype)},
     **{
         (module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")
     },  # Python 3.13's has moved
+    ("builtins", "getattr"): _member,
 }
-
-
-class UnsafeError(UserError):
-    """A file holds what no checkpoint of ours does, and what might run as this user."""
 
 
 class _OnlyKnown(pickle.Unpickler):

@@ -77,3 +77,12 @@ def test_metadata_of_another_python_is_read(tmp_path):
     found = _read(tmp_path, newer)
     assert found.state_dict_metadata["a"].properties.dtype is torch.bfloat16
     assert str(found.storage_meta.checkpoint_id) == str(tmp_path)
+
+
+def test_an_enums_member_as_pythons_before_3_11_4_write_it_is_read_and_no_other_attribute(tmp_path):
+    formats = dcp._MEM_FORMAT_ENCODING
+    member = Runs(getattr, formats, "TORCH_CHANNELS_LAST")
+    assert _read(tmp_path, pickle.dumps(_metadata(planner_data=member))).planner_data is formats.TORCH_CHANNELS_LAST
+    for call in ((formats, "__class__"), (dcp.Metadata, "__init__")):
+        with pytest.raises(UserError, match="holds 'builtins.getattr', which is no type of DCP's metadata"):
+            _read(tmp_path, pickle.dumps(_metadata(planner_data=Runs(getattr, *call))))
