@@ -84,5 +84,5 @@ def test_an_enums_member_as_pythons_before_3_11_4_write_it_is_read_and_no_other_
     member = Runs(getattr, formats, "TORCH_CHANNELS_LAST")
     assert _read(tmp_path, pickle.dumps(_metadata(planner_data=member))).planner_data is formats.TORCH_CHANNELS_LAST
     for call in ((formats, "__class__"), (dcp.Metadata, "__init__")):
-        with pytest.raises(UserError, match="holds 'builtins.getattr', which is no type of DCP's metadata"):
+        with pytest.raises(UserError, match=r"holds 'builtins\.getattr', which is no type of DCP's metadata"):
             _read(tmp_path, pickle.dumps(_metadata(planner_data=Runs(getattr, *call))))
