@@ -40,9 +40,9 @@ class UnsafeError(UserError):
 
 def _member(kind: object, name: str) -> object:
     """What ``getattr`` is to a pickle: Python 3.11.0 to 3.11.3 write an enum's member so, and nothing else of ours is written so."""
-    formats: Any = dcp_types._MEM_FORMAT_ENCODING
-    if kind is formats and name in formats.__members__:
-        return formats[name]
+    members = dcp_types._MEM_FORMAT_ENCODING.__members__
+    if kind is dcp_types._MEM_FORMAT_ENCODING and name in members:
+        return members[name]
     raise UnsafeError(repr("builtins.getattr"))
 
 
