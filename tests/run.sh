@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up everything, then run the tests.
 #   bash tests/run.sh [PYTEST ARGS]    unit tests, and those with real ranks
-#   bash tests/run.sh quick            only the unit tests, in 40 seconds
+#   bash tests/run.sh quick            only the unit tests, in a minute
 #   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm); what CI runs
 #   bash tests/run.sh --newest         unit and step tests with the newest torch and transformers, in .venv-newest; never in CI
 #   bash tests/run.sh --soak           random kills, and all 126 layers against the memory tracker, for 20 minutes; never in CI
