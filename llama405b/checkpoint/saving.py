@@ -1,6 +1,6 @@
 """Saving beside training: snapshot, write, seal and commit, in a thread and with collectives of their own.
 
-The tensors are written from where training keeps them, see ``frozen``. Knows the store and DCP; not when to save.
+The tensors are written from where training keeps them, see ``copy_on_update``. Knows the store and DCP; not when to save.
 """
 
 import contextlib

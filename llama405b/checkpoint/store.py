@@ -286,7 +286,7 @@ class Store:
         if self.me.rank == owner:
             opened = [open_manifest(part, self.saved) for part in directories_of(path)]
             mine = next(each for each in opened if isinstance(each, Manifest))
-        manifest = collectives.broadcast_object_from(owner, mine, Manifest | None)
+        manifest = collectives.broadcast_object(mine, Manifest | None, source=owner)
         assert manifest
         return manifest
 

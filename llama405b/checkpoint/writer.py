@@ -1,7 +1,7 @@
 """Write this rank's part of a checkpoint in DCP's format, in several threads, hashing each block on its way to the disk.
 
 The weights are in files of their own: whoever wants only them, to export a model, need not bring the rest from other hosts.
-Knows DCP's plan and files; where the tensors live, and what changes them meanwhile, is ``Frozen``'s.
+Knows DCP's plan and files; where the tensors live, and what changes them meanwhile, is ``CopyOnUpdate``'s.
 """
 
 import contextlib

@@ -16,7 +16,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
     status/.HOST.secrets             agent         until the node runner has read it
     status/.HOST.guard-order         agent         until the guard that begins on that host has read it
-    status/.HOST.spot                replicator    where that host takes copies of checkpoints (``replicas.Spot``)
+    status/.HOST.spot                replicator    where that host takes copies of checkpoints (``replicas.Endpoint``)
     status/.HOST.ring                that host's first rank   which host is next (``replicas.Ring``)
     status/HOST.copied               replicator    what the next host has (``replicas.Copied``)
     logs/HOST/torchrun.log           node runner   torchrun's own output

@@ -17,23 +17,18 @@ T = TypeVar("T")
 WORKING_S = 1.0  # how often rank 0 tells those that wait for it that it is working
 
 
-def broadcast_object(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's value on every rank; see ``from_rank``."""
-    return broadcast_object_from(0, value, kind, group)
+def broadcast_object(value: T, kind: Any = None, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
+    """Return one rank's value on every rank: one broadcast, where ``all_gather_objects`` would hold a copy for each rank.
 
-
-def broadcast_object_from(rank: int, value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> T:
-    """Return one rank's value on every rank: one broadcast, where ``agreed`` would hold a copy for each rank.
-
-    ``kind``, ``group``: see ``agreed``.
+    ``kind``, ``group``: see ``all_gather_objects``.
 
     Raises:
         MalformedError: That rank sent something else.
     """
     if dist.get_world_size() == 1:
         return value
-    own = reader.dumps(value).encode() if dist.get_rank() == rank else b""
-    return reader.loads(kind or type(value), broadcast_bytes(rank, own, group), f"what rank {rank} sent")
+    own = reader.dumps(value).encode() if dist.get_rank() == source else b""
+    return reader.loads(kind or type(value), broadcast_bytes(source, own, group), f"what rank {source} sent")
 
 
 def all_gather_objects(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -77,7 +72,7 @@ def broadcast_bytes(rank: int, content: bytes, group: dist.ProcessGroup | None =
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """If any rank refuses inside, all do, with the message of the lowest such rank, so that none waits for one that left.
 
-    ``group``: see ``agreed``.
+    ``group``: see ``all_gather_objects``.
 
     Raises:
         UserError: This rank refused.

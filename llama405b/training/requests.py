@@ -90,17 +90,10 @@ class Requests:
         ):
             if wished:
                 path, why = _on_all_ranks(functools.partial(write, run, me, step))
-                self.answer(requests, kind, step, path, why)
+                for request in [request for request in requests if request.kind is kind]:
+                    self._answer(request.id, step, path, why)
         self._finish_profile(step, ending=ending)
         self._begin_profile(requests, wishes.profile, step)
-
-    def answer(
-        self, requests: Sequence[RunRequest], kind: RequestKind, step: int, path: Path | None, why: str = ""
-    ) -> None:
-        """Report for all requests of a kind that they were carried out, or why not."""
-        for request in requests:
-            if request.kind is kind:
-                self._answer(request.id, step, path, why)
 
     def _finish_profile(self, step: int, *, ending: bool) -> None:
         """Write the profile if this was its last step, or the run's."""
