@@ -5,6 +5,7 @@
 apt_lock=/var/lib/apt/lists/lock # `apt-get update` does not wait for it
 cpu_index=https://download.pytorch.org/whl/cpu
 gpu_device=/dev/nvidiactl
+imports="print('compiling'); import argcomplete, libtmux, llama405b.train, paramiko, rich.live, textual.app, textual.widgets" # what is started
 
 need_linux() {  # the hosts of a hosts file may be elsewhere, but this script prepares this machine to train
     [ "$(uname)" = Linux ] && return 0
@@ -85,8 +86,12 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
     }
     echo "installing into .venv, once: $comes; unpacking takes minutes"
     trap interrupted INT
-    in_one_line .venv/bin/python -m pip install --disable-pip-version-check "${index[@]}" -c constraints.txt -e ".[$1]" || {
+    in_one_line .venv/bin/python -m pip install --disable-pip-version-check --no-compile "${index[@]}" -c constraints.txt -e ".[$1]" || {
         echo "pip could not install the packages; see its output above" >&2
+        return 2
+    }
+    PYTHONDONTWRITEBYTECODE="" in_one_line .venv/bin/python -c "$imports" || { # compiles it; pip would compile all
+        echo "what pip installed cannot be imported; see the output above" >&2
         return 2
     }
     trap - INT

@@ -121,13 +121,14 @@ def test_every_rank_knows_all_devices_and_links():
 
 
 def child_of(pid):
-    """The process in which a test runs, once it has loaded torch."""
+    """The process in which a test runs, once it has loaded torch: not multiprocessing's own, which does so for a moment."""
 
-    def found():
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return next((int(child) for child in children if "torch_cpu" in Path(f"/proc/{child}/maps").read_text()), 0)
+    def tests(child):
+        of = Path(f"/proc/{child}")
+        return "spawn_main" in (of / "cmdline").read_text() and "torch_cpu" in (of / "maps").read_text()
 
-    return wait_for(found)
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return wait_for(lambda: next((int(child) for child in children.read_text().split() if tests(child)), 0))
 
 
 def test_an_update_delays_no_unit_before_it(tmp_path):

@@ -30,3 +30,8 @@ def test_the_workflow_and_the_hook_run_our_scripts():
 def test_a_report_comes_with_what_is_asked_first():
     labels = " ".join(each["attributes"].get("label", "") for each in read(".github/ISSUE_TEMPLATE/bug.yml")["body"])
     assert all(command in labels for command in ("doctor HOSTS --json", "logs HOSTS --first-error", "--version"))
+
+
+def test_no_two_test_files_have_one_name():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))  # pytest refuses them, when it collects both

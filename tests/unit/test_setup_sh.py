@@ -129,8 +129,9 @@ def test_without_a_gpu_the_small_pytorch_is_taken_and_its_size_said(venv):
     code, said = venv.type("need_venv train")
     assert code == 0
     assert "PyTorch for CPU (there is no GPU) and its packages, 0.3 GB to download;" in said
-    pip = venv.ran.read_text().splitlines()[-1]
+    pip, tried = venv.ran.read_text().splitlines()[-2:]
     assert "--extra-index-url https://download.pytorch.org/whl/cpu " in pip
+    assert re.fullmatch("pip -c .*import .*llama405b.train.*", tried)
     assert " -q" not in pip  # its progress is shown
     venv.ran.write_text("")
     assert venv.type("need_venv train") == (0, "")
@@ -142,6 +143,15 @@ def test_where_the_small_one_cannot_be_had_that_is_said_with_what_to_set(venv):
     assert "does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL" in said
     assert "0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA);" in said
     assert "--extra-index-url" not in venv.ran.read_text()
+
+
+def test_what_pip_installed_must_be_importable(venv, tmp_path):
+    python = tmp_path / ".venv/bin/python"
+    python.write_text(f"{python.read_text()}case $2 in *import*) echo no libgomp.so.1; exit 1;; esac\n")
+    code, said = venv.type("need_venv train")
+    assert code == 2
+    assert "no libgomp.so.1\nwhat pip installed cannot be imported; see the output above\n" in said
+    assert not (tmp_path / ".venv/.set-up").exists()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,7 @@ def test_a_terminal_shows_one_line_while_pip_works_and_all_if_it_fails(venv, tmp
     os.close(ours)
     assert child.returncode == code
     line, _, after = said.decode().partition("unpacking takes minutes")[2].rpartition("\r\x1b[K")
-    assert re.search(r"\r\x1b\[K +\d s  Downloading$", line)
+    assert re.search(r"\r\x1b\[K +\d s  Downloading(\r\x1b\[K)?(\r\x1b\[K +\d s  )*$", line)
     assert after.startswith(left)
 
 
@@ -180,5 +190,5 @@ def test_too_little_disk_is_told_before_pip_fills_it(venv, tmp_path):
     assert "install" not in venv.ran.read_text()
     (tmp_path / "gpu").touch()
     venv.type("need_venv train")
-    [small, large] = [line.split()[3:] for line in venv.ran.read_text().splitlines() if line.startswith("pip")]
+    [small, large] = [line.split()[3:] for line in venv.ran.read_text().splitlines() if "venv_room" in line]
     assert (float(small[1]) < float(large[1]), len(small)) == (True, 2)

@@ -46,7 +46,7 @@ def project_root() -> Path:
 
 
 def make_wheelhouse(root: Path) -> Path:
-    """Fetch every wheel of the environment, for hosts with this machine's Python and architecture.
+    """Fetch every wheel of the environment, for hosts with this machine's Python and architecture, unless all are there.
 
     Raises:
         UserError: There is no pip here, or it failed.
@@ -54,6 +54,14 @@ def make_wheelhouse(root: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise UserError(f"--offline: {sys.executable} has no pip to fetch the wheels; install this program with pip")
     folder = Path(WHEELHOUSE)
+    made_from = [root.joinpath(name).read_text() for name in ("pyproject.toml", "constraints.txt")]
+    stamp, of = folder / ".complete", hashlib.sha256(json.dumps([sys.version, BUILD_TOOLS, *made_from]).encode())
+
+    def complete() -> str:
+        return "\n".join([of.hexdigest(), *sorted(path.name for path in folder.glob("*.whl"))])
+
+    if stamp.is_file() and stamp.read_text() == complete():
+        return folder
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-d", str(folder)]
     what = ["-c", str(root / "constraints.txt"), f"{root}[train]", *BUILD_TOOLS]
     print(
@@ -64,6 +72,7 @@ def make_wheelhouse(root: Path) -> Path:
         raise UserError("--offline: pip could not fetch the wheels; see its output above, and make it work here first")
     for own in folder.glob("llama405b-*"):  # the project itself is pushed as code
         own.unlink()
+    stamp.write_text(complete())
     return folder
 
 

@@ -16,7 +16,8 @@ TORCH_INDEX = "https://download.pytorch.org/whl"
 CUDA_BUILDS = ((580, "cu130"), (570, "cu128"), (560, "cu126"))
 STAMP = ".venv/.set-up"
 PYTHON = '"$(cat .llama405b-python)"'
-INSTALL = f"{PYTHON} -m pip install --disable-pip-version-check"
+INSTALL = f"{PYTHON} -m pip install --disable-pip-version-check --no-compile"
+COMPILE = f"PYTHONDONTWRITEBYTECODE= {PYTHON} -c 'import llama405b.train'"  # what is needed; pip takes longer over all
 HAS_AGENT = f"{PYTHON} -c 'import msgspec'"  # all that it needs
 FETCH = f"import urllib.request as u; u.urlopen('{TORCH_INDEX}/cpu/torch/', timeout=10)"
 CPU_ANSWERS = f'curl -fsI -m 10 {TORCH_INDEX}/cpu/torch/ >/dev/null 2>&1 || timeout 15 python3 -c "{FETCH}" 2>/dev/null'
@@ -106,7 +107,7 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
         comes = ""
         needs = shlex.quote(wishes.offline)
     done = f"mkdir -p .venv && printf %s {shlex.quote(wishes.stamp)} >{STAMP}.new && mv {STAMP}.new {STAMP}"
-    install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {done}"
+    install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {COMPILE} && {done}"
     room = f"{wishes.before}PYTHONPATH=tools {PYTHON} -m llama405b_tools.remote.venv_room {needs}"
     tried = 'import llama405b_tools.remote.agent, importlib.metadata as m; print(m.version("torch"))'
     check = f"{wishes.before}PYTHONPATH=tools {PYTHON} -c {shlex.quote(tried)}"
