@@ -94,6 +94,7 @@ def test_apts_own_words_are_shown(machine):
     assert "E: the mirror is down\napt-get could not install tmux; see its output above\n" in said
 
 
+@pytest.mark.slow
 def test_another_apt_is_waited_for(machine, tmp_path):
     machine.has("apt-get")
     with (tmp_path / "lock").open("w") as lock:

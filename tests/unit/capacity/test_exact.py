@@ -3,22 +3,23 @@
 import json
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig
 
 from llama405b.capacity.setting import Shape
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.weights import parse_llama
-from llama405b.model.llama import build_on_meta
-from llama405b.parallel.fsdp2 import checkpoint_activations
 
+pytestmark = pytest.mark.slow
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 S = 256
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_modules(name):
+    import torch
+    from transformers import LlamaConfig
+
+    from llama405b.model.llama import build_on_meta
+
     shape = Shape.of(parse_llama(PRESETS[name], name))
     module = build_on_meta(LlamaConfig(**PRESETS[name]), "sdpa", torch.bfloat16)
     if module.config.tie_word_embeddings:
@@ -32,6 +33,13 @@ def test_parameters_are_those_of_the_modules(name):
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
 def test_flops_are_those_that_torch_counts(name, again):
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig
+
+    from llama405b.model.llama import build_on_meta
+    from llama405b.parallel.fsdp2 import checkpoint_activations
+
     config = LlamaConfig(**PRESETS[name] | {"num_hidden_layers": 2})
     shape = Shape.of(parse_llama(PRESETS[name] | {"num_hidden_layers": 2}, name))
     module = build_on_meta(config, "eager", torch.bfloat16)

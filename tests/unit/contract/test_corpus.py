@@ -81,6 +81,7 @@ def test_a_damaged_gzip_file_is_refused_by_name(tmp_path):
         form_of(tmp_path / "a.jsonl.gz")
 
 
+@pytest.mark.slow
 def test_every_file_of_the_standard_library_is_text():
     assert {form_of(file) for file in expand(["stdlib"])} == {Form.TEXT}
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="NOT RUN:
 A = Host("a", "hosts:1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "words"),
     [
@@ -37,6 +38,7 @@ def test_start_up_files_that_let_no_command_run_are_told_in_time(ssh_server, mon
     connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "words"),
     [

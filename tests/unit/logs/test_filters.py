@@ -64,6 +64,7 @@ def _request(*flags):
     return output.Show(args).request("r", follow=args.follow, forever=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["-f"], ["-f", "--tail", "100"]])
 def test_what_waits_for_a_follower_is_bounded_and_counted(tmp_path, monkeypatch, flags):
     monkeypatch.setattr(hostlogs, "read_plan", lambda _: types.SimpleNamespace(attempt=1))

@@ -11,6 +11,7 @@ from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.text.merge import Entry
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("most_bytes", [0, 1 << 16])
 def test_a_flood_does_not_keep_the_rest_of_the_news_waiting(tmp_path, monkeypatch, most_bytes):

@@ -57,6 +57,7 @@ def within(seconds, condition):
     return condition()
 
 
+@pytest.mark.slow
 def test_the_times_of_log_lines_do_not_wait_for_the_pane(run, monkeypatch):
     pane, child, runner, log = Pane(), Child(), NodeRunner(run, "a"), run.logs("a") / "rank.log"
     monkeypatch.setattr(node_runner, "print", pane.print, raising=False)

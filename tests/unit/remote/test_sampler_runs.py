@@ -74,6 +74,7 @@ def told(tmp_path):
         child.wait(20)
 
 
+@pytest.mark.slow
 def test_the_newest_that_lives_is_told_of_until_it_is_to_stay_with_another(runs, told):
     runs("old", 1.0, alive=False)
     runs("lives", 2.0, alive=True)

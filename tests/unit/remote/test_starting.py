@@ -188,6 +188,7 @@ def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
     assert [request.only for request in ended] == ["r-1-x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "said"),
     [

@@ -4,11 +4,14 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 BUSY = (
     "from llama405b_tools.top.leaving import on_signals; on_signals(print); print('on', flush=True)\nwhile True: pass"
 )
 
 
+@pytest.mark.slow
 def test_any_signal_ends_a_program_that_does_not_react():
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     code = f"import signal; [signal.signal(end, signal.SIG_DFL) for end in {[*map(int, ends)]}]; {BUSY}"  # a shell's & ignores two
@@ -25,6 +28,7 @@ def test_any_signal_ends_a_program_that_does_not_react():
             child.kill()
 
 
+@pytest.mark.slow
 def test_a_signal_that_is_ignored_stays_so():
     code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); {BUSY}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:

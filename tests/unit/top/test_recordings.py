@@ -10,6 +10,7 @@ import pytest
 from llama405b_tools.top.event_sources import Recorder, replay
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["r.jsonl", "r.gz"])
 @pytest.mark.parametrize("cut", [0, 30])
 def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):

@@ -103,6 +103,7 @@ def test_any_size_is_drawn(size, mode):
     assert all(line.cell_len == size[0] for line in lines)
 
 
+@pytest.mark.slow
 def test_sorting_filtering_and_pages():
     pic, _ = played(8, HOT)
     names = lambda **more: [row.name for row in panels.ordered(pic, panels.Ui(**more))]  # noqa: E731
