@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, refused
@@ -94,6 +93,7 @@ class OffloadedAll:
             self.parts.append(part := UnitState(unit.name, sorted(groups.items()), unit.gathers))
             before = functools.partial(self._before_forward, part)
             self.hooks += [module.register_forward_pre_hook(before, prepend=True) for module in unit.modules]
+            unit.modules[0].set_all_reduce_hook(functools.partial(self._reduced, part))
         for module in model.modules():
             if isinstance(module, FSDPModule) and fully_shard.state(module)._states_to_forward_prefetch:
                 raise ValueError("forward prefetch gathers weights before their update; remove it")
@@ -105,26 +105,36 @@ class OffloadedAll:
     def accumulate(self) -> None:
         """Take the gradients of a micro-batch from the parameters: adding to them there would block on their copy.
 
+        They are added in the order in which the next backward makes more, which waits for that: there are two sets at most.
+
         Raises:
             Exception: An update failed; the worker's own.
         """
-        for part in self.parts:
+        for part in reversed(self.parts):
             weights = [[self.weights[id(p)] for p in parameters] for _, parameters in part.groups]
             gradients = [[_taken(weight) for weight in group] for group in weights]
             self.done.down_bytes += _bytes(gradients)
             self.done.up_bytes += part.gathers * _bytes([map(local, group) for group in weights])
             if part.sums:
-                self._finish(part.adding)  # or a slow worker would leave more and more gradients waiting
                 part.adding = self.worker.submit(_add, part.sums, gradients)
             else:
                 self.wait_unit(part)
                 part.sums = gradients
 
+    def _reduced(self, part: UnitState, flat: Tensor) -> None:
+        """Wait, before FSDP copies a unit's gradient to the host, until the one of the micro-batch before has been added."""
+        if flat.is_cuda:
+            flat.record_stream(torch.cuda.current_stream(flat.device))  # whose copy FSDP does not keep its memory for
+        self._finish_adding(part)
+
+    def _finish_adding(self, part: UnitState) -> None:
+        self._finish(part.adding)
+        part.adding = None
+
     def clip(self, max_norm: float) -> float:
         """See ``Updater``; the worker scales each unit before it updates it."""
         for part in self.parts:
-            self._finish(part.adding)
-            part.adding = None
+            self._finish_adding(part)
         began = time.perf_counter()
         norm = norm_over_ranks([gradient for part in self.parts for group in part.sums for gradient in group])
         self.factor = clip_factor(norm, max_norm)
@@ -212,27 +222,23 @@ class OffloadedAll:
         self._sync_unit(part)
 
 
-def fill_for_fsdp(model: nn.Module, sets: int, progress: Progress) -> None:
-    """Pin an offloaded model's weights, and leave torch the pinned blocks that ``sets`` of gradients will take.
+def pin_for_gradients(model: nn.Module, sets: int, progress: Progress) -> None:
+    """Leave torch the pinned blocks that ``sets`` of an offloaded model's gradients will take.
 
-    FSDP would pin the weights in the first forward, and the gradients in the first backwards.
+    FSDP would pin them in the first backwards.
 
     Raises:
         UserError: CUDA cannot pin that much.
     """
-    parameters = list(model.parameters())
-    total = sum(local(p).nbytes for p in parameters) * (1 + sets)
-    done = 0
+    weights = [local(parameter) for parameter in model.parameters()]
+    done, total = 0, sum(weight.nbytes for weight in weights) * sets
     blocks = []
-    for parameter in parameters:
-        weight = local(parameter)
+    for weight in weights:
         try:
-            if isinstance(parameter, DTensor) and weight.numel():
-                parameter._local_tensor = weight.pin_memory()
             blocks += [torch.empty_like(weight, pin_memory=True) for _ in range(sets)]  # freed together, when all exist
         except RuntimeError as error:
             raise refused(done, total, str(error).partition("\n")[0]) from None
-        done += weight.nbytes * (1 + sets)
+        done += weight.nbytes * sets
         progress(done, total)
 
 

@@ -27,7 +27,7 @@ from llama405b.contract.parts import is_for, rows_of
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, fingerprint_of, read_layouts
 from llama405b.distributed import collectives
-from llama405b.distributed.host_memory import Progress
+from llama405b.distributed.host_memory import Progress, allocate
 from llama405b.distributed.mesh import SHARD, Place
 from llama405b.distributed.ranks import Rank
 from llama405b.distributed.transfer import Stage
@@ -76,10 +76,30 @@ def load(
     return f"rank 0 {files.came} and sent each rank its rows"
 
 
-def materialise(model: nn.Module, me: Rank, *, offload: bool = False) -> None:
-    """Give what is on the meta device of a sharded model memory, its tied head and its rotary buffers; the weights stay undefined."""
+def materialise(model: nn.Module, me: Rank, *, offload: bool = False, pinning: Progress | None = None) -> None:
+    """Give what is on the meta device of a sharded model memory, its tied head and its rotary buffers; the weights stay undefined.
+
+    ``pinning`` hears of the progress where FSDP will copy the offloaded weights, which are pinned for that; None: it will not.
+    FSDP itself would pin each of them, in blocks of the next power of two.
+
+    Raises:
+        UserError: CUDA cannot pin that much.
+    """
     device = torch.device("cpu") if offload else me.device
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    blocks: dict[int, Tensor] = {}
+    if pinning:
+        meta = {id(p): _local(p).nbytes for p in model.parameters() if p.is_meta}
+        blocks = dict(zip(meta, allocate(list(meta.values()), me.device, pinning), strict=True))
+
+    def filled(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        made = torch.empty_like(tensor, device=device)
+        if isinstance(made, DTensor) and (block := blocks.get(id(tensor))) is not None:
+            made._local_tensor = block.view(made.dtype).view(made._local_tensor.shape)
+        return made
+
+    model._apply(filled)
     tie_head(model)
     restore_buffers(model, model.config, me.device)
 

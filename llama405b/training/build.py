@@ -19,7 +19,7 @@ from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
 from llama405b.distributed.numa import bind
 from llama405b.optim.build_updater import build_updater
-from llama405b.optim.offload_all import fill_for_fsdp
+from llama405b.optim.offload_all import pin_for_gradients
 from llama405b.optim.updater import Updater
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.build_data import open_data
@@ -103,7 +103,7 @@ def build_update(config: Config, module: nn.Module, master: nn.Module, context: 
         context.phase(Phase.PIN)
         if parallel.offload == "all":
             accumulates = accumulation(config.training, context.me.dp.size) > 1
-            fill_for_fsdp(module, 1 + (accumulates and parallel.updates_by_unit), heartbeat.progress)
+            pin_for_gradients(module, 1 + (accumulates and parallel.updates_by_unit), heartbeat.progress)
     return build_updater(
         module, config.optimizer, parallel, device, heartbeat.waits_for_update, master, heartbeat.progress
     )

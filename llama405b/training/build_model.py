@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
+from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
 from llama405b.model import llama
@@ -73,8 +74,13 @@ def _by_fsdp2(
     module = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
     master, offload = master_model(module, parallel), parallel.offload != "none"
-    if master is not module:
-        load_weights.materialise(module, me, offload=parallel.offload == "all")
+    if parallel.offload == "all":
+        if me.on_gpu:
+            context.phase(Phase.PIN)
+        load_weights.materialise(module, me, offload=True, pinning=context.heartbeat.progress)
+        context.phase(Phase.LOAD)
+    elif master is not module:
+        load_weights.materialise(module, me)
     if from_checkpoint:
         load_weights.materialise(master, me, offload=offload)
         return _Built(module, master, "weights come from the checkpoint")

@@ -11,7 +11,7 @@ from conftest import ROOT
 from ops_rig import wait_for
 
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
-SAVING = ["--training.max_steps", 16, "--checkpoint.every", 4, "--checkpoint.storage", "local"]
+SAVING = ["--training.max_steps", 24, "--checkpoint.every", 4, "--checkpoint.storage", "local"]
 
 
 def _losses(text):
@@ -34,12 +34,12 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     assert whole.returncode == 0, whole.stderr
     losses += _losses(whole.stdout)
     told = operator("status", "--run", "whole").stdout
-    assert re.search(r"newest checkpoint: /\S+/runs/whole/checkpoints/step-00000016\n", told)
-    assert "copied to the next host: step 16" in told
+    assert re.search(r"newest checkpoint: /\S+/runs/whole/checkpoints/step-00000024\n", told)
+    assert "copied to the next host: step 24" in told
     assert "checkpoints: each host keeps its part, 3 directories in all; and the next host a copy" in whole.stdout
     assert re.search(r"next: `\S+ export whole OUT hosts` writes a model that transformers loads", whole.stdout)
     kept = [
-        hosts.exec(i, "find", f"{hosts.workdir(i)}/runs/whole/checkpoints/step-00000016", "-name", "*.distcp").stdout
+        hosts.exec(i, "find", f"{hosts.workdir(i)}/runs/whole/checkpoints/step-00000024", "-name", "*.distcp").stdout
         for i in (1, 2, 3)
     ]
     assert [{name[2] for name in re.findall(r"__\d_\d", found)} for found in kept] == [{"0"}, {"1"}, {"2"}]
@@ -64,17 +64,17 @@ def _digest(hosts, i, out):
 def test_the_model_is_exported_from_the_hosts_own_disks_and_from_copies_if_one_is_lost(hosts, operator):
     """After the run ``whole``, which ended with copies of all parts."""
     hosts.hosts_file(operator.path / "hosts")
-    done = operator("export", "whole", "out", "hosts", "--dtype", "fp32", "--try", "def ", "--step", 16)
+    done = operator("export", "whole", "out", "hosts", "--dtype", "fp32", "--try", "def ", "--step", 24)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 16: 4 files from node-2\n" in done.stdout  # the weights alone
+    assert "step 24: 4 files from node-2\n" in done.stdout  # the weights alone
     assert "from node-3" not in done.stdout  # whose part is on node-1, too
-    assert re.search(r"node-1: exported \S+/for-export/step-00000016 to out: 1 file", done.stdout)
-    assert not _there(hosts, 1, "runs/whole/checkpoints/for-export/step-00000016")
+    assert re.search(r"node-1: exported \S+/for-export/step-00000024 to out: 1 file", done.stdout)
+    assert not _there(hosts, 1, "runs/whole/checkpoints/for-export/step-00000024")
     hosts.crash(2)
     try:
         lost = operator("export", "whole", "from-copies", "hosts", "--dtype", "fp32")
         assert lost.returncode == 0, lost.stdout + lost.stderr
-        assert "step 16: 4 files from node-3\n" in lost.stdout
+        assert "step 24: 4 files from node-3\n" in lost.stdout
         assert _digest(hosts, 1, "from-copies") == _digest(hosts, 1, "out")
     finally:
         hosts.boot(2)
@@ -98,6 +98,6 @@ def test_the_guard_brings_back_a_run_whose_host_came_back_blank(hosts, operator,
     out, _ = follower.communicate(timeout=200)
     assert follower.returncode == 0, out
     assert re.search(r"resumed from runs/g/checkpoints/step-000000\d\d", out), out
-    assert "step 16/24" in out
+    assert "step 24/24" in out
     assert _losses(out) == losses
-    assert "copied to the next host: step 16" in operator("status", "--run", "g").stdout
+    assert "copied to the next host: step 24" in operator("status", "--run", "g").stdout

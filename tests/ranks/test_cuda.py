@@ -16,7 +16,7 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
     from llama405b.model.batch import Batch
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.fp32_masters import master_model
-    from llama405b.optim.offload_all import fill_for_fsdp
+    from llama405b.optim.offload_all import pin_for_gradients
     from llama405b.optim.step import train_step
     from llama405b.parallel import fsdp1, fsdp2, load_weights
 
@@ -30,12 +30,14 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
             module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
             fsdp2.shard(module, parallel, me.device)
             master = master_model(module, parallel)
+            if offload == "all":
+                load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
+            elif master is not module:
+                load_weights.materialise(module, me)
             load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=offload != "none")
-            if master is not module:
-                load_weights.materialise(module, me, offload=parallel.offload == "all")
         fsdp2.checkpoint_activations(module)
         if offload == "all":
-            fill_for_fsdp(module, 1, lambda *_: None)
+            pin_for_gradients(module, 1, lambda *_: None)
         updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
         losses = []
         for step in range(10):

@@ -1,10 +1,13 @@
 """The update hidden under the next forward: bit for bit the sequential one, whatever comes in between."""
 
+import collections
 import functools
 import sys
 import threading
 import time
 import traceback
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +80,39 @@ def _otherwise(me, directory, form, more):
 def test_so_it_does_with_tied_embeddings_and_bf16(tiny_tied):
     assert run_ranks(2, _otherwise, tiny_tied, "all", {"numerics": "pure-bf16"}) == [True, True]
     assert run_ranks(2, _otherwise, tiny_tied, "optimizer", {}) == [True, True]
+
+
+def _sets(me, directory):
+    """How many gradients of one parameter there were at most while the worker added slowly, and the order of the adds."""
+    from llama405b.optim import offload_all
+
+    module, updater = build(me, directory, overlap=True)
+    made, most, added = collections.defaultdict(list), 0, []
+    taken, add = offload_all._taken, offload_all._add
+
+    def watched(parameter):
+        nonlocal most
+        gradient = taken(parameter)
+        of = made[id(parameter)]
+        of.append(weakref.ref(gradient))
+        most = max(most, sum(each() is not None for each in of))
+        return gradient
+
+    def slowly(sums, gradients):
+        time.sleep(0.02)
+        add(sums, gradients)
+        added.append(sums[0][0].data_ptr())
+
+    with mock.patch.multiple(offload_all, _taken=watched, _add=slowly):
+        take(me, module, updater, 1, accumulation=4)
+        updater.wait()
+    return most, len(added), len(updater.parts)
+
+
+def test_there_are_two_sets_of_gradients_at_most(tiny):
+    """A third would be pinned within a backward, beside NCCL's kernels."""
+    for most, added, parts in run_ranks(1, _sets, tiny):
+        assert (most, added) == (2, 3 * parts)
 
 
 @pytest.mark.parametrize("form", FORMS)

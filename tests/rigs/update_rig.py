@@ -42,9 +42,10 @@ def build(
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     master = master_model(module, parallel) if masters else module
+    if offload == "all":
+        load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
     load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=True)
-    if master is not module:
-        load_weights.materialise(module, me, offload=parallel.offload == "all")
+    load_weights.materialise(module, me)
     fsdp2.checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
 

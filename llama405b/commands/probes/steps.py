@@ -84,9 +84,10 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     master = master_model(module, parallel)
+    if parallel.offload == "all":
+        load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
     load_weights.materialise(master, me, offload=parallel.offload != "none")
-    if master is not module:
-        load_weights.materialise(module, me, offload=parallel.offload == "all")
+    load_weights.materialise(module, me)
     generator = torch.Generator(me.device).manual_seed(0)
     for parameter in master.parameters():
         assert isinstance(parameter.data, DTensor)

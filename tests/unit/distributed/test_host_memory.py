@@ -71,11 +71,11 @@ def test_what_is_pinned_may_be_in_huge_pages():
 
 
 def test_torch_that_cannot_pin_is_said_in_a_sentence(monkeypatch):
-    from llama405b.optim.offload_all import fill_for_fsdp
+    from llama405b.optim.offload_all import pin_for_gradients
 
     def refuse(*_, **__):
         raise RuntimeError("CUDA error: out of memory\nmore words")
 
     monkeypatch.setattr(torch, "empty_like", refuse)
     with pytest.raises(UserError, match=r"CUDA error: out of memory\); raise the limit"):
-        fill_for_fsdp(torch.nn.Linear(4, 4), 1, lambda *_: None)
+        pin_for_gradients(torch.nn.Linear(4, 4), 1, lambda *_: None)
