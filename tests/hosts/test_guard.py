@@ -293,7 +293,7 @@ def test_a_rehearsal_goes_the_whole_way_and_leaves_nothing(work, cli, demo, corp
     done = cli(work, "launch", "--run", "r", "--rehearse", *settings(demo, corpus, steps=500))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "each rank made its own random weights" in done.stdout
-    assert "resumed from runs/r-rehearsal/checkpoints/step-00000002" in done.stdout
+    assert re.search(r"resumed from runs/r-rehearsal/checkpoints/step-\d{8}", done.stdout)
     assert "rehearsal: passed" in done.stdout
     assert not (work / "runs/r-rehearsal/checkpoints").exists()
     assert not (work / "runs/r").exists()

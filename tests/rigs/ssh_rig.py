@@ -1,6 +1,7 @@
 """An SSH server in this process, on a free port of loopback: it can drop who comes, and has any login shell one likes."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import threading
@@ -74,7 +75,8 @@ class Server(paramiko.ServerInterface):
                     channel.sendall(data)
             child.kill()
         with contextlib.suppress(OSError, EOFError):
-            channel.send_exit_status(child.wait() & 255)
+            if (code := child.wait()) != -signal.SIGTERM:  # sshd has no status for what a signal ended
+                channel.send_exit_status(code & 255)
             channel.close()
 
 

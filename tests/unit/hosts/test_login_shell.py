@@ -54,3 +54,12 @@ def test_what_start_up_files_leave_running_does_not_keep_a_command_for_ever(ssh_
     with pytest.raises(HostError, match=words):
         connection.run("echo here", "", 1.0)
     connection.close()
+
+
+def test_a_command_that_was_killed_is_not_told_as_a_lost_connection(ssh_server):
+    ssh_server("a")
+    connection = Ssh(A)
+    with pytest.raises(HostError, match="the command was killed there; see its `dmesg"):
+        connection.run("kill -TERM $$", "", 10.0)
+    assert connection.run("echo here", "", 10.0).out == "here\n"
+    connection.close()

@@ -84,6 +84,8 @@ class Ssh:
             if not channel.status_event.wait(timeout_s):
                 raise TimeoutError
             code = channel.recv_exit_status()
+            if code < 0 and self.is_open():  # paramiko does not tell which signal
+                raise HostError(f"the command was killed there{given(': {}', _last_line(err))}; see its `dmesg | tail`")
             if code < 0:
                 raise EOFError("no exit code received")
             return Result(code, out.decode("utf-8", "replace"), err.rpartition(READY)[2].decode("utf-8", "replace"))
@@ -180,6 +182,11 @@ class Ssh:
         with LOGINS:
             _login(client, name, options, sock, greeting)
         return client
+
+
+def _last_line(text: bytes) -> str:
+    lines = text.rpartition(READY)[2].decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _lost(error: Exception) -> HostError:

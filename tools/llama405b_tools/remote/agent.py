@@ -7,7 +7,6 @@ input closes, so they die with the operator's terminal.
 
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -51,7 +50,6 @@ def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.remote.agent ACTION``."""
     os.umask(UMASK)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if sys.platform != "linux":
         raise SystemExit(f"hosts must run Linux, and this one runs {sys.platform}")
     if len(sys.argv) != 2 or sys.argv[1] not in ACTIONS:
