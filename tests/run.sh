@@ -25,13 +25,13 @@ if [ "${1:-}" = quick ]; then
     exec .venv/bin/python -m pytest -q -n auto --dist worksteal -m "unit and not slow" tests/unit "$@"
 fi
 bash tests/check.sh || exit 1
-# Two files at a time, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
-two=(-n 2 --dist loadfile --no-loadscope-reorder)
+# Three files at a time on two cores, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
+three=(-n 3 --dist loadfile --no-loadscope-reorder)
 export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
-marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}")
+marks=(-m "(unit or ranks) and not gpu and not soak" "${three[@]}")
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu and not soak" --durations=25 "${two[@]}")
+    marks=(-m "not gpu and not soak" --durations=25 "${three[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
 elif [ "${1:-}" = --soak ]; then
     shift

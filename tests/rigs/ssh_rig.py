@@ -68,16 +68,24 @@ class Server(paramiko.ServerInterface):
         return True
 
     def _run(self, channel, command):
-        with subprocess.Popen([*self.shell, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*self.shell, command], stdin=pipe, stdout=pipe, stderr=pipe) as child:
             threading.Thread(target=_feed, args=(channel, child), daemon=True).start()
-            with contextlib.suppress(OSError, EOFError):
-                while data := child.stdout.read1(1 << 16):
-                    channel.sendall(data)
+            errors = threading.Thread(target=_pass_on, args=(child.stderr, channel.sendall_stderr), daemon=True)
+            errors.start()
+            _pass_on(child.stdout, channel.sendall)
             child.kill()
+            errors.join(1)
         with contextlib.suppress(OSError, EOFError):
             if (code := child.wait()) != -signal.SIGTERM:  # sshd has no status for what a signal ended
                 channel.send_exit_status(code & 255)
             channel.close()
+
+
+def _pass_on(pipe, send):
+    with contextlib.suppress(OSError, EOFError):
+        while data := pipe.read1(1 << 16):
+            send(data)
 
 
 def _feed(channel, child):

@@ -63,3 +63,11 @@ def test_a_command_that_was_killed_is_not_told_as_a_lost_connection(ssh_server):
         connection.run("kill -TERM $$", "", 10.0)
     assert connection.run("echo here", "", 10.0).out == "here\n"
     connection.close()
+
+
+def test_what_start_up_files_print_is_no_part_of_an_error(ssh_server):
+    ssh_server("a", shell=("sh", "-c", 'echo noise; echo noise >&2; exec sh -c "$0"'))
+    connection = Ssh(A)
+    done = connection.run("echo out; echo wrong >&2; exit 3", "", 10.0)
+    assert (done.code, done.out, done.err) == (3, "out\n", "wrong\n")
+    connection.close()
