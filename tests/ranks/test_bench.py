@@ -140,7 +140,7 @@ def child_of(pid):
 def has_joined(pid):
     """Whether a test's process is connected to its group's store: its pipes are no sockets."""
     with contextlib.suppress(OSError):
-        return any(os.readlink(fd).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir())
+        return any(str(fd.readlink()).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def test_an_update_delays_no_unit_before_it(tmp_path):
