@@ -4,10 +4,12 @@ A tensor is read straight from where it lives, from its update in that step unti
 then is copied into staging memory, and where that is full the update waits. Knows tensors, updates and threads; not files.
 """
 
+import bisect
 import collections
 import concurrent.futures
 import dataclasses
 import enum
+import itertools
 import os
 import threading
 import time
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from llama405b.distributed.host_memory import ALIGNED, Progress, aligned, allocate, grouped
 from llama405b.distributed.transfer import Arrived, copy, nothing
 from llama405b.optim.updater import Unit
 
@@ -23,29 +26,58 @@ BACKGROUND = 15  # niceness, of 19
 PEEKS = 20  # at the rate of reading, until updates come
 
 
-class Staging:
-    """Memory for copies, reused by size from save to save."""
+class Slab:
+    """One piece of memory, given out in parts: to the first gap that is large enough."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit, self.held = limit_bytes, 0
-        self.free: dict[int, list[Tensor]] = collections.defaultdict(list)
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.gaps = [(0, memory.numel())]  # begin and end, in order; no two touch
 
-    def take(self, n_bytes: int, *, pinned: bool) -> Tensor | None:
-        """Return so many bytes, or None while there is no room."""
-        if self.free[n_bytes]:
-            return self.free[n_bytes].pop()
-        while self.held + n_bytes > self.limit:
-            size = next((size for size, buffers in self.free.items() if buffers), 0)
-            if not size:
-                return None
-            self.free[size].pop()  # of another size, and unused
-            self.held -= size
-        self.held += n_bytes
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+    def take(self, n_bytes: int) -> Tensor | None:
+        """Return so many bytes, or None if no gap has them."""
+        size = aligned(n_bytes)
+        for i, (begin, end) in enumerate(self.gaps):
+            if end - begin >= size:
+                self.gaps[i : i + 1] = [(begin + size, end)] * (end - begin > size)
+                return self.memory[begin : begin + n_bytes]
+        return None
 
     def give_back(self, buffer: Tensor) -> None:
-        """Let the next copy have it."""
-        self.free[buffer.numel()].append(buffer)
+        """Make a gap of what was taken, one with the gaps that it touches."""
+        begin = buffer.storage_offset() - self.memory.storage_offset()
+        end = begin + aligned(buffer.numel())
+        i = bisect.bisect(self.gaps, (begin, end))
+        if i < len(self.gaps) and self.gaps[i][0] == end:
+            end = self.gaps.pop(i)[1]
+        if i and self.gaps[i - 1][1] == begin:
+            i, begin = i - 1, self.gaps.pop(i - 1)[0]
+        self.gaps.insert(i, (begin, end))
+
+
+class Staging:
+    """Memory for copies, which is allocated once, and used again from save to save."""
+
+    def __init__(self, sizes: Iterable[int], limit_bytes: int, device: torch.device, progress: Progress) -> None:
+        """Allocate what copies of tensors of these sizes, in bytes, take, or as many of them as the limit has room for.
+
+        It is pinned if ``device``, where they are copied from, is a GPU.
+
+        Raises:
+            UserError: CUDA cannot pin that much.
+        """
+        pieces = [sum(map(aligned, sizes)) for sizes in grouped(list(sizes))]
+        room = itertools.accumulate(pieces, lambda left, piece: left - piece, initial=limit_bytes)
+        blocks = [min(piece, left) // ALIGNED * ALIGNED for piece, left in zip(pieces, room, strict=False) if left > 0]
+        self.slabs = [Slab(memory) for memory in allocate(blocks, device, progress, "checkpoint.staging")]
+
+    def take(self, n_bytes: int) -> Tensor | None:
+        """Return so many bytes, or None while there is no room."""
+        return next((buffer for slab in self.slabs if (buffer := slab.take(n_bytes)) is not None), None)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let the next copies have it."""
+        where = buffer.untyped_storage().data_ptr()
+        next(slab for slab in self.slabs if slab.memory.untyped_storage().data_ptr() == where).give_back(buffer)
 
 
 class TensorState(enum.Enum):
@@ -256,7 +288,7 @@ class CopyOnUpdate:
             self._stage(piece, buffer)
 
     def _room(self, piece: TrackedTensor) -> Tensor | None:
-        return self.staging.take(piece.tensor.nbytes, pinned=piece.tensor.is_cuda)
+        return self.staging.take(piece.tensor.nbytes)
 
     def _stage(self, piece: TrackedTensor, buffer: Tensor) -> None:
         """Copy a tensor that nobody reads."""

@@ -27,7 +27,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of, remedy_of
 from llama405b.contract.units import SPARE
 from llama405b.distributed import collectives
-from llama405b.distributed.host_memory import free_bytes
+from llama405b.distributed.host_memory import Progress, free_bytes
 from llama405b.optim.updater import Updater
 
 
@@ -63,6 +63,20 @@ class Saving:
         """Whether this rank is still writing, or deleting."""
         return any(future is not None and not future.done() for future in (self.under_way, self.pruning))
 
+    def allocate_staging(self, updater: Updater, progress: Progress = lambda *_: None) -> None:
+        """Allocate the memory for copies, on all ranks; ``begin`` does, if nobody did before.
+
+        Where the state is on a GPU it is pinned, which takes minutes: so do it before the first step.
+
+        Raises:
+            UserError: CUDA cannot pin that much.
+        """
+        of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
+        collectives.all_reduce_max([0])  # all have looked before one takes
+        tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
+        limit = of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.staging = Staging((tensor.nbytes for tensor in tensors), limit, tensors[0].device, progress)
+
     def begin(
         self, step: int, updater: Updater, identity: RunIdentity, reached: Reached, next_update_s: float | None = None
     ) -> None:
@@ -74,8 +88,8 @@ class Saving:
         """
         began, self.step = time.monotonic(), step
         if self.staging is None:
-            of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
-            self.staging = Staging(of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            self.allocate_staging(updater)
+        assert self.staging
         state = state_to_save(updater, self.me)
         frozen = CopyOnUpdate(updater.units(), self.staging, next_update_s)
         updater.before_update = frozen.before_update

@@ -20,6 +20,7 @@ GIB = 1 << 30
 PIECE_BYTES = 4 * GIB  # registered at a time, so that progress can be shown; blocks are not split
 ALIGNED = 256
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+INSTEAD = {"parallel.offload": "use more hosts", "checkpoint.staging": "set a smaller size, such as 10GB"}
 _registered: list[Tensor] = []  # until the process ends: unmapped, it would still be registered
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -46,8 +47,10 @@ def peak_bytes(*, on_gpu: bool) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def allocate(blocks: Sequence[int], device: torch.device, progress: Progress) -> list[Tensor]:
-    """Return uint8 tensors of these sizes, in bytes; pinned if the device is a GPU.
+def allocate(
+    blocks: Sequence[int], device: torch.device, progress: Progress, setting: str = "parallel.offload"
+) -> list[Tensor]:
+    """Return uint8 tensors of these sizes, in bytes; pinned if the device is a GPU. ``setting``: what they are for.
 
     Raises:
         UserError: CUDA cannot pin that much.
@@ -55,13 +58,13 @@ def allocate(blocks: Sequence[int], device: torch.device, progress: Progress) ->
     found: list[Tensor] = []
     total, done = sum(blocks), 0
     for sizes in grouped(blocks):
-        piece = _pages(sum(map(_aligned, sizes)))
+        piece = _pages(sum(map(aligned, sizes)))
         if device.type == "cuda":
-            register(piece, done, total)
+            register(piece, done, total, setting)
         begin = 0
         for size in sizes:
             found.append(piece[begin : begin + size])
-            begin += _aligned(size)
+            begin += aligned(size)
         done += sum(sizes)
         progress(done, total)
     return found
@@ -71,14 +74,14 @@ def grouped(blocks: Sequence[int]) -> list[list[int]]:
     """Group blocks, in their order, into pieces that are pinned at a time: a copy must not cross from one to the next."""
     found: list[list[int]] = []
     for size in blocks:
-        if found and sum(map(_aligned, (*found[-1], size))) <= PIECE_BYTES:
+        if found and sum(map(aligned, (*found[-1], size))) <= PIECE_BYTES:
             found[-1].append(size)
         else:
             found.append([size])
     return found
 
 
-def register(piece: Tensor, done: int, total: int) -> None:
+def register(piece: Tensor, done: int, total: int, setting: str = "parallel.offload") -> None:
     """Have CUDA pin memory that is allocated already.
 
     Raises:
@@ -87,14 +90,14 @@ def register(piece: Tensor, done: int, total: int) -> None:
     _registered.append(piece)
     error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: for every context
     if error:
-        raise refused(done, total, f"error {error}")
+        raise refused(done, total, f"error {error}", setting)
 
 
-def refused(done: int, total: int, why: str) -> UserError:
+def refused(done: int, total: int, why: str, setting: str = "parallel.offload") -> UserError:
     """Say that CUDA does not pin as much memory as is needed."""
     return UserError(
-        f"--parallel.offload: cannot pin {total / GIB:.1f} GiB of this rank's CPU memory (CUDA stopped at {done / GIB:.1f} GiB: {why}); "
-        "raise the limit of locked memory (ulimit -l) or the container's memory, or use more hosts"
+        f"--{setting}: cannot pin {total / GIB:.1f} GiB of this rank's CPU memory (CUDA stopped at {done / GIB:.1f} GiB: {why}); "
+        f"raise the limit of locked memory (ulimit -l) or the container's memory, or {INSTEAD[setting]}"
     )
 
 
@@ -108,5 +111,6 @@ def _pages(n_bytes: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _aligned(n_bytes: int) -> int:
+def aligned(n_bytes: int) -> int:
+    """Return how much of a piece a block takes."""
     return -(-n_bytes // ALIGNED) * ALIGNED

@@ -59,10 +59,12 @@ class Rank:
 CUDA_ENV = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_FR_BUFFER_SIZE": "2000",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its older name
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-OLDER = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+OLDER = {  # names that users may have set, and of which torch warns
+    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+}
 
 
 def join(device: str, timeout_s: int) -> Rank:

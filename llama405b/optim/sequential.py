@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from llama405b.optim.adamw import nothing_to_keep, state_tensors
+from llama405b.optim.adamw import nothing_to_keep, start_moments, state_tensors
 from llama405b.optim.fp32_masters import master_pairs
 from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
@@ -23,6 +23,8 @@ class Sequential:
         self.reuses_gradients = reuses_gradients
         self.before_update: BeforeUpdate = nothing_to_keep
         self.masters = list(master_pairs(model, master))
+        for parameter in master.parameters():
+            start_moments(optimizer, parameter, parameter.dtype)
 
     def accumulate(self) -> None:
         """Gradients add up where they are."""

@@ -8,12 +8,13 @@ from torch import nn
 
 from llama405b.capacity.run_shape import RunShape
 from llama405b.checkpoint.compatibility import Beginning, beginning
+from llama405b.checkpoint.saving import Saving
 from llama405b.contract import weights
 from llama405b.contract.config import accumulation, on_ranks, to_toml
 from llama405b.contract.files import write_atomic
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import Config, Evaluation, Parallel, Training
+from llama405b.contract.schema import Checkpoint, Config, Evaluation, Parallel, Training
 from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
@@ -58,6 +59,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     updater = build_update(config, module, master, context)
     torch.manual_seed(config.training.seed + context.me.rank)
     done = resume_run(chosen, check, module, updater, context)
+    allocate_staging(config.checkpoint, saving, updater, context)
     if saving.replication:
         saving.replication.begin(done)
     start = begin(chosen.found)
@@ -107,6 +109,17 @@ def build_update(config: Config, module: nn.Module, master: nn.Module, context: 
     return build_updater(
         module, config.optimizer, parallel, device, heartbeat.waits_for_update, master, heartbeat.progress
     )
+
+
+def allocate_staging(settings: Checkpoint, saving: Saving, updater: Updater, context: RankContext) -> None:
+    """Pin the memory for copies of what is saved, if that is on a GPU; else there is time for it at the first save.
+
+    Raises:
+        UserError: CUDA cannot pin that much.
+    """
+    if settings.cadence.saves and updater.units()[0].tensors[0].is_cuda:
+        context.phase(Phase.PIN)
+        saving.allocate_staging(updater, context.heartbeat.progress)
 
 
 def build_reader(training: Training, workers: int, batches: Batches, start: Beginning, context: RankContext) -> Reader:
