@@ -148,7 +148,7 @@ class Parallel:
         "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA if there is a GPU")
-    numa: Literal["auto", "off"] = option("auto", "auto: run on the cores of the GPU's NUMA node")
+    numa: Literal["auto", "off"] = option("auto", "auto: each rank on its own cores, of its GPU's NUMA node")
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = option("FULL_SHARD", "fsdp1 only")
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = option("BACKWARD_PRE", "fsdp1 only")
     forward_prefetch: bool = option(False, "fsdp1 only")

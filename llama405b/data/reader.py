@@ -53,7 +53,7 @@ class Reader:
         """
         windows = next(self.windows)
         self.position += self.global_batch
-        return self.batches.batch(windows).to(self.me.device).split(self.micro)
+        return [part.to(self.me.device) for part in self.batches.batch(windows).split(self.micro)]
 
     def close(self) -> None:
         """End what reads ahead."""

@@ -6,9 +6,18 @@ Shape suffixes: B sequences, S positions.
 import dataclasses
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100  # a target that does not count: a prompt, or what follows the end of a document
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DocumentEnds:
+    """Where the documents of a flattened batch end: what kernels need that make no mask."""
+
+    ends: Tensor  # int32, after a 0
+    longest: int  # tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,11 +27,30 @@ class Batch:
     ids_BS: Tensor  # int64
     targets_BS: Tensor  # int64: each position's next token, or IGNORE_INDEX
     positions_BS: Tensor | None = None  # int64, in the document: each 0 begins one. None: a sequence is one document
+    known_ends: DocumentEnds | None = None  # None: not counted yet
+
+    @property
+    def document_ends(self) -> DocumentEnds:
+        """Where documents end. Counting them waits for the device, unless ``to`` brought the batch there."""
+        if self.known_ends:
+            return self.known_ends
+        n_sequences, length = self.ids_BS.shape
+        if self.positions_BS is None:
+            ends = torch.arange(0, n_sequences * length + 1, length, dtype=torch.int32, device=self.ids_BS.device)
+            return DocumentEnds(ends, length)
+        begins = (self.positions_BS.flatten() == 0).nonzero().flatten().int()
+        ends = F.pad(begins, (0, 1), value=n_sequences * length)
+        return DocumentEnds(ends, int(ends.diff().max()))
 
     def to(self, device: torch.device) -> "Batch":
-        """Bring it to a device."""
-        positions_BS = None if self.positions_BS is None else self.positions_BS.to(device)
-        return Batch(self.ids_BS.to(device), self.targets_BS.to(device), positions_BS)
+        """Bring it to a device, with its documents' ends, which are counted before; waits for no copy."""
+        ends = self.document_ends
+        return Batch(
+            _to(self.ids_BS, device),
+            _to(self.targets_BS, device),
+            None if self.positions_BS is None else _to(self.positions_BS, device),
+            DocumentEnds(_to(ends.ends, device), ends.longest),
+        )
 
     def split(self, size: int) -> list["Batch"]:
         """Return micro-batches of so many sequences."""
@@ -35,3 +63,7 @@ class Batch:
             )
             for begin in range(0, n_sequences, size)
         ]
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
 """The global gradient norm, and clipping by it. Knows tensors and the ranks' sum; not modules."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,22 +20,29 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def sum_of_squares(tensors: Iterable[Tensor]) -> float:
-    """Return the sum of all squared elements, correctly rounded from FP64: the tensors' order makes no difference."""
-    sums = []
-    for tensor in tensors:
-        flat = tensor.flatten()
-        whole = flat.numel() // ROW * ROW
-        for part in (*flat[:whole].view(-1, ROW).split(ROWS), flat[whole:].view(1, -1)):  # converting BF16 copies
-            if part.numel():
-                rows = torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).double()
-                sums.append(torch.dot(rows, rows))
-    return math.fsum(torch.stack(sums).tolist()) if sums else 0.0
+def squares(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the sum of squared elements of each tensor, in FP64; waits for the device once, after few kernels.
+
+    Where tensors are joined, or cut, does not change what ``math.fsum`` makes of all of them, but for rounding in FP64.
+    """
+    rows = [norms for tensor in tensors for norms in _row_norms(tensor.flatten())]
+    return torch.stack(torch._foreach_norm(rows, 2, torch.float64)).square_().tolist() if rows else []
 
 
-def norm_over_ranks(gradients: Sequence[Tensor]) -> float:
-    """Return the L2 norm of all ranks' gradients, of which each has its own part."""
-    own = torch.tensor(sum_of_squares(gradients), dtype=torch.float64, device=gradients[0].device)
+def _row_norms(flat: Tensor) -> Iterator[Tensor]:
+    """Yield the norms of rows, and of what is left, in FP32."""
+    whole = flat.numel() // ROW * ROW
+    if whole:
+        rows = flat[:whole].view(-1, ROW)
+        parts = rows.split(ROWS if flat.device.type == "cpu" else len(rows))  # converting BF16 copies on a CPU
+        yield torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
+    if flat.numel() > whole:
+        yield torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1)
+
+
+def norm_over_ranks(squares: Iterable[float], device: torch.device) -> float:
+    """Return the L2 norm of all ranks' gradients, of which each has its own part; in whatever order."""
+    own = torch.tensor(math.fsum(squares), dtype=torch.float64, device=device)
     return math.sqrt(float(all_reduce_sum(own)))
 
 

@@ -11,9 +11,11 @@ a guess, to be taken back with a copy of weights and moments (12 bytes per param
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +23,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, refused
+from llama405b.distributed.transfer import Arrived, nothing
 from llama405b.optim.adamw import Settings, group_settings, nothing_to_keep, start_moments, state_tensors, update_adamw
 from llama405b.optim.fp32_masters import master_pairs
-from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
+from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale, squares
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
 from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
 
@@ -40,7 +43,7 @@ class UnitState:
     groups: list[tuple[int, list[nn.Parameter]]]  # parameter group of the optimizer -> parameters
     gathers: int  # of it, for each micro-batch
     sums: list[list[Tensor]] = dataclasses.field(default_factory=list)  # by group, of the micro-batches so far
-    adding: "Future[None] | None" = None
+    adding: "Future[list[float]] | None" = None  # of a gradient to them; returns the squares of the last one's sums
     pending: "Future[None] | None" = None
 
 
@@ -81,6 +84,8 @@ class OffloadedAll:
         self.factor = 1.0
         self.done, self.told = UpdateWork(), UpdateWork()
         self.before_update: BeforeUpdate = nothing_to_keep
+        self.last = True  # the gradients that come are the last of the step
+        self.coming: UnitState | None = None  # whose gradient FSDP copies to the host
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         named = {name.replace(WRAPPER, ""): p for name, p in master.named_parameters()}
         self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in master_pairs(model, master)}
@@ -102,43 +107,70 @@ class OffloadedAll:
             start_moments(optimizer, parameter, dtype)
         self.worker = ThreadPoolExecutor(1, "update", _begin, (device, torch.get_num_threads()))
 
-    def accumulate(self) -> None:
-        """Take the gradients of a micro-batch from the parameters: adding to them there would block on their copy.
+    def expect(self, *, last: bool) -> None:
+        """See ``Updater``: from the last gradients the norm is taken as they come."""
+        self.last = last
 
-        They are added in the order in which the next backward makes more, which waits for that: there are two sets at most.
+    def accumulate(self) -> None:
+        """Take what the backward left, see ``_reduced``: FSDP has waited for it.
 
         Raises:
             Exception: An update failed; the worker's own.
         """
-        for part in reversed(self.parts):
-            weights = [[self.weights[id(p)] for p in parameters] for _, parameters in part.groups]
-            gradients = [[_taken(weight) for weight in group] for group in weights]
-            self.done.down_bytes += _bytes(gradients)
-            self.done.up_bytes += part.gathers * _bytes([map(local, group) for group in weights])
-            if part.sums:
-                part.adding = self.worker.submit(_add, part.sums, gradients)
-            else:
-                self.wait_unit(part)
-                part.sums = gradients
+        self._take(nothing)
 
     def _reduced(self, part: UnitState, flat: Tensor) -> None:
-        """Wait, before FSDP copies a unit's gradient to the host, until the one of the micro-batch before has been added."""
-        if flat.is_cuda:
-            flat.record_stream(torch.cuda.current_stream(flat.device))  # whose copy FSDP does not keep its memory for
-        self._finish_adding(part)
+        """Take the gradient of the unit before from FSDP, which copies it to the host now; this one's is still to be copied.
 
-    def _finish_adding(self, part: UnitState) -> None:
-        self._finish(part.adding)
-        part.adding = None
+        Gradients are added in the order in which the next backward makes more, which waits for that: there are two sets at most.
+        """
+        arrived = nothing
+        if flat.is_cuda:
+            stream = torch.cuda.current_stream(flat.device)
+            flat.record_stream(stream)  # whose copy FSDP does not keep its memory for
+            arrived = stream.record_event().synchronize
+        self._finish_adding(part)
+        self._take(arrived)
+        self.coming = part
+
+    def _take(self, arrived: Arrived) -> None:
+        """Take a gradient from the parameters, to be added by the worker: adding to them there would block on their copy."""
+        part, self.coming = self.coming, None
+        if part is None:
+            return
+        weights = [[self.weights[id(p)] for p in parameters] for _, parameters in part.groups]
+        gradients = [[_taken(weight) for weight in group] for group in weights]
+        self.done.down_bytes += _bytes(gradients)
+        self.done.up_bytes += part.gathers * _bytes([map(local, group) for group in weights])
+        if part.sums:
+            self._gather(part, arrived, lambda: _add(part.sums, gradients))
+        else:
+            self.wait_unit(part)
+            part.sums = gradients
+            self._gather(part, arrived, lambda: None)
+
+    def _gather(self, part: UnitState, arrived: Arrived, add: Callable[[], None]) -> None:
+        """Have the worker add a gradient to a unit's sums once it is there; after the last it takes their norm."""
+
+        @torch.no_grad()
+        def gather() -> list[float]:
+            arrived()
+            add()
+            return squares(gradient for group in sums for gradient in group) if last else []
+
+        last, sums = self.last, part.sums
+        part.adding = self.worker.submit(gather)
+
+    def _finish_adding(self, part: UnitState) -> list[float]:
+        adding, part.adding = part.adding, None
+        self._finish(adding)
+        return adding.result() if adding else []
 
     def clip(self, max_norm: float) -> float:
         """See ``Updater``; the worker scales each unit before it updates it."""
-        for part in self.parts:
-            self._finish_adding(part)
-        began = time.perf_counter()
-        norm = norm_over_ranks([gradient for part in self.parts for group in part.sums for gradient in group])
+        gathered = [self._finish_adding(part) for part in self.parts]
+        norm = norm_over_ranks(itertools.chain(*gathered), self.parts[0].sums[0][0].device)
         self.factor = clip_factor(norm, max_norm)
-        self.done.exposed_s += time.perf_counter() - began
         return norm
 
     def update(self) -> None:
@@ -167,7 +199,7 @@ class OffloadedAll:
         self._finish(part.pending)
         part.pending = None
 
-    def _finish(self, update: "Future[None] | None") -> None:
+    def _finish(self, update: "Future[Any] | None") -> None:
         if update is None:
             return
         began = time.perf_counter()

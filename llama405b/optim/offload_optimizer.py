@@ -76,7 +76,7 @@ class OffloadedOptimizer(OffloadedAll):
         """
         super().__init__(model, master, optimizer, device, on_long_wait, overlap=overlap, moments=moments)
         self.landings: dict[str, Landing] = {}
-        self.adding: Future[None] | None = None
+        self.adding: Future[list[float]] | None = None
         self.device, self.uploads = device, torch.cuda.Stream(device) if device.type == "cuda" else None
         weights, masters = (
             {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()} for module in (model, master)
@@ -87,7 +87,7 @@ class OffloadedOptimizer(OffloadedAll):
         *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * max(sizes)], device, pinning)
         self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
         self.staged: Arrived = nothing
-        self.coming: tuple[Arrived, Arrived] = (nothing, nothing)
+        self.landed: tuple[Arrived, Arrived] = (nothing, nothing)  # of the last two units
         for part, unit, (members, _), total in zip(self.parts, units, laid_out, totals, strict=True):
             flat = total.view(torch.float32)
             of = {id(member.master): member.of(flat) for member in members}
@@ -109,15 +109,17 @@ class OffloadedOptimizer(OffloadedAll):
         stream = torch.cuda.current_stream(self.device) if flat.is_cuda else None
         if not part.sums:
             self.wait_unit(part)
-            self.coming[0]()  # of the unit before the last one: or flat gradients would fill the device
+            self.landed[0]()  # of the unit before the last one: or flat gradients would fill the device
             part.sums, landing.came = landing.sums, copy([(landing.total, flat)], stream)
-            self.coming = (self.coming[1], landing.came)
+            self.landed = (self.landed[1], landing.came)
+            self._gather(part, landing.came, lambda: None)
             return
         if self.adding:
             self.adding.result()  # which frees the slot
         slot = self.slot[: flat.numel()]
         came = copy([(slot, flat)], stream)
-        part.adding = self.adding = self.worker.submit(_add, landing.total, slot, came)
+        self._gather(part, came, lambda: _add(landing.total, slot))
+        self.adding = part.adding
 
     def _drop(self, part: UnitState, member: Member, weight: nn.Parameter) -> None:
         """Drop the BF16 gradient that FSDP makes of the flat one; the first shows whether that was understood."""
@@ -133,12 +135,6 @@ class OffloadedOptimizer(OffloadedAll):
                 f"{part.name}: FSDP's gradients are not laid out as expected; use --parallel.offload all"
             )
 
-    def clip(self, max_norm: float) -> float:
-        """See ``Updater``."""
-        for landing in self.landings.values():
-            landing.came()
-        return super().clip(max_norm)
-
     def wait_unit(self, part: UnitState) -> None:
         """Wait for what is pending for one unit, until its weights are on the device.
 
@@ -152,6 +148,8 @@ class OffloadedOptimizer(OffloadedAll):
 
     def sync_weights(self) -> None:
         """See ``Updater``."""
+        if self.uploads:  # what made the weights' memory may still be writing it
+            self.uploads.wait_stream(torch.cuda.current_stream(self.device))
         super().sync_weights()
         self.wait()
         self.told = dataclasses.replace(self.done)  # no step's work
@@ -184,6 +182,5 @@ def _lay_out(
     return members, begin
 
 
-def _add(total: Tensor, slot: Tensor, arrived: Arrived) -> None:
-    arrived()
+def _add(total: Tensor, slot: Tensor) -> None:
     total.add_(slot)

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b.optim.adamw import nothing_to_keep, start_moments, state_tensors
 from llama405b.optim.fp32_masters import master_pairs
-from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale
+from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale, squares
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
 
 
@@ -26,15 +26,18 @@ class Sequential:
         for parameter in master.parameters():
             start_moments(optimizer, parameter, parameter.dtype)
 
+    def expect(self, *, last: bool) -> None:
+        """Gradients need nothing while they come."""
+
     def accumulate(self) -> None:
-        """Gradients add up where they are."""
+        """They add up where they are."""
 
     def clip(self, max_norm: float) -> float:
         """See ``Updater``."""
         if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
             return float(self.model.clip_grad_norm_(max_norm or torch.inf))
         gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        norm = norm_over_ranks(gradients)
+        norm = norm_over_ranks(squares(gradients), gradients[0].device)
         scale(gradients, clip_factor(norm, max_norm))
         return norm
 

@@ -62,7 +62,8 @@ def train_step(
     if n_targets == 0:
         return None
     nll = torch.zeros((), device=n_local.device)
-    for batch in microbatches:
+    for left, batch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
+        updater.expect(last=left == 0)
         nll_micro = nll_of(model, batch)
         lap("forward")
         # FSDP averages over ranks; scaling by ranks / global count turns that average into the global mean.

@@ -52,6 +52,9 @@ class Updater(Protocol):
     def units(self) -> list[Unit]:
         """Return the state, in the order in which it is updated."""
 
+    def expect(self, *, last: bool) -> None:
+        """Tell, before a forward, whether the gradients of its micro-batch are the last of the step."""
+
     def accumulate(self) -> None:
         """Take the gradients of a micro-batch, to be added to those of the micro-batches before."""
 

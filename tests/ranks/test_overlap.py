@@ -292,9 +292,11 @@ def test_a_long_wait_for_an_update_is_told_while_it_lasts(tiny):
 
 
 def _backlog(me, directory, form):
+    """The most additions that wait at a time, and where each micro-batch's backward had ended among those that began."""
     module, updater = build(me, directory, **FORMS[form][1])
     of_updater = sys.modules[type(updater).__module__]
-    add, submit, most, adding = of_updater._add, updater.worker.submit, [], []
+    add, submit, most, gathering, ended, asked = of_updater._add, updater.worker.submit, [], [], [], []
+    accumulate, expect = updater.accumulate, updater.expect
 
     def slow_add(*args):
         time.sleep(0.01)
@@ -302,18 +304,32 @@ def _backlog(me, directory, form):
 
     def counted(act, *args):
         future = submit(act, *args)
-        if act is slow_add:
-            adding.append(future)
-            most.append(sum(not each.done() for each in adding))
+        if act.__name__ == "gather":
+            gathering.append(future)
+            most.append(sum(not each.done() for each in gathering[len(updater.parts) :]))  # the first are not added to
         return future
 
+    def backward_ended():
+        ended.append(len(gathering))
+        accumulate()
+
+    def asked_for(*, last):
+        asked.append(last)
+        expect(last=last)
+
     of_updater._add, updater.worker.submit = slow_add, counted
+    updater.accumulate, updater.expect = backward_ended, asked_for
     take(me, module, updater, 1, accumulation=12)
-    return max(most), len(updater.parts)
+    n_squares = [len(each.result()) for each in gathering]
+    return max(most), len(updater.parts), ended, asked, n_squares
 
 
-def test_gradients_that_wait_to_be_added_do_not_pile_up(tiny):
-    [(most, parts)] = run_ranks(1, _backlog, tiny, "all")
-    assert most <= parts
-    [(most, _)] = run_ranks(1, _backlog, tiny, "optimizer")
-    assert most <= 1  # they have one slot
+@pytest.mark.parametrize(("form", "late"), [("all", 1), ("optimizer", 0)])
+def test_gradients_are_added_and_measured_as_they_land_and_do_not_pile_up(tiny, form, late):
+    """``late``: gradients that FSDP still copies when the backward ends."""
+    [(most, parts, ended, asked, n_squares)] = run_ranks(1, _backlog, tiny, form)
+    assert most <= (parts if form == "all" else 1)  # those of optimizer have one slot
+    assert ended == [parts * n - late for n in range(1, 13)]
+    assert asked == [False] * 11 + [True]
+    assert all(n == 0 for n in n_squares[:-parts])
+    assert all(n > 0 for n in n_squares[-parts:])

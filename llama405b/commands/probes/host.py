@@ -13,7 +13,7 @@ from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import allocate
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import Settings, update_adamw
-from llama405b.optim.norm import norm_over_ranks
+from llama405b.optim.norm import norm_over_ranks, squares
 
 UPDATE_BYTES = 28  # per element of FP32: weight, gradient and moments read, all but the gradient written
 NORM_ERROR = 1e-6  # relative, that is accepted
@@ -92,7 +92,10 @@ def update(me: Rank) -> list[Figure]:
     figures, most = [], torch.get_num_threads()
     for threads in sorted({1, max(1, most // 4), max(1, most // 2), most}):
         torch.set_num_threads(threads)
-        update_s, norm_s = best_s(me, one_update), best_s(me, lambda: norm_over_ranks([gradient]))
+        update_s, norm_s = (
+            best_s(me, one_update),
+            best_s(me, lambda: norm_over_ranks(squares([gradient]), gradient.device)),
+        )
         figures += [
             Figure(f"update with {threads}", UPDATE_BYTES * elements / GB / update_s, "GB/s"),
             Figure(f"norm with {threads}", 4 * elements / GB / norm_s, "GB/s"),
@@ -111,7 +114,7 @@ def update_of(elements: int) -> Callable[[], None]:
 def _norm_error(elements: int) -> Figure:
     long = torch.randn(elements)
     exact = math.sqrt(float(torch.stack([part.double().square().sum() for part in long.split(1 << 20)]).sum()))
-    error = abs(norm_over_ranks([long]) - exact) / exact
+    error = abs(norm_over_ranks(squares([long]), long.device) - exact) / exact
     if error > NORM_ERROR:
         raise RuntimeError(f"the norm of {elements:,} elements is off by {error:.1e}")
     return Figure(f"norm of {elements / 1e6:.0f}M off by", error, "")

@@ -27,16 +27,39 @@ def test_the_node_is_that_of_the_gpu(sys):
     assert numa.numa_node("0009:01:00.0", sys) == -1
 
 
-def test_ranks_of_one_node_share_its_physical_cores(sys):
-    everything = set(range(16))
-    assert numa.binding_of([1, 1, 0], 0, everything, sys) == numa.Binding(1, frozenset({4, 5, 6, 7, 12, 13, 14, 15}), 2)
-    assert numa.binding_of([1, 1, 0], 2, everything, sys) == numa.Binding(0, frozenset({0, 1, 2, 3, 8, 9, 10, 11}), 4)
+def cores(*cpus):
+    return frozenset(thread for cpu in cpus for thread in (cpu, cpu + 8))
 
 
-def test_a_cgroup_s_cpus_count_and_never_none(sys):
+def test_ranks_of_one_node_have_physical_cores_of_their_own(sys):
+    everything = range(16)
+    assert numa.binding_of([1, 1, 0], 0, everything, sys) == numa.Binding(1, cores(4, 5), 2)
+    assert numa.binding_of([1, 1, 0], 1, everything, sys) == numa.Binding(1, cores(6, 7), 2)
+    assert numa.binding_of([1, 1, 0], 2, everything, sys) == numa.Binding(0, cores(0, 1, 2, 3), 4)
+    assert [numa.binding_of([1] * 3, rank, everything, sys).cpus for rank in range(3)] == [
+        cores(4),
+        cores(5),
+        cores(6, 7),
+    ]
+
+
+def test_a_cgroup_s_cpus_count(sys):
     assert numa.binding_of([1], 0, {0, 1, 6, 14}, sys) == numa.Binding(1, frozenset({6, 14}), 1)
-    assert numa.binding_of([1], 0, {0, 1}, sys) is None
-    assert numa.binding_of([-1], 0, set(range(16)), sys) is None
+    assert numa.binding_of([1], 0, {0, 1}, sys) == numa.Binding(-1, frozenset({0, 1}), 2)  # none of its node's
+
+
+def test_where_the_node_is_unknown_ranks_share_all_physical_cores(sys, tmp_path_factory):
+    """As in most virtual machines: with threads as many as CPUs, each rank would have all of them, and twice where cores have two."""
+    machine = [numa.binding_of([-1] * 4, rank, range(16), sys) for rank in range(4)]
+    assert [each.cpus for each in machine] == [cores(0, 1), cores(2, 3), cores(4, 5), cores(6, 7)]
+    assert {each.cores for each in machine} == {2}
+    assert numa.binding_of([-1], 0, range(4), tmp_path_factory.mktemp("nothing")) == numa.Binding(
+        -1, frozenset(range(4)), 4
+    )
+
+
+def test_more_ranks_than_cores_may_run_on_any(sys):
+    assert numa.binding_of([1] * 8, 7, range(16), sys) == numa.Binding(1, cores(4, 5, 6, 7), 1)
 
 
 def test_a_rank_without_a_gpu_is_not_bound(monkeypatch):
@@ -62,4 +85,5 @@ def test_the_users_number_of_threads_is_kept(monkeypatch, own):
     monkeypatch.setattr(numa, "binding_of", lambda *_: numa.Binding(0, frozenset({0, 1}), 8))
     said = numa.bind(Rank(0, 1, 0, "a", numa.torch.device("cuda", 0)))
     assert threads == ([] if own else [8])
-    assert said.endswith("3 threads (OMP_NUM_THREADS)" if own else "8 threads")
+    assert said.startswith("cores: bound to 8 cores (2 CPUs) of NUMA node 0 of its GPU; ")
+    assert said.endswith("; 3 threads (OMP_NUM_THREADS)" if own else "; 8 threads")
