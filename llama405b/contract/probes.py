@@ -25,10 +25,16 @@ class Probe(enum.StrEnum):
     COPIES = "copies"
     UPDATE = "update"
     LAYER_NONE = "layer-none"
-    LAYER_STATES = "layer-states"
-    LAYER_FULL = "layer-full"
+    LAYER_OPTIMIZER = "layer-optimizer"
+    LAYER_ALL = "layer-all"
     HIDING = "hiding"
     EXACT = "exact"
+    ACCUMULATION = "accumulation"
+    RESUME = "resume"
+    PACKED = "packed"
+    RANK0 = "rank0"
+    FSDP1 = "fsdp1"
+    EVALUATION = "evaluation"
     PRODUCTS = "products"
     HOST_LINKS = "host-links"
     RATES = "rates"
@@ -36,13 +42,16 @@ class Probe(enum.StrEnum):
 
 DEEP = (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.COLLECTIVES)  # those of doctor --deep
 TESTS = tuple(probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES))
-ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_STATES, Probe.LAYER_FULL)
+WHOLE_RUNS = (Probe.ACCUMULATION, Probe.RESUME, Probe.PACKED, Probe.RANK0, Probe.FSDP1, Probe.EVALUATION)
+ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_OPTIMIZER, Probe.LAYER_ALL, *WHOLE_RUNS)
+GPU_ONLY = (Probe.FSDP1,)  # torch has none for the CPU
 MANY_RANKS_ONLY = (Probe.COLLECTIVES, Probe.HOST_LINKS)
 # What a rehearsal tests; if one fails, nothing after it makes sense.
 LINKS = (Probe.START, Probe.COLLECTIVES, Probe.COPIES)
-ABOUT_S = {  # on a GPU; a probe is not started if less time is left
-    Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 60, Probe.LAYER_NONE: 60, Probe.LAYER_STATES: 120,
-    Probe.LAYER_FULL: 120, Probe.HIDING: 120, Probe.EXACT: 60, Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60,
+ABOUT_S = {  # on a GPU; a probe is not started if less time is left. Those of one rank: 500 s in all; estimates
+    Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 40, Probe.LAYER_NONE: 25, Probe.LAYER_OPTIMIZER: 50,
+    Probe.LAYER_ALL: 60, Probe.HIDING: 70, Probe.EXACT: 50, Probe.ACCUMULATION: 35, Probe.RESUME: 25, Probe.PACKED: 35,
+    Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25, Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60,
 }  # fmt: skip
 ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
 ADVICE = {  # where a test fails
@@ -51,10 +60,16 @@ ADVICE = {  # where a test fails
     Probe.COPIES: "raise the limit of locked memory (ulimit -l) or the container's memory",
     Probe.UPDATE: "use more of the CPU's cores, or --parallel.offload none",
     Probe.LAYER_NONE: ONE_HOLDS_ALL,
-    Probe.LAYER_STATES: ONE_HOLDS_ALL,
-    Probe.LAYER_FULL: ONE_HOLDS_ALL,
+    Probe.LAYER_OPTIMIZER: ONE_HOLDS_ALL,
+    Probe.LAYER_ALL: ONE_HOLDS_ALL,
     Probe.HIDING: "use --parallel.overlap false until this is understood, and report it",
     Probe.EXACT: "use --parallel.overlap false until this is understood, and report it",
+    Probe.ACCUMULATION: "set --training.micro_batch_size so that a step has one micro-batch, and report it",
+    Probe.RESUME: "use --parallel.offload optimizer until this is understood, and report it",
+    Probe.PACKED: "use --model.attention sdpa until this is understood, and report it",
+    Probe.RANK0: "use --model.load local until this is understood, and report it",
+    Probe.FSDP1: "use --parallel.fsdp fsdp2, and report it",
+    Probe.EVALUATION: "use --evaluation.every 0 until this is understood, and report it",
 }
 PROVES = {  # features of docs/proof.md
     Probe.START: "the first step over NCCL",
@@ -62,10 +77,16 @@ PROVES = {  # features of docs/proof.md
     Probe.COPIES: "copies between GPU and CPU memory, pinned and not",
     Probe.UPDATE: "the update and the norm on the GPU host's cores, the norm against FP64",
     Probe.LAYER_NONE: "a layer of the 405B shape, offload none",
-    Probe.LAYER_STATES: "a layer of the 405B shape, offload optimizer",
-    Probe.LAYER_FULL: "a layer of the 405B shape, offload all",
+    Probe.LAYER_OPTIMIZER: "a layer of the 405B shape, offload optimizer",
+    Probe.LAYER_ALL: "a layer of the 405B shape, offload all",
     Probe.HIDING: "the update hidden under the next forward",
     Probe.EXACT: "hidden equals sequential, bit for bit",
+    Probe.ACCUMULATION: "two micro-batches with offload none, optimizer and all",
+    Probe.RESUME: "a save beside training from pinned copies, and a resume",
+    Probe.PACKED: "packed documents by every kernel of attention",
+    Probe.RANK0: "weights that rank 0 reads and sends",
+    Probe.FSDP1: "FSDP1 beside FSDP2",
+    Probe.EVALUATION: "an evaluation between steps",
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 from benchmarks import load as bench_load
 from benchmarks.pairs import ratio_of
 from conftest import ROOT
-from llama405b.contract.probes import TESTS, Probe
+from llama405b.commands.probes.runs import _agree
+from llama405b.contract.probes import ABOUT_S, MANY_RANKS_ONLY, TESTS, WHOLE_RUNS, Probe
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -63,10 +64,37 @@ def _measured(me, probes):
 
 
 def test_one_rank_passes_every_other_test(tmp_path):
-    [results] = run_ranks(1, _measured, [test for test in TESTS if test not in (*BY_PROCESS, Probe.COLLECTIVES)])
+    [results] = run_ranks(
+        1, _measured, [test for test in TESTS if test not in (*BY_PROCESS, *WHOLE_RUNS, Probe.COLLECTIVES)]
+    )
     assert [(result.probe, result.fault) for result in results if result.fault] == []
     named = {figure.name for result in results for figure in result.figures}
     assert {"runs that agree", "hidden / bound", "forward", "down"} <= named
+
+
+def test_whole_runs_agree_with_those_that_do_without(tmp_path, warm_cli):
+    """All but FSDP1, which needs a GPU; the others run on the stand-in for CUDA."""
+    tests = ("resume", "packed", "fsdp1")
+    done = warm_cli(tmp_path, "bench", "--tests", ",".join(tests))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^(\w+) +passed, .*: runs that agree (\d)", done.stdout, re.MULTILINE) == [
+        ("resume", "2"),
+        ("packed", "3"),
+    ]
+
+
+def test_runs_that_differ_or_end_early_are_told():
+    assert _agree({"a": {1: 2.0, 2: 1.0}, "b": {2: 1.0005}}, 1e-3)[0].value == 2
+    with pytest.raises(RuntimeError, match=r"step 2 has loss 1\.100000 with b, but 1\.000000 with a"):
+        _agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0, 2: 1.1}}, 1e-3)
+    with pytest.raises(RuntimeError, match="step 2 has loss nan"):
+        _agree({"a": {2: 1.0}, "b": {2: float("nan")}}, 1e-3)
+    with pytest.raises(RuntimeError, match="b ended after step 1, a after 2"):
+        _agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0}}, 1e-3)
+
+
+def test_all_tests_of_a_gpu_fit_into_their_time():
+    assert sum(ABOUT_S[test] for test in TESTS if test not in MANY_RANKS_ONLY) <= 0.95 * 540
 
 
 def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli):

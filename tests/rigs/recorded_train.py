@@ -13,7 +13,7 @@ step_of_loss = 0
 
 
 def main():
-    record = Path(os.environ["RECORD"]) / f"{os.environ['LAUNCH']}-{os.environ['RANK']}.jsonl"
+    record = Path(os.environ["RECORD"]) / f"{os.environ['LAUNCH']}-{os.environ.get('RANK', 0)}.jsonl"
     compute, take = functional.cross_entropy, Trainer.one_step
 
     def computing(logits, targets, **options):

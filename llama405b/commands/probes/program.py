@@ -20,8 +20,18 @@ import torch
 from llama405b.capacity.run_shape import RunShape
 from llama405b.commands.probes import host, links, steps
 from llama405b.commands.probes.rates import rates
+from llama405b.commands.probes.runs import RUNS
 from llama405b.contract.errors import FAILED, GOOD
-from llama405b.contract.probes import ABOUT_S, LINKS, MANY_RANKS_ONLY, ONE_RANK_ONLY, Figure, Probe, ProbeResult
+from llama405b.contract.probes import (
+    ABOUT_S,
+    GPU_ONLY,
+    LINKS,
+    MANY_RANKS_ONLY,
+    ONE_RANK_ONLY,
+    Figure,
+    Probe,
+    ProbeResult,
+)
 from llama405b.distributed import collectives, numa, ranks
 from llama405b.distributed.ranks import Rank
 
@@ -35,8 +45,8 @@ PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.COPIES: host.copies,
     Probe.UPDATE: host.update,
     Probe.LAYER_NONE: steps.layer_none,
-    Probe.LAYER_STATES: steps.layer_states,
-    Probe.LAYER_FULL: steps.layer_full,
+    Probe.LAYER_OPTIMIZER: steps.layer_optimizer,
+    Probe.LAYER_ALL: steps.layer_all,
     Probe.HIDING: steps.hiding,
     Probe.EXACT: steps.exact,
     Probe.PRODUCTS: host.products,
@@ -60,8 +70,10 @@ class Options:
             numa.bind(me)
         return me
 
-    def measure(self, probe: Probe, me: Rank) -> list[Figure]:
-        """Run one probe."""
+    def measure(self, probe: Probe, me: Rank | None) -> list[Figure]:
+        """Run one probe; ``me``: None for whole runs, whose ranks join by themselves."""
+        if me is None:
+            return RUNS[probe](self.device)
         if probe is not Probe.RATES:
             return PROBES[probe](me)
         assert self.load
@@ -74,8 +86,9 @@ def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Option
     deadline = time.monotonic() + within_s
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         code = GOOD
+        on_gpu = options.device != "cpu" and torch.cuda.is_available()
         for probe in probes:
-            if probe in MANY_RANKS_ONLY:
+            if probe in MANY_RANKS_ONLY or (probe in GPU_ONLY and not on_gpu):
                 continue
             result = _alone(probe, deadline, options)
             say(result)
@@ -139,15 +152,15 @@ def _in_child(probe: Probe, results: Connection, options: Options) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
     began = time.monotonic()
     try:
-        me = options.join()
+        me = None if probe in RUNS else options.join()
     except Exception as error:  # noqa: BLE001 - whatever the driver says
         results.send(ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=_said(error)))
         return
     results.send(_measured(probe, me, 1, options))
 
 
-def _measured(probe: Probe, me: Rank, n_hosts: int, options: Options) -> ProbeResult:
-    """Run one probe; what fails is a result."""
+def _measured(probe: Probe, me: Rank | None, n_hosts: int, options: Options) -> ProbeResult:
+    """Run one probe; what fails is a result. ``me``: see ``Options.measure``."""
     began = time.monotonic()
     figures = []
     fault = ""
@@ -155,9 +168,10 @@ def _measured(probe: Probe, me: Rank, n_hosts: int, options: Options) -> ProbeRe
         figures = options.measure(probe, me)
     except Exception as error:  # noqa: BLE001 - whatever CUDA, NCCL or the memory says
         fault = _said(error)
-    device = torch.cuda.get_device_name() if me.on_gpu else "cpu"
+    on_gpu = me.on_gpu if me else options.device != "cpu" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
     seconds = time.monotonic() - began
-    return ProbeResult(probe, me.world, n_hosts, device, torch.__version__, seconds, tuple(figures), fault)
+    return ProbeResult(probe, me.world if me else 1, n_hosts, device, torch.__version__, seconds, tuple(figures), fault)
 
 
 def _said(error: Exception) -> str:

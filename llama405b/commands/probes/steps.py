@@ -73,7 +73,7 @@ class Timed:
 
 
 LAYER = Workload("llama3.1-405b", layers=1, batch=1, seq_len=4096)
-HIDING = Workload("llama3.1-8b", layers=16, batch=16, seq_len=4096)  # its forward takes about as long as its update
+HIDING = Workload("llama3.1-8b", layers=8, batch=16, seq_len=4096)  # its forward takes about as long as its update
 EXACT = Workload("llama3.1-8b", layers=4, batch=1, seq_len=1024, attention="sdpa")  # flash-attn is not deterministic
 
 
@@ -146,8 +146,8 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
 
 
 layer_none = functools.partial(layer, "none")
-layer_states = functools.partial(layer, "optimizer")
-layer_full = functools.partial(layer, "all")
+layer_optimizer = functools.partial(layer, "optimizer")
+layer_all = functools.partial(layer, "all")
 
 
 def _work_figures(work: UpdateWork) -> list[Figure]:

@@ -1,0 +1,162 @@
+"""Runs of the training program itself, on the demo's model: what a run uses, compared with a run that does without it.
+
+Each is a fork of this process, which has imported torch and must not have touched a GPU. One rank: sharding is not shown.
+"""
+
+import functools
+import math
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.paths import RunDir
+from llama405b.contract.probes import Figure, Probe
+from llama405b.contract.records import METRICS_LINE, Metrics
+from llama405b.data.demo_model import make_demo
+
+TRAINER = "llama405b.train"
+STEPS, SAVED = 4, 2
+TOLERANCE = 1e-3  # relative: GPUs may add in a different order
+BF16_TOLERANCE = 1e-2  # another kernel, or another way to shard, rounds elsewhere
+BASE = {
+    "preset": "demo",
+    "training.max_steps": STEPS,
+    "training.micro_batch_size": 2,
+    "data.max_bytes": 300_000,
+    "evaluation.fraction": 0.05,
+    "evaluation.every": 0,
+    "evaluation.max_sequences": 2,
+    "checkpoint.every": 0,
+    "parallel.numerics": "fp32-master",
+    "model.attention": "sdpa",
+}
+Losses = Mapping[int, float]  # by step
+
+
+class Runs:
+    """Runs in one directory, of one model and one cache of tokens."""
+
+    def __init__(self, directory: Path, device: str) -> None:
+        self.directory, self.device = directory, device
+        make_demo(directory / "model")
+
+    def train(self, name: str, resume: str = "no", **settings: object) -> Losses:
+        """Train; returns the losses. ``settings``: with ``__`` for the dot.
+
+        Raises:
+            RuntimeError: The run failed; says with which words.
+        """
+        run = self.directory / name
+        own = {key.replace("__", "."): value for key, value in settings.items()}
+        paths = {"model.path": self.directory / "model"}
+        flags = [f"--{key}={value}" for key, value in (BASE | paths | {"parallel.device": self.device} | own).items()]
+        log = self.directory / f"{name}.log"
+        code = _forked([TRAINER, "--run-dir", str(run), "--resume", resume, *flags], log)
+        if code:
+            last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+            raise RuntimeError(f"the run with {' '.join(map(str, own.items()))} ended with exit code {code}: {last}")
+        rows = RunDir(run).metrics.read_text().splitlines()
+        metrics = [reader.loads(METRICS_LINE, row, "metrics") for row in rows]
+        return {each.step: each.loss for each in metrics if isinstance(each, Metrics)}
+
+
+def _forked(argv: Sequence[str], log: Path) -> int:
+    """Run a module as the main program in a fork; returns its exit code."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.argv = list(argv)
+        runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)  # it leaves by itself
+    except BaseException:  # noqa: BLE001 - this is a fork: nothing of it may go on
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
+    """Compare the losses of runs with the first one's, where both took a step.
+
+    Raises:
+        RuntimeError: They differ by more than the tolerance, or a step is missing.
+    """
+    (first, expected), *others = losses.items()
+    worst = 0.0
+    for name, found in others:
+        for step, loss in found.items():
+            worst = max(worst, error := abs(loss - expected[step]) / abs(expected[step]))
+            if not error <= tolerance or not math.isfinite(loss):
+                raise RuntimeError(
+                    f"step {step} has loss {loss:.6f} with {name}, but {expected[step]:.6f} with {first}"
+                )
+        if max(found, default=0) != max(expected):
+            raise RuntimeError(f"{name} ended after step {max(found, default=0)}, {first} after {max(expected)}")
+    return [Figure("runs that agree", len(losses), ""), Figure("relative difference", worst, "")]
+
+
+def accumulation(runs: Runs) -> list[Figure]:
+    """Two micro-batches, in each place of the states."""
+    places = ("none", "optimizer", "all")
+    twice = {"training__global_batch_size": 4}
+    return _agree({place: runs.train(place, parallel__offload=place, **twice) for place in places}, TOLERANCE)
+
+
+def resume(runs: Runs) -> list[Figure]:
+    """A save beside training, and a resume from it, where the states are on the GPU: they are copied to pinned memory."""
+    whole = runs.train("saved", checkpoint__every=SAVED, checkpoint__keep=STEPS)
+    checkpoint = runs.directory / "saved" / "checkpoints" / f"step-{SAVED:08d}"
+    return _agree({"no stop": whole, "a resume": runs.train("resumed", str(checkpoint))}, TOLERANCE)
+
+
+def packed(runs: Runs) -> list[Figure]:
+    """Documents that share sequences and do not see each other: by a mask, and by the kernel that is chosen here."""
+    short = {"data__paths": _short_documents(runs.directory / "short.jsonl")}
+    losses = {name: runs.train(f"packed-{name}", model__attention=name, **short) for name in ("eager", "sdpa", "auto")}
+    return _agree(losses, BF16_TOLERANCE)
+
+
+def _short_documents(path: Path) -> Path:
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
+    lines = [f'{{"text": "{" ".join(words[i % 7 :] * (1 + i % 9))}"}}' for i in range(400)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def rank0(runs: Runs) -> list[Figure]:
+    """Weights that rank 0 reads and sends, instead of each rank its own part."""
+    return _agree({load: runs.train(load, model__load=load) for load in ("local", "rank0")}, TOLERANCE)
+
+
+def fsdp1(runs: Runs) -> list[Figure]:
+    """FSDP1 beside FSDP2."""
+    return _agree({fsdp: runs.train(fsdp, parallel__fsdp=fsdp) for fsdp in ("fsdp2", "fsdp1")}, BF16_TOLERANCE)
+
+
+def evaluation(runs: Runs) -> list[Figure]:
+    """Evaluations between steps, which must not change them."""
+    return _agree({f"one every {n}": runs.train(f"evaluated-{n}", evaluation__every=n) for n in (STEPS, 1)}, TOLERANCE)
+
+
+def _in_a_directory(probe: Callable[[Runs], list[Figure]], device: str) -> list[Figure]:
+    with tempfile.TemporaryDirectory(prefix="llama405b-bench-") as directory:
+        return probe(Runs(Path(directory), device))
+
+
+RUNS: dict[Probe, Callable[[str], list[Figure]]] = {
+    probe: functools.partial(_in_a_directory, run)
+    for probe, run in (
+        (Probe.ACCUMULATION, accumulation),
+        (Probe.RESUME, resume),
+        (Probe.PACKED, packed),
+        (Probe.RANK0, rank0),
+        (Probe.FSDP1, fsdp1),
+        (Probe.EVALUATION, evaluation),
+    )
+}
