@@ -1,8 +1,13 @@
-"""Published measurements (tests/data/published.csv), as settings of the plan's model, and how wrong it is about them."""
+"""Published measurements, as settings of the plan's model, and how wrong it is about them.
+
+tests/data/published.csv: those that were fitted, and others that were looked at then. tests/data/unseen.csv: those that were found
+when all was fitted.
+"""
 
 import csv
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from llama405b.capacity.hardware import GIB, read_gpus
@@ -11,13 +16,26 @@ from llama405b.capacity.step_time import Rates, step_time
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.weights import parse_llama
 
-ROWS = Path(__file__).parent.parent / "data/published.csv"
+DATA = Path(__file__).parent.parent / "data"
+ROWS, UNSEEN = DATA / "published.csv", DATA / "unseen.csv"
+OTHER_GPUS = DATA / "unseen_gpus.toml"
+PROGRAMS = {  # by how a source begins
+    "MosaicML": "llm-foundry", "torchtitan": "torchtitan", "Trainy": "torchtitan", "IBM fms-fsdp": "fms-fsdp", "IBM and Meta": "IBM and Meta",
+    "Lambda": "Lambda", "ATorch": "ATorch", "torchtune": "torchtune", "prime-rl": "prime-rl", "KempnerForge": "KempnerForge",
+    "NeMo": "NeMo Automodel", "NVIDIA NeMo": "NeMo Automodel", "NVIDIA Megatron": "Megatron-Bridge",
+}  # fmt: skip
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 LLAMA3 = {f"llama3-{size}": PRESETS[f"llama3.1-{size}"] for size in ("8b", "70b", "405b")}
+OTHERS = {  # hidden, intermediate, layers, heads, heads of keys, vocabulary, and whether the embedding is the head
+    "llama3.2-3b": (3072, 8192, 28, 24, 8, 128_256, True), "kempnerforge-15b": (5120, 17_920, 40, 40, 8, 128_256, False),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 151_936, True), "qwen3-0.6b": (1024, 3072, 28, 16, 8, 151_936, True),
+}  # fmt: skip
+HEAD_DIM = 128  # of all these
 LLAMA2 = {  # hidden, intermediate, layers, heads, heads of keys
     "llama2-7b": (4096, 11_008, 32, 32, 32), "llama2-13b": (5120, 13_824, 40, 40, 40), "llama2-70b": (8192, 28_672, 80, 64, 8),
+    "llama2-34b": (8192, 22_016, 48, 64, 8),
 }  # fmt: skip
-MPT = {"mpt-3b": (2560, 32), "mpt-7b": (4096, 32), "mpt-30b": (7168, 48)}  # hidden, layers
+MPT = {"mpt-3b": (2560, 32), "mpt-7b": (4096, 32), "mpt-13b": (5120, 40), "mpt-30b": (7168, 48), "mpt-70b": (8192, 80)}  # hidden, layers
 MPT_VOCAB, MPT_POSITIONS = 50_368, 2048
 BYTES = {"allocated_gib": GIB, "allocated_mib": 1 << 20, "allocated_gb": 1e9}
 MASTER_BYTES = 4  # a weight in FP32, beside the moments
@@ -52,6 +70,21 @@ class Row:
         known = {"forward_s": time.forward_s, "backward_s": time.backward_s, "step_s": time.step_s}
         return known.get(self.metric, tokens / time.step_s)
 
+    @property
+    def program(self) -> str:
+        """What was run: rows of one program are not independent."""
+        return next(PROGRAMS[begins] for begins in PROGRAMS if self.source.startswith(begins))
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether it tells how far off a time may be: it is of time, can be predicted, and was not fitted."""
+        return not (self.not_modelled or self.train or self.metric in BYTES)
+
+    def slowness(self, rates: Rates) -> float:
+        """How long it took, of the time that is predicted, as a logarithm."""
+        is_time = self.metric.endswith("_s") and not self.metric.startswith("tokens")
+        return math.log(1 + self.error(rates)) * (-1 if is_time else 1)
+
     def error(self, rates: Rates) -> float:
         """How far the prediction is from the measurement, as a share of that."""
         return self.predicted(rates) / self.value - 1
@@ -66,17 +99,18 @@ def shape_of(model):
         return Shape(layers, hidden, hidden, hidden, 4 * hidden, False, MPT_VOCAB, n, layer)
     if model in LLAMA3:
         return Shape.of(parse_llama(LLAMA3[model], model))
-    hidden, intermediate, layers, heads, kv_heads = LLAMA2[model]
+    known = OTHERS.get(model) or (*LLAMA2[model], 32_000, False)
+    hidden, intermediate, layers, heads, kv_heads, vocab, tied = known
     shape = {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "vocab_size": 32_000,
+        "num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied, "head_dim": HEAD_DIM,
     }  # fmt: skip
     return Shape.of(parse_llama(LLAMA3["llama3-8b"] | shape, model))
 
 
 def read_rows(file=ROWS):
     """All rows of the table."""
-    gpus, found, anchors = read_gpus(), [], {}
+    gpus, found, anchors = read_gpus(OTHER_GPUS), [], {}
     for cells in csv.DictReader(file.read_text().splitlines()):
         setting = _setting(cells, gpus) if cells["micro_batch"] else None
         software = (cells["source"], cells["metric"], cells["compile"])
@@ -91,9 +125,22 @@ def read_rows(file=ROWS):
 
 
 def _setting(cells, gpus):
-    return Setting(
+    setting = Setting(
         shape_of(cells["model"]), gpus[cells["gpu"]], int(cells["gpus"]), int(cells["gpus_per_node"]),
         float(cells["nic_gbit_per_node"]) * 1e9 / 8, int(cells["seq_len"]), int(cells["micro_batch"]), int(cells["grad_accum"]),
         int(cells["reduce_bytes"]), cells["checkpointing"], cells["reshard"] == "1", cells["compile"] == "1",
         cells["model"] in MPT,
     )  # fmt: skip
+    return _told(setting, cells)
+
+
+def _told(setting, cells):
+    """What only rows of unseen.csv tell: copies of the weights (HSDP), and the update of BF16 states, on the GPU or in host memory."""
+    setting = dataclasses.replace(setting, sharded_over=int(cells.get("sharded_over") or 0))
+    if not cells.get("update_bytes"):
+        return setting
+    setting = dataclasses.replace(setting, update_bytes=float(cells["update_bytes"]))
+    if cells["offload"] == "none":
+        return setting
+    weight = gradient = 2
+    return dataclasses.replace(setting, updates_on_host=True, copied_forward=weight, copied_backward=weight + gradient)
