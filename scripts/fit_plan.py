@@ -1,4 +1,5 @@
-"""Write the plan's coefficients, from the rows of tests/data/published.csv that are marked train, and the table of docs/plan-accuracy.md.
+"""Write the plan's coefficients, from the rows of tests/data/published.csv that are marked train, the ranges of its times, from all that are
+not, and the tables of docs/plan-accuracy.md and docs/measurements/plan-unseen.md.
 
 Nothing else writes them. In a checkout, with the project installed:
 
@@ -11,11 +12,16 @@ import math
 import statistics
 from pathlib import Path
 
-from llama405b.capacity.step_time import COEFFICIENTS, Rates
-from published import BYTES, read_rows
+import plan_ranges
 
-DOCUMENT = Path(__file__).parent.parent / "docs/plan-accuracy.md"
+from llama405b.capacity.evidence import RANGES
+from llama405b.capacity.rates import COEFFICIENTS, Rates
+from published import BYTES, UNSEEN, read_rows
+
+DOCS = Path(__file__).parent.parent / "docs"
+DOCUMENT, UNSEEN_DOCUMENT = DOCS / "plan-accuracy.md", DOCS / "measurements/plan-unseen.md"
 BEGIN, END = "<!-- the table: written by scripts/fit_plan.py -->", "<!-- end of the table -->"
+RANGES_BEGIN, RANGES_END = "<!-- the ranges: written by scripts/fit_plan.py -->", "<!-- end of the ranges -->"
 PRIORS = {"h100-80": 0.40, "h100-96-500w": 0.40, "a100-80": 0.55, "a100-40": 0.55}  # attention, of a GPU's FLOPs
 FIRST = {"interference": 0.2, "network": 0.9, "hop": 5.0, "triton": 0.7}
 SPANS = {
@@ -66,8 +72,8 @@ def written(rates):
     return json.dumps(dataclasses.asdict(rates), indent=1) + "\n"
 
 
-def table(rows, rates):
-    """Every row, as Markdown, and how large the errors are."""
+def rows_table(rows, rates):
+    """Every row, as lines of Markdown."""
     lines = [
         "| source | model | GPUs | S | B × acc. | checkpointing | what | measured | predicted | error | |",
         "|" + "---|" * 11,
@@ -82,8 +88,18 @@ def table(rows, rates):
         else:
             predicted = f"{row.predicted(rates):,.5g}"
             lines.append(f"| {shape} | {row.value:,g} | {predicted} | {100 * row.error(rates):+.1f}% | {use} |")
+    return lines
+
+
+def table(rows, rates):
+    """Every row, as Markdown, and how large the errors are."""
     modelled = [row for row in rows if not row.not_modelled]
-    lines += ["", f"{len(modelled)} of {len(rows)} rows are modelled ({100 * len(modelled) / len(rows):.0f}%).", ""]
+    lines = [
+        *rows_table(rows, rates),
+        "",
+        f"{len(modelled)} of {len(rows)} rows are modelled ({100 * len(modelled) / len(rows):.0f}%).",
+        "",
+    ]
     for which in (
         "fitted",
         "time, held out, software that was fitted",
@@ -112,11 +128,24 @@ def quantile(values, share):
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
+def between(text, begin, end, new):
+    """Return a text with what is between two marks replaced."""
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{new}\n{end}{rest.partition(end)[2]}"
+
+
+def write(document, begin, end, new):
+    """Write a table into a page."""
+    document.write_text(between(document.read_text(), begin, end, new))
+
+
 if __name__ == "__main__":
-    all_rows = read_rows()
+    all_rows, unseen = read_rows(), read_rows(UNSEEN)
     fitted = fit(all_rows)
     COEFFICIENTS.write_text(written(fitted))
-    text = DOCUMENT.read_text()
-    head, _, rest = text.partition(BEGIN)
-    DOCUMENT.write_text(f"{head}{BEGIN}\n{table(all_rows, fitted)}\n{END}{rest.partition(END)[2]}")
+    evidence = plan_ranges.points([*all_rows, *unseen], fitted)
+    RANGES.write_text(plan_ranges.written(evidence))
+    write(DOCUMENT, BEGIN, END, table(all_rows, fitted))
+    write(DOCUMENT, RANGES_BEGIN, RANGES_END, plan_ranges.table(evidence))
+    write(UNSEEN_DOCUMENT, BEGIN, END, "\n".join(rows_table(unseen, fitted)))
     print(DOCUMENT.read_text()[-900:])

@@ -8,14 +8,16 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from llama405b.capacity.compute import layer_work
 from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Estimate, estimate, setting_of
 from llama405b.capacity.hardware import Gpu
+from llama405b.capacity.rates import Rates
 from llama405b.capacity.run_shape import RunShape
-from llama405b.capacity.step_time import Rates, StepTime, layer_s
+from llama405b.capacity.step_time import StepTime
 
 FEW, MORE = 1, 3  # layers
 WHOLE = (0.5, 2.0)  # the span of what a layer may take of what its parts do alone, before it is taken for noise
-TIME_SPREAD, MEMORY_SPREAD = 0.10, 0.05  # of docs/measurements/plan.md on CPUs; no GPU was calibrated yet
+MEMORY_SPREAD = 0.05  # of docs/measurements/plan.md on CPUs; no GPU was calibrated yet
 
 
 def measured_layers(layers: int) -> tuple[int, int]:
@@ -169,14 +171,15 @@ class Calibration:
         alone = self.alone
         sheet = cluster.gpu
         one_host = self.load.hosts == 1
-        rates = dataclasses.replace(_all_of(sheet), host_bytes_per_s=alone.host_update)
+        rates = _all_of(sheet)
         peers, nic = sheet.peers_bytes_per_s * Rates.read().peers, cluster.nic_bytes_per_s
         if alone.gather:
             rates = dataclasses.replace(rates, scatter=alone.scatter / alone.gather)
             peers = alone.gather if one_host or sheet.is_cpu else peers
         if alone.gather and not one_host:
             rates, nic = dataclasses.replace(rates, network=1.0, hop_s=alone.hop_s), alone.gather
-        pace = Gpu(sheet.name, sheet.memory_bytes, self._flops(cluster), alone.device_update, peers, alone.copies)
+        ram = alone.host_update / rates.update  # a data sheet's, of which AdamW would attain what it did
+        pace = Gpu(sheet.name, sheet.memory_bytes, self._flops(cluster), alone.device_update, peers, alone.copies, ram)
         return dataclasses.replace(cluster, nic_bytes_per_s=nic, disk_bytes_per_s=alone.disk, pace=pace, rates=rates)
 
     def _flops(self, cluster: Cluster) -> float:
@@ -185,7 +188,8 @@ class Calibration:
         def layer(flops: float, memory: float) -> float:
             gpu = dataclasses.replace(cluster.gpu, flops=flops, memory_bytes_per_s=memory)
             setting = setting_of(self.load, dataclasses.replace(cluster, pace=gpu))
-            return sum(layer_s(setting, _all_of(gpu)))
+            work = layer_work(setting, _all_of(gpu))
+            return work.forward.total_s + work.backward_s
 
         whole = self.alone.layer_s
         return layer(1.0, math.inf) / max(whole / 2, whole - layer(math.inf, self.alone.device_update))
@@ -197,6 +201,6 @@ class Calibration:
 
 
 def _all_of(gpu: Gpu) -> Rates:
-    """The fitted rates, but all of what a GPU's sheet says is attained."""
+    """The fitted rates, but all of what a GPU's sheet says is attained, and FSDP's copies are not in it."""
     whole = {gpu.name: 1.0}
-    return dataclasses.replace(Rates.read(), matmul=whole, attention=whole, memory=1.0, peers=1.0)
+    return dataclasses.replace(Rates.read(), matmul=whole, attention=whole, memory=1.0, peers=1.0, copies=0.0)

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from llama405b.capacity.disk import BYTES, LoadingCost, SavingCost, loading, saving
 from llama405b.capacity.hardware import GIB, USUAL, Gpu, read_gpus
 from llama405b.capacity.memory import Peak, peak
+from llama405b.capacity.rates import Rates
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Setting, Shape
-from llama405b.capacity.step_time import Rates, StepTime, step_time
+from llama405b.capacity.step_time import StepTime, step_time
 
 RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
 DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
@@ -93,8 +94,8 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         update_bytes=run.update_bytes_per_parameter,
         updates_on_host=run.offload != "none",
         norm_bytes=gradient * run.overlap,
-        copied_forward=weights,
-        copied_backward=weights + gradient * (run.offload != "none"),
+        copied_up=weights,
+        copied_down=gradient * (run.offload != "none"),
         compute_bytes=run.compute_bytes,
     )  # fmt: skip
 

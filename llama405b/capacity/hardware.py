@@ -13,6 +13,7 @@ TABLE = Path(__file__).with_name("hardware.toml")
 GIB = 1 << 30
 ABOUT = 0.1
 USUAL = "h100-80"
+USUAL_RAM = 614.4  # GB/s of a host's memory: two sockets with eight channels of DDR5-4800
 LARGEST = 1e9  # of any number in the file
 
 
@@ -26,13 +27,14 @@ class Gpu:
     memory_bytes_per_s: float
     peers_bytes_per_s: float  # to the other GPUs of its host
     host_bytes_per_s: float  # to host memory
+    ram_bytes_per_s: float  # of its host's memory, all sockets
     product: str = ""  # what nvidia-smi's name of it contains
     per_host: int = 8
 
     @classmethod
     def of_cpu(cls, memory_bytes: float) -> "Gpu":
         """Return what stands in for a GPU where ranks train on CPUs, of which no data sheet tells anything."""
-        return cls("cpu", memory_bytes, *(math.inf,) * 4)
+        return cls("cpu", memory_bytes, *(math.inf,) * 5)
 
     @property
     def is_cpu(self) -> bool:
@@ -87,7 +89,8 @@ def _parsed(file: Path) -> dict[str, Gpu]:
         return {
             name: Gpu(
                 name, _number(gpu, "memory_gib") * GIB, _number(gpu, "tflops") * 1e12, _number(gpu, "hbm_gb_s") * 1e9,
-                _number(gpu, "nvlink_gb_s") * 1e9, _number(gpu, "pcie_gb_s") * 1e9, str(gpu.get("product", "")),
+                _number(gpu, "nvlink_gb_s") * 1e9, _number(gpu, "pcie_gb_s") * 1e9,
+                _number({"ram_gb_s": USUAL_RAM} | gpu, "ram_gb_s") * 1e9, str(gpu.get("product", "")),
                 max(1, round(_number({"gpus_per_host": 8} | gpu, "gpus_per_host"))),
             )
             for name, gpu in table["gpu"].items()

@@ -1,8 +1,8 @@
 """What to expect of a run on a cluster: whether it fits, how fast it goes, and which settings would be better. Pure.
 
-The spreads are those of docs/plan-accuracy.md: of step times of other programs, nine of ten are within ``TIME_SPREAD``;
-of those of one program, once fitted, within ``NEAR``, so settings closer than that are not told apart. That of memory covers what
-fragments, which nobody has measured of this trainer.
+How far off a time may be: ``evidence``. Of one program, once fitted, nine of ten step times are within ``NEAR`` of what is predicted
+(docs/plan-accuracy.md), so settings closer than that are not told apart. The spread of memory covers what fragments, which nobody
+has measured of this trainer.
 """
 
 import bisect
@@ -13,16 +13,17 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from llama405b.capacity import calibration
+from llama405b.capacity import calibration, evidence
 from llama405b.capacity.calibration import Calibration
-from llama405b.capacity.estimate import Cluster, Estimate, estimate
+from llama405b.capacity.estimate import Cluster, Estimate, estimate, setting_of
+from llama405b.capacity.evidence import Evidence, Range
 from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
 from llama405b.contract.schema import Moments, Offload
 
-TIME_SPREAD, MEMORY_SPREAD = 0.15, 0.10
+MEMORY_SPREAD = 0.10
 NEAR = 0.033
 LEAST_GAIN = 0.01
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
@@ -76,13 +77,22 @@ class Outlook:
         return Outlook(self.load, cluster, self.ram_bytes, needs, found)
 
     @property
-    def time_spread(self) -> float:
-        """How far off times may be, as a share."""
-        return calibration.TIME_SPREAD if self._measured else TIME_SPREAD
+    def evidence(self) -> Evidence:
+        """What is known of times like these."""
+        if self._measured:
+            return Evidence.STEPS
+        return Evidence.RATES if self.calibration else Evidence.of(setting_of(self.load, self.cluster))
+
+    @property
+    def time_range(self) -> Range | None:
+        """Where times lie; None: the GPU was never measured."""
+        if self.calibration:
+            return evidence.STEPS if self._measured else evidence.RATES
+        return evidence.range_of(setting_of(self.load, self.cluster))
 
     @property
     def memory_spread(self) -> float:
-        """The same of memory."""
+        """How far off the memory of a GPU may be, as a share."""
         return calibration.MEMORY_SPREAD if self._measured else MEMORY_SPREAD
 
     @property

@@ -82,8 +82,8 @@ class Setting:
     norm_bytes: float = (
         0.0  # read per parameter before the update; the rest of it is hidden under the next forward; 0: nothing is
     )
-    copied_forward: float = 0.0  # bytes per parameter from host memory, of a micro-batch
-    copied_backward: float = 0.0  # the same, from and to host memory
+    copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
+    copied_down: float = 0.0  # the same, to host memory, in each backward
     units: int = 1  # of FSDP in a layer
     sharded_over: int = 0  # GPUs that share one copy of the weights, neighbors; 0: all; fewer: HSDP; 1: DDP
     prefetches: bool = True  # a unit is gathered while the one before computes, and reduced while the next does
@@ -98,6 +98,11 @@ class Setting:
     def hosts(self) -> int:
         """Hosts, the last of which may have fewer GPUs."""
         return math.ceil(self.gpus / self.gpus_per_host)
+
+    @property
+    def gpus_on_host(self) -> int:
+        """GPUs of a host that is full, or of all there are."""
+        return min(self.gpus, self.gpus_per_host)
 
     @property
     def shards(self) -> int:

@@ -1,58 +1,14 @@
 """How long a step takes: compute and communication of each unit of FSDP, and how much of one hides the other. Pure.
 
-T: tokens of a micro-batch on a GPU; S: sequence length. The form of the overlap is that of ``hidden_s``; the rates are in
-``coefficients.json``, which ``scripts/fit_plan.py`` alone writes, from published measurements.
+The form of the overlap is that of ``hidden_s``; what a GPU computes: ``compute``; at which rates: ``rates``.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
+from llama405b.capacity.compute import layer_work, logits_s, parts_s, products_s
+from llama405b.capacity.rates import Rates
 from llama405b.capacity.setting import Setting
-
-COEFFICIENTS = Path(__file__).with_name("coefficients.json")
-NEAREST = {
-    "h200-141": "h100-80",
-    "b200-180": "h100-80",
-    "gb200-186": "h100-80",
-    "l40s-48": "a100-80",
-}  # not measured yet
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rates:
-    """What share of a data sheet's rate is attained, and what no data sheet tells."""
-
-    matmul: Mapping[str, float]  # by GPU: matrix products, of its FLOPs
-    interference: float  # of the shorter of compute and communication, the share that delays the longer
-    network: float  # of the hosts' links
-    hop_s: float  # of a ring's step from rank to rank
-    triton: float  # of attention, with MPT's early Triton kernel
-    attention: Mapping[str, float]  # by GPU; a prior
-    memory: float = 0.75  # of the GPU's memory, by elementwise work; a prior
-    peers: float = 0.75  # of NVLink; a prior
-    scatter: float = 1.0  # a reduce-scatter's rate, of an all-gather's; a prior
-    host_bytes_per_s: float = (
-        200e9  # of one host's memory, as AdamW attains: Lambda's published 405B run, 4 s on 8 hosts
-    )
-    whole: float = 1.0  # forward and backward, measured, of what the rates above give
-    delay_s: float = (
-        0.0  # of a layer and micro-batch, that nothing hides, measured: launches, hooks, the rest of communication
-    )
-
-    @classmethod
-    def read(cls) -> "Rates":
-        """Read the coefficients."""
-        return cls(**json.loads(COEFFICIENTS.read_text()))
-
-    def matmul_of(self, gpu: str) -> float:
-        """Of a GPU that nobody measured: that of its nearest kin."""
-        return self.matmul.get(gpu) or self.matmul[NEAREST.get(gpu, "h100-80")]
-
-    def attention_of(self, gpu: str) -> float:
-        """As ``matmul_of``."""
-        return self.attention.get(gpu) or self.attention[NEAREST.get(gpu, "h100-80")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +22,7 @@ class StepTime:
     compute_s: float | None = None  # of forward and backward; None: measured as a whole, as is what follows
     communication_s: float = 0.0  # of both; what is not hidden is in the first two
     copies_s: float = 0.0  # between GPU and host memory; the same
+    compute_parts_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of ``compute_s``, by what it is
 
     @property
     def exposed_s(self) -> float | None:
@@ -83,46 +40,44 @@ class StepTime:
 def step_time(setting: Setting, rates: Rates) -> StepTime:
     """Predict a step: every layer beside the communication of its units, then the head and the loss."""
     shape, layers = setting.shape, setting.shape.layers
-    forward, backward = layer_s(setting, rates)
-    head, logits = _products_s(setting, rates, shape.head), _logits_s(setting, rates)
-    rest = (shape.parameters - layers * shape.layer_parameters) / layers  # embedding and head, beside each layer
-    unit = shape.layer_parameters + rest
+    work = layer_work(setting, rates)
+    last = products_s(setting, rates, shape.head) + logits_s(setting, rates)
+    unit = unit_parameters(setting)
     gather = setting.units * ring_s(setting, rates, setting.compute_bytes * unit / setting.units, setting.shards)
     scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
     reduce = scatter + gather * setting.reshard
-    copied = unit / setting.shards / setting.gpu.host_bytes_per_s
+    up, both = host_copies_s(setting, rates, 0.0), host_copies_s(setting, rates, setting.copied_down)
     beside = hidden_s if setting.prefetches else in_turn_s
-    one_forward = layers * max(beside(forward, gather, rates), setting.copied_forward * copied) + head + logits
-    one_backward = layers * max(beside(backward, reduce, rates), setting.copied_backward * copied)
-    one_backward += 2 * (head + logits)
+    one_forward = layers * max(beside(work.forward.total_s, gather, rates), up) + last
+    one_backward = layers * max(beside(work.backward_s, reduce, rates), both) + 2 * last
     one_forward = rates.whole * one_forward + layers * rates.delay_s / 3
     one_backward = rates.whole * one_backward + layers * rates.delay_s * 2 / 3
+    parts = {name: setting.accumulate * seconds for name, seconds in parts_s(setting, rates, unit).items()}
     return StepTime(
         forward_s=setting.accumulate * one_forward,
         backward_s=setting.accumulate * one_backward,
-        compute_s=setting.accumulate * (layers * (forward + backward) + 3 * (head + logits)),
+        compute_s=sum(parts.values()),
         communication_s=setting.accumulate * layers * (gather + reduce),
-        copies_s=setting.accumulate * layers * copied * (setting.copied_forward + setting.copied_backward),
+        copies_s=setting.accumulate * layers * (up + both),
         optimizer_s=_optimizer_s(setting, rates, one_forward),
+        compute_parts_s=parts,
     )
 
 
-def layer_s(setting: Setting, rates: Rates) -> tuple[float, float]:
-    """Return what a layer computes of a micro-batch: forward; and backward with what checkpointing computes again.
+def unit_parameters(setting: Setting) -> float:
+    """Return the parameters that are moved for a layer: its own, and a share of embedding and head."""
+    return setting.shape.parameters / setting.shape.layers
 
-    A backward has twice the products, and 2.5 times flash attention (arXiv:2307.08691). Non-reentrant checkpointing stops before a
-    layer's last product, so that full recomputation is not a plain third.
+
+def host_copies_s(setting: Setting, rates: Rates, down: float) -> float:
+    """Return how long the copies of a layer take beside each other: weights up, and ``down`` bytes per parameter of gradients.
+
+    Both ways at once are slower than each alone, and all GPUs of a host share its memory.
     """
-    shape, elementwise = setting.shape, _elementwise_s(setting, rates)
-    products, attention = _products_s(setting, rates, shape.matrices), _attention_s(setting, rates)
-    forward = products + attention + elementwise
-    again = {
-        "none": 0.0,
-        "op": products / 2 + elementwise,
-        "layer": (forward - _products_s(setting, rates, shape.narrow)) / 2,
-        "full": forward - _products_s(setting, rates, shape.narrow),
-    }[setting.checkpointing]
-    return forward, 2 * products + 2.5 * attention + 2 * elementwise + again
+    share = unit_parameters(setting) / setting.shards
+    link, ram = setting.gpu.host_bytes_per_s, setting.gpu.ram_bytes_per_s * rates.ram / setting.gpus_on_host
+    up, both = setting.copied_up, setting.copied_up + down
+    return share * max(up / link, down / link, both / (rates.both_ways * link), both / ram)
 
 
 def hidden_s(compute: float, communication: float, rates: Rates) -> float:
@@ -156,37 +111,15 @@ def reduce_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
     return ring_s(setting, rates, n_bytes, setting.shards) / rates.scatter + 2 * between
 
 
-def _products_s(setting: Setting, rates: Rates, weights: float) -> float:
-    return 2 * weights * setting.tokens / (setting.gpu.flops * rates.matmul_of(setting.gpu.name))
-
-
-def _attention_s(setting: Setting, rates: Rates) -> float:
-    flops = 2 * setting.seq_len * setting.shape.width * setting.tokens  # the causal half of 4 S T width
-    return flops / (setting.gpu.flops * rates.attention_of(setting.gpu.name) * (rates.triton if setting.triton else 1))
-
-
-def _elementwise_s(setting: Setting, rates: Rates) -> float:
-    """Norms, rotary embedding, activation, residuals: bytes of a token and layer, counted op by op; fused if compiled."""
-    h, f = setting.shape.hidden, setting.shape.intermediate
-    if setting.compiled:
-        per_token = 20 * h + 6 * f
-    elif setting.shape.gated:  # Hugging Face's and torchtitan's Llama: RMSNorm in FP32, rotary embedding, SiLU times up
-        per_token = 80 * h + 10 * f
-    else:  # MPT: LayerNorm in BF16, GELU
-        per_token = 30 * h + 8 * f
-    return per_token * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
-
-
-def _logits_s(setting: Setting, rates: Rates) -> float:
-    """The loss: BF16 logits, an FP32 copy, softmax; 12 bytes a logit, forward."""
-    return 12 * setting.shape.vocab * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
-
-
 def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float:
-    """What an update takes of a step: bound by memory, on the GPU or in the host, where the next forward may hide it."""
+    """What an update takes of a step: bound by memory, on the GPU or in the host, where the next forward may hide it.
+
+    In a host, the copies of that forward and the update share its memory.
+    """
     if not setting.updates_on_host:
         per_gpu = setting.update_bytes * setting.shape.parameters / setting.shards
         return per_gpu / (setting.gpu.memory_bytes_per_s * rates.memory)
-    per_byte = setting.shape.parameters / setting.hosts / rates.host_bytes_per_s
-    update, norm = setting.update_bytes * per_byte, setting.norm_bytes * per_byte
-    return norm + max(0.0, update - norm - next_forward_s) if norm else update
+    held, ram = setting.shape.parameters / setting.hosts, setting.gpu.ram_bytes_per_s
+    update, norm = (n_bytes * held / (ram * rates.update) for n_bytes in (setting.update_bytes, setting.norm_bytes))
+    copied = setting.copied_up * held / (ram * rates.ram)
+    return norm + max(0.0, update + copied - norm - next_forward_s) if norm else update

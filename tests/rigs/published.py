@@ -11,8 +11,9 @@ import math
 from pathlib import Path
 
 from llama405b.capacity.hardware import GIB, read_gpus
+from llama405b.capacity.rates import Rates
 from llama405b.capacity.setting import Setting, Shape
-from llama405b.capacity.step_time import Rates, step_time
+from llama405b.capacity.step_time import step_time
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.weights import parse_llama
 
@@ -20,9 +21,9 @@ DATA = Path(__file__).parent.parent / "data"
 ROWS, UNSEEN = DATA / "published.csv", DATA / "unseen.csv"
 OTHER_GPUS = DATA / "unseen_gpus.toml"
 PROGRAMS = {  # by how a source begins
-    "MosaicML": "llm-foundry", "torchtitan": "torchtitan", "Trainy": "torchtitan", "IBM fms-fsdp": "fms-fsdp", "IBM and Meta": "IBM and Meta",
-    "Lambda": "Lambda", "ATorch": "ATorch", "torchtune": "torchtune", "prime-rl": "prime-rl", "KempnerForge": "KempnerForge",
-    "NeMo": "NeMo Automodel", "NVIDIA NeMo": "NeMo Automodel", "NVIDIA Megatron": "Megatron-Bridge",
+    "MosaicML": "llm-foundry", "torchtitan": "torchtitan", "Trainy": "torchtitan", "Lambda": "Lambda", "ATorch": "ATorch",
+    "IBM fms-fsdp": "fms-fsdp", "IBM and Meta": "IBM and Meta", "torchtune": "torchtune", "prime-rl": "prime-rl",
+    "KempnerForge": "KempnerForge", "NeMo": "NeMo Automodel", "NVIDIA NeMo": "NeMo Automodel", "NVIDIA Megatron": "Megatron-Bridge",
 }  # fmt: skip
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 LLAMA3 = {f"llama3-{size}": PRESETS[f"llama3.1-{size}"] for size in ("8b", "70b", "405b")}
@@ -35,7 +36,13 @@ LLAMA2 = {  # hidden, intermediate, layers, heads, heads of keys
     "llama2-7b": (4096, 11_008, 32, 32, 32), "llama2-13b": (5120, 13_824, 40, 40, 40), "llama2-70b": (8192, 28_672, 80, 64, 8),
     "llama2-34b": (8192, 22_016, 48, 64, 8),
 }  # fmt: skip
-MPT = {"mpt-3b": (2560, 32), "mpt-7b": (4096, 32), "mpt-13b": (5120, 40), "mpt-30b": (7168, 48), "mpt-70b": (8192, 80)}  # hidden, layers
+MPT = {
+    "mpt-3b": (2560, 32),
+    "mpt-7b": (4096, 32),
+    "mpt-13b": (5120, 40),
+    "mpt-30b": (7168, 48),
+    "mpt-70b": (8192, 80),
+}  # hidden, layers
 MPT_VOCAB, MPT_POSITIONS = 50_368, 2048
 BYTES = {"allocated_gib": GIB, "allocated_mib": 1 << 20, "allocated_gb": 1e9}
 MASTER_BYTES = 4  # a weight in FP32, beside the moments
@@ -143,4 +150,4 @@ def _told(setting, cells):
     if cells["offload"] == "none":
         return setting
     weight = gradient = 2
-    return dataclasses.replace(setting, updates_on_host=True, copied_forward=weight, copied_backward=weight + gradient)
+    return dataclasses.replace(setting, updates_on_host=True, copied_up=weight, copied_down=gradient)

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from fit_plan import BEGIN, DOCUMENT, END, fit, group, quantile, table, written
-from llama405b.capacity.step_time import COEFFICIENTS, Rates
+from llama405b.capacity.rates import COEFFICIENTS, Rates
 from published import ROWS, read_rows
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from llama405b.capacity.calibration import Calibration
+from llama405b.capacity.evidence import FEWEST, Evidence, Range
 from llama405b.capacity.hardware import GIB
 from llama405b.capacity.machines import Machines
 from llama405b.capacity.outlook import MEMORY_SPREAD, NEAR, Fit, Outlook, is_near, largest_micro_batch, remedies
@@ -14,14 +15,20 @@ from llama405b.contract.units import SPARE
 FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
 SHOWN = 8  # of a search
 HELPS = 3  # changes
-SMALL = 0.05 * GIB
-SCHEMA = 1  # of the record: raised when a field is renamed, removed, or means something else
+SMALL, SHORT_S = 0.05 * GIB, 0.05
+UNMEASURED = "never measured on this GPU"
+OWN = {  # of what was measured on the hosts
+    Evidence.STEPS: "of steps that were measured on these hosts",
+    Evidence.RATES: "of rates that were measured on these hosts",
+}
+SCHEMA = 2  # of the record: raised when a field is renamed, removed, or means something else
 UNITS = {  # of fields, by their name or how it ends
     "_bytes": "bytes",
     "_s": "seconds",
     "tokens_per_s": "tokens per second, of all GPUs",
     "_bytes_per_s": "bytes per second, one direction",
     "_spread": "share of the value that it may be too high or too low",
+    "time_range": "least and most that a time may be, as shares of it, after so many programs; null: this GPU was never measured",
     "share": "share of the time",
     "mfu": "share",
     "hfu": "share",
@@ -164,10 +171,12 @@ def _took(seconds: float) -> str:
 def expectation(outlook: Outlook) -> str:
     """Tell in a line what a run that begins is expected to take."""
     needs = outlook.needs
-    step = f"a step in {_spread(needs.step_s, outlook.time_spread)} s, " if needs.step_s else ""
+    step = f"a step in {_between(needs.step_s, outlook.time_range)} s, " if needs.step_s else ""
     of = "rank" if outlook.cluster.gpu.is_cpu else "GPU"
     found = outlook.calibration
     how = f"from measurements of {found.made}" if found else "no GPU has confirmed these predictions yet"
+    if not outlook.time_range:
+        how = UNMEASURED
     return f"expected: {step}{needs.gpu_bytes / GIB:,.0f} of {outlook.cluster.gpu.memory_bytes / GIB:,.0f} GiB of each {of}; {how}"
 
 
@@ -183,15 +192,17 @@ def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
     rate = outlook.tokens_per_s
     used = f", MFU {100 * outlook.mfu:.0f}%, HFU {100 * outlook.hfu:.0f}%" if outlook.mfu and outlook.hfu else ""
     lines += [
-        f"step         {_spread(time.step_s, outlook.time_spread)} s: {_split(time)}; never below {outlook.floor_s:.1f}",
+        f"step         {_between(time.step_s, outlook.time_range)} s: {_split(time)}; never below {outlook.floor_s:.1f}",
+        *_compute(time),
+        f"range        {_basis(outlook)}",
         f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU{used}",
         *_goodput(outlook, asked),
     ]
     if asked.tokens:
         lines.append(f"{asked.tokens:,.0f} tokens: {_whole(outlook, asked)}")
     elif asked.price:
-        hourly, spread = asked.price * outlook.load.world, outlook.time_spread
-        step = _spread(hourly * time.step_s / 3600, spread)
+        hourly = asked.price * outlook.load.world
+        step = _between(hourly * time.step_s / 3600, outlook.time_range)
         lines.append(f"cost         {hourly * 24:,.0f} a day, {step} a step, at {asked.price:g} a GPU-hour")
     return lines
 
@@ -212,12 +223,12 @@ def _goodput(outlook: Outlook, asked: ReportOptions) -> list[str]:
 
 def _whole(outlook: Outlook, asked: ReportOptions) -> str:
     """How long all tokens take, and what that costs."""
-    hours, spread = outlook.hours(asked.tokens), outlook.time_spread
+    hours, within = outlook.hours(asked.tokens), outlook.time_range
     if not hours:
         return "never, as failures undo the steps as fast as they are made"
     gpu_hours = hours * outlook.load.world
-    cost = f", {_spread(asked.price * gpu_hours, spread)} at {asked.price:g} a GPU-hour" if asked.price else ""
-    return f"{_spread(hours / 24, spread)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
+    cost = f", {_between(asked.price * gpu_hours, within)} at {asked.price:g} a GPU-hour" if asked.price else ""
+    return f"{_between(hours / 24, within)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
 
 
 def _split(time: StepTime) -> str:
@@ -234,6 +245,30 @@ def _split(time: StepTime) -> str:
         moved += f" and copies to and from the host {time.copies_s:.1f}"
     hidden = f"of which {time.exposed_s:.1f} is not hidden"
     return f"compute {time.compute_s:.1f}; {moved}, {hidden}; update {time.optimizer_s:.1f}"
+
+
+def _compute(time: StepTime) -> list[str]:
+    """What the compute of a step is made of, if it is predicted."""
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time.compute_parts_s.items() if seconds >= SHORT_S)
+    return [f"             compute: {parts}"] if parts else []
+
+
+def _basis(outlook: Outlook) -> str:
+    """What the range of the times rests on."""
+    within, known = outlook.time_range, outlook.evidence
+    if not within:
+        return f"{UNMEASURED} ({outlook.cluster.gpu.name}); `plan HOSTS --calibrate` measures it on its hosts"
+    if known in OWN:
+        return OWN[known]
+    if within.programs < FEWEST:
+        programs = "1 program" if within.programs == 1 else f"{within.programs} programs"
+        return f"an assumption: {programs} with offload published a time, and a range takes {FEWEST}"
+    alike = (
+        "with models below 10 B parameters or one GPU"
+        if known is Evidence.SMALL
+        else "with models of 10 B parameters or more"
+    )
+    return f"holds nine of ten times of {within.programs} other programs, {alike}"
 
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
@@ -280,8 +315,9 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
     lines = [f"{line}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
     planned = next(iter(outlooks.values()))
     batches = filter(None, (_changed_batch(name, each, planned) for name, each in outlooks.items()))
+    unmeasured = [f"  {name}: {UNMEASURED}" for name, each in outlooks.items() if not each.time_range]
     what = "days, GPU-hours and cost" if asked.price else "days and GPU-hours"
-    return ["", *lines, *batches, f"  {what} are of {tokens:,.0f} tokens, with saves and failures"]
+    return ["", *lines, *batches, *unmeasured, f"  {what} are of {tokens:,.0f} tokens, with saves and failures"]
 
 
 def _compared(name: str, outlook: Outlook, first: float | None) -> tuple[str, ...]:
@@ -306,29 +342,37 @@ def _pace(outlook: Outlook, first: float | None) -> tuple[str, str, str]:
     if not (outlook.needs.step_s and outlook.tokens_per_s):
         return "-", "-", ""
     more = f"{100 * (outlook.tokens_per_s / first - 1):+.0f}%" if first else ""
-    return _spread(outlook.needs.step_s, outlook.time_spread), f"{outlook.tokens_per_s:,.0f}", more
+    return _between(outlook.needs.step_s, outlook.time_range), f"{outlook.tokens_per_s:,.0f}", more
 
 
 def _bill(outlook: Outlook, tokens: float, price: float) -> tuple[str, ...]:
     """Days, GPU-hours, and cost if there is a price."""
-    hours, spread = outlook.hours(tokens), outlook.time_spread
+    hours, within = outlook.hours(tokens), outlook.time_range
     if not hours:
         return ("-",) * (2 + bool(price))
     gpu_hours = hours * outlook.load.world
-    bill = (_spread(hours / 24, spread), f"{gpu_hours:,.0f}")
-    return (*bill, _spread(price * gpu_hours, spread)) if price else bill
+    bill = (_between(hours / 24, within), f"{gpu_hours:,.0f}")
+    return (*bill, _between(price * gpu_hours, within)) if price else bill
 
 
 def _spread(value: float, share: float) -> str:
+    return _between(value, Range(1 - share, 1 + share))
+
+
+def _between(value: float, within: Range | None) -> str:
+    """Tell a number, and where it lies if that is known."""
     digits = 3
     if value >= 1:
         digits = 0 if value >= 100 else 1
-    return f"{value:,.{digits}f} ({value * (1 - share):,.{digits}f} to {value * (1 + share):,.{digits}f})"
+    if not within:
+        return f"{value:,.{digits}f}"
+    low, high = within.of(value)
+    return f"{value:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
 def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[str, object]:
     """Return a prediction, beside what it is of."""
-    needs, load = outlook.needs, outlook.load
+    needs, load, within = outlook.needs, outlook.load, outlook.time_range
     hours, goodput = outlook.hours(asked.tokens) or None, outlook.goodput(asked.tokens)
     gpu_hours = hours * load.world if hours else None
     return {
@@ -336,7 +380,8 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
         "fits": outlook.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": outlook.host_bytes,
         "gpu_held_bytes": needs.peak.held, "peak_moment": needs.peak.moment, "host_held_bytes": outlook.host_held_bytes,
         "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
-        "memory_spread": outlook.memory_spread, "time_spread": outlook.time_spread, "calibrated": bool(outlook.calibration),
+        "memory_spread": outlook.memory_spread, "time_range": dataclasses.asdict(within) if within else None,
+        "evidence": outlook.evidence, "calibrated": bool(outlook.calibration),
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
         "floor_s": outlook.floor_s, "tokens_per_s": outlook.tokens_per_s, "mfu": outlook.mfu, "hfu": outlook.hfu,
         "goodput": dataclasses.asdict(goodput) if goodput else None,

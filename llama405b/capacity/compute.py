@@ -1,0 +1,128 @@
+"""What a GPU computes in a step, by what it is: seconds. Pure.
+
+T: tokens of a micro-batch on a GPU; S: sequence length. Sources: ``step_time``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from llama405b.capacity.rates import Rates
+from llama405b.capacity.setting import Setting
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of a GPU's time."""
+
+    products_s: float = 0.0  # matrix products
+    attention_s: float = 0.0
+    elementwise_s: float = 0.0  # norms, rotary embedding, activation, residuals
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.products_s + self.attention_s + self.elementwise_s
+
+    def times(self, products: float, attention: float, elementwise: float) -> "Work":
+        """Return so much of each."""
+        return Work(products * self.products_s, attention * self.attention_s, elementwise * self.elementwise_s)
+
+    def __add__(self, other: "Work") -> "Work":
+        """Return both."""
+        return Work(
+            self.products_s + other.products_s,
+            self.attention_s + other.attention_s,
+            self.elementwise_s + other.elementwise_s,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWork:
+    """Of a layer and a micro-batch."""
+
+    forward: Work
+    backward: Work
+    again: Work  # what checkpointing computes once more, in the backward
+
+    @property
+    def backward_s(self) -> float:
+        """With what is computed again."""
+        return self.backward.total_s + self.again.total_s
+
+
+def layer_work(setting: Setting, rates: Rates) -> LayerWork:
+    """Return what a layer computes of a micro-batch.
+
+    A backward has twice the products, and 2.5 times flash attention (arXiv:2307.08691). Non-reentrant checkpointing stops before a
+    layer's last product, so that full recomputation is not a plain third.
+    """
+    products = products_s(setting, rates, setting.shape.matrices)
+    forward = Work(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
+    last = Work(products_s(setting, rates, setting.shape.narrow))
+    again = {
+        "none": Work(),
+        "op": forward.times(0.5, 0, 1),
+        "layer": (forward + last.times(-1, 0, 0)).times(0.5, 0.5, 0.5),
+        "full": forward + last.times(-1, 0, 0),
+    }[setting.checkpointing]
+    return LayerWork(forward, forward.times(2, 2.5, 2), again)
+
+
+def products_s(setting: Setting, rates: Rates, weights: float) -> float:
+    """Return the time of products with so many weights, forward."""
+    return 2 * weights * setting.tokens / (setting.gpu.flops * rates.matmul_of(setting.gpu.name))
+
+
+def logits_s(setting: Setting, rates: Rates) -> float:
+    """Return the time of the loss: BF16 logits, an FP32 copy, softmax; 12 bytes a logit, forward."""
+    return 12 * setting.shape.vocab * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
+
+
+def fsdp_copies_s(setting: Setting, rates: Rates, unit: float) -> float:
+    """Return the time of FSDP2's own copies of a unit of so many parameters, on the stream that computes.
+
+    A gathered unit is read and written into its weights (``foreach_all_gather_copy_out``), in the forward and again in the
+    backward; its gradients are read and written, in the dtype they are reduced in, before their reduce-scatter (``_chunk_cat``).
+    """
+    if setting.shards == 1 or not rates.copies:
+        return 0.0
+    gathered = 2 * setting.compute_bytes * (1 + setting.reshard)
+    reduced = setting.compute_bytes + setting.reduce_bytes
+    return unit * (gathered + reduced) / (setting.gpu.memory_bytes_per_s * rates.copies)
+
+
+def parts_s(setting: Setting, rates: Rates, unit: float) -> Mapping[str, float]:
+    """Return what a micro-batch's forward and backward compute, by what it is; ``unit``: parameters that FSDP moves for a layer.
+
+    Nothing is counted twice: the share of its FLOPs that a GPU attains was fitted to whole steps, so FSDP's copies are in the
+    time of the products, and are taken out of that.
+    """
+    layers, work = setting.shape.layers, layer_work(setting, rates)
+    once = work.forward + work.backward
+    products = layers * once.products_s + 3 * products_s(setting, rates, setting.shape.head)
+    copies = min(layers * fsdp_copies_s(setting, rates, unit), products)
+    return {
+        "matrix products": products - copies,
+        "attention": layers * once.attention_s,
+        "norms and activations": layers * once.elementwise_s,
+        "loss": 3 * logits_s(setting, rates),
+        "FSDP's copies": copies,
+        "recomputation": layers * work.again.total_s,
+    }
+
+
+def _attention_s(setting: Setting, rates: Rates) -> float:
+    flops = 2 * setting.seq_len * setting.shape.width * setting.tokens  # the causal half of 4 S T width
+    return flops / (setting.gpu.flops * rates.attention_of(setting.gpu.name) * (rates.triton if setting.triton else 1))
+
+
+def _elementwise_s(setting: Setting, rates: Rates) -> float:
+    """Norms, rotary embedding, activation, residuals: bytes of a token and layer, counted op by op; fused if compiled."""
+    h, f = setting.shape.hidden, setting.shape.intermediate
+    if setting.compiled:
+        per_token = 20 * h + 6 * f
+    elif setting.shape.gated:  # Hugging Face's and torchtitan's Llama: RMSNorm in FP32, rotary embedding, SiLU times up
+        per_token = 80 * h + 10 * f
+    else:  # MPT: LayerNorm in BF16, GELU
+        per_token = 30 * h + 8 * f
+    return per_token * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)

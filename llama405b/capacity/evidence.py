@@ -1,0 +1,79 @@
+"""How far off a predicted time may be, by what has been measured of such runs. Pure.
+
+A range is where a run of one more program lies with nine chances in ten, after what other programs published and nobody fitted:
+programs differ from each other by more than the runs of one do (Student's t over programs; ``scripts/fit_plan.py`` writes
+``ranges.json``, docs/plan-accuracy.md tells how). Of fewer than three programs there is none: then it is wide by assumption.
+"""
+
+import dataclasses
+import enum
+import functools
+import json
+from pathlib import Path
+
+from llama405b.capacity.setting import Setting
+
+RANGES = Path(__file__).with_name("ranges.json")
+SMALL = 10e9  # parameters; below, launches of kernels count, and programs differ by more
+FEWEST = 3  # programs that make a range
+MEASURED = frozenset({"h100-80", "h100-96-500w", "h200-141", "a100-80", "a100-40"})  # GPUs of which rates are known
+
+
+class Evidence(enum.StrEnum):
+    """What is known of times like these."""
+
+    STEPS = "steps"  # the run's own steps, on its hosts
+    RATES = "rates"  # the rates of its hosts
+    LARGE = "large"  # other programs, on such GPUs
+    SMALL = "small"  # the same, of small models or of one GPU
+    OFFLOAD = "offload"  # fewer than three programs
+    NOTHING = "nothing"  # no one has timed this GPU
+
+    @classmethod
+    def of(cls, setting: Setting) -> "Evidence":
+        """Return what is known of a setting that nobody measured on its own hosts."""
+        if setting.gpu.name not in MEASURED:
+            return cls.NOTHING
+        if setting.updates_on_host:
+            return cls.OFFLOAD
+        return _by_size(setting)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Where a time lies, as shares of what is predicted."""
+
+    low: float
+    high: float
+    programs: int = 0  # it is after those of so many; 0: it is not after programs
+
+    def of(self, value: float) -> tuple[float, float]:
+        """Return the least and the most that a value may be."""
+        return value * self.low, value * self.high
+
+
+STEPS = Range(0.90, 1.10)  # of docs/measurements/plan.md, on CPUs; no GPU was calibrated yet
+RATES = Range(0.85, 1.15)  # the same, of settings that were not measured themselves
+
+
+def range_of(setting: Setting) -> Range | None:
+    """Return the range of a setting that nobody measured on its own hosts; None: its GPU was never measured."""
+    known = Evidence.of(setting)
+    if known is Evidence.NOTHING:
+        return None
+    alike = _ranges()[_by_size(setting)]
+    if known is not Evidence.OFFLOAD:
+        return alike
+    more = _ranges()[known]
+    return Range(alike.low * more.low, alike.high * more.high, more.programs)
+
+
+@functools.cache
+def _ranges() -> dict[str, Range]:
+    """The ranges of other programs, by what is known; that of ``OFFLOAD`` is a factor of the other's."""
+    return {name: Range(**found) for name, found in json.loads(RANGES.read_text()).items()}
+
+
+def _by_size(setting: Setting) -> Evidence:
+    is_small = setting.gpus == 1 or setting.shape.parameters < SMALL
+    return Evidence.SMALL if is_small else Evidence.LARGE
