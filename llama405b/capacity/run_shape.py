@@ -17,6 +17,7 @@ KINDS = ("parameters", "gradients", "moments")
 GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
 NORM = {"pure-bf16": 4 + 4, "fp32-master": 0, "fp32": 0}  # more bytes per parameter of a norm: its master, and moments
 NORM_SAVED = {"pure-bf16": 2 + 4, "fp32-master": 0, "fp32": 0}  # of those in a checkpoint: it has the master alone
+PASSING = "on their way"  # of a unit at a time, gradients and weights
 NORMS = "norms in FP32"  # their masters, and what their moments take more
 
 
@@ -200,7 +201,21 @@ class RunShape:
         share = self.ranks_per_host / max(self.world, self.ranks_per_host)
         found = {name: size * self.llama.parameters * share for name, size in zip(KINDS, parts, strict=True) if size}
         norms = NORM[self.numerics] * norm_elements(self.llama, 1) * share
-        return found | {NORMS: norms} if found and norms else found
+        more = {NORMS: norms * bool(found), PASSING: self.passing_bytes}
+        return found | {name: size for name, size in more.items() if size}
+
+    @property
+    def passing_bytes(self) -> float:
+        """Bytes in a host's memory where a unit's gradients land to be added, in FP32, and its weights are rounded to go up.
+
+        Each rank has both, for its largest unit (``optim/offload_optimizer.py``).
+        """
+        if self.offload != "optimizer":
+            return 0.0
+        sizes = UnitSizes.of(self.llama)
+        layer = max(sizes.attention, sizes.mlp) if self.halves else sizes.layer
+        largest = math.ceil(max(layer, sizes.embedding, sizes.head) / self.world)
+        return (self.gradient_bytes + self.compute_bytes) * largest * min(self.world, self.ranks_per_host)
 
     def room(self, ram_bytes: float) -> float:
         """Bytes of a host's memory that copies of what is saved may take; ``ram_bytes``: of a host; 0: unknown."""

@@ -1,4 +1,7 @@
-"""The plan's memory against what torch's memory tracker counts of the trainer's own modules: shards to the byte, peaks within 1 %."""
+"""The plan's memory against what torch's memory tracker counts of the trainer's own modules: shards to the byte, peaks within 1 %.
+
+With ``offload = optimizer`` also what a host keeps, which the tracker does not see: counted on the trainer's own tensors.
+"""
 
 import itertools
 import json
@@ -13,7 +16,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.verbs import predict
-from tracked import optimizer_bytes, track
+from tracked import host_bytes, optimizer_bytes, track
 
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 MODELS = [
@@ -26,7 +29,8 @@ MODELS = [
 NUMERICS, PLACES = ("pure-bf16", "fp32-master", "fp32"), ("none", "all")
 BATCHES = [(512, 1), (4096, 1), (8192, 2)]  # length and number of sequences
 GRID = list(itertools.product(MODELS, NUMERICS, PLACES, (WHOLE, HALVES), BATCHES))
-SOME = GRID[::7]  # 7 shares no factor with the sides of the grid: every pair of values meets
+ON_HOST = list(itertools.product(MODELS, ["fp32-master"], ["optimizer"], (WHOLE, HALVES), BATCHES))
+SOME = GRID[::7] + ON_HOST[::7]  # 7 shares no factor with the sides of the grid: every pair of values meets
 
 
 def _compare(model, numerics, offload, wrap, batch):
@@ -36,7 +40,11 @@ def _compare(model, numerics, offload, wrap, batch):
     llama = parse_llama(config, name)
     load = RunShape(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
     shards = load.weight_bytes * shard_elements(llama, world)
-    assert (tracked.before, tracked.after) == (shards, 2 * shards)
+    if offload == "optimizer":
+        shards = load.shard_bytes["parameters"] * shard_elements(llama, world)
+        assert (tracked.before, tracked.after) == (shards, shards)  # gradients are in host memory
+    else:
+        assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
     moments = found.peak.held.get("moments", 0)  # the tracker sees no optimizer
     assert moments == (load.moment_bytes * shard_elements(llama, world) if offload == "none" else 0)
@@ -60,6 +68,19 @@ def test_the_optimizer_takes_what_it_keeps(model, numerics):
     assert held["moments"] + held.get(NORMS, 0) == kept
     assert load.checkpoint_bytes == optimizer_bytes(config, parallel, 1)[1]
     assert (numerics == "pure-bf16") == (kept != load.moment_bytes * shard_elements(llama, world))
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("wrap", [WHOLE, HALVES])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_host_keeps_what_the_trainer_allocates_there(model, wrap, moments):
+    name, layers, world = model
+    config = PRESETS[name] | {"num_hidden_layers": layers}
+    kept = host_bytes(config, Parallel(numerics="fp32-master", offload="optimizer", wrap=wrap, moments=moments), world)
+    load = RunShape(
+        parse_llama(config, name), "fp32-master", "optimizer", world, moments=moments, wrap=wrap, ranks_per_host=1
+    )
+    assert sum(load.host_bytes.values()) == pytest.approx(kept, rel=0.01)
 
 
 def test_units_are_predicted_within_a_percent_or_refused():

@@ -8,6 +8,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -15,18 +16,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama405b.model.kernels  # noqa: F401  # registers varlen
-from llama405b.contract.schema import Parallel
+from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.distributed.mesh import Axes
 from llama405b.model.batch import Batch
 from llama405b.model.llama import build_on_meta
-from llama405b.optim.adamw import start_moments
+from llama405b.optim.adamw import build_optimizer, start_moments
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.norm import local
+from llama405b.optim.offload_optimizer import OffloadedOptimizer
 from llama405b.optim.step import nll_of
 from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
 NEITHER = ("Inputs", "Buffer")
+HOST = torch.device("meta")  # stands for host memory where all else is on the CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Tracker(FSDPMemTracker):
         snapshot = self.get_tracker_snapshot("current")
         return sum(
             n_bytes
-            for categories in snapshot.values()
+            for device, categories in snapshot.items()
+            if device != HOST
             for kind, n_bytes in categories.items()
             if str(getattr(kind, "value", kind)) not in ("Total", *NEITHER, *less)
         )
@@ -87,7 +91,10 @@ def track(config: dict, parallel: Parallel, world: int, seq_len: int, micro_batc
             model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="varlen")).train()
             torch.set_default_dtype(torch.float32)
             shard(model, parallel, torch.device("cpu"), mesh)
+            master = master_model(model, parallel)
             checkpoint_activations(model)
+            if parallel.offload == "optimizer":
+                _offload(model, master, parallel)
             tracker = Tracker(model, ON_HOST if parallel.offload == "all" else ())
             ids_BS = torch.zeros(micro_batch, seq_len, dtype=torch.long)
             tracker.track_inputs((ids_BS,))
@@ -97,6 +104,41 @@ def track(config: dict, parallel: Parallel, world: int, seq_len: int, micro_batc
             return Tracked(before, tracker.now(), tracker.peak_there)
     finally:
         torch.set_default_dtype(torch.float32)
+        dist.destroy_process_group()
+
+
+def _offload(model: nn.Module, master: nn.Module, parallel: Parallel) -> OffloadedOptimizer:
+    """Let the trainer's own hooks take the gradients to host memory."""
+    if model.config.tie_word_embeddings:
+        master.lm_head.weight = master.model.embed_tokens.weight  # as ``materialise`` does
+    optimizer, moments = build_optimizer(master, Optimizer()), parallel.moments
+    updater = OffloadedOptimizer(
+        model, master, optimizer, torch.device("cpu"), _hear, overlap=True, moments=moments, pinning=_hear
+    )
+    for landing in updater.landings.values():
+        landing.unchecked = 0  # values, which fakes have not
+        landing.total = landing.total.to(HOST)
+    return updater
+
+
+def _hear(*_: object) -> None:
+    """Of waits and of what was pinned."""
+
+
+def host_bytes(config: dict, parallel: Parallel, world: int) -> int:
+    """What a rank keeps in host memory with ``offload = optimizer``, on the meta device, but for what it allocates itself."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        model = build_on_meta(LlamaConfig(**config), "sdpa", shard_dtype(parallel))
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        shard(model, parallel, torch.device("cpu"), device_mesh(Axes(dp_shard=world), "cpu"))
+        master = master_model(model, parallel)
+        updater = _offload(model, master, parallel)
+        states = [t for state in updater.optimizer.state.values() for t in state.values() if t.dim()]
+        sums = [landing.total for landing in updater.landings.values()]
+        return _bytes([*master.parameters(), *states, *sums, updater.slot, updater.stage])
+    finally:
         dist.destroy_process_group()
 
 
