@@ -1,6 +1,6 @@
-"""Write the plan's coefficients, from the rows of tests/data/published.csv that are marked train, the ranges of its times, from all that are
-not, and the tables of docs/plan-accuracy.md and docs/measurements/plan-unseen.md.
+"""Write the plan's coefficients and ranges, and the tables of docs/plan-accuracy.md and docs/measurements/plan-unseen.md.
 
+Coefficients are of the rows of tests/data/published.csv that are marked train; ranges of all rows, there and in unseen.csv, that are not.
 Nothing else writes them. In a checkout, with the project installed:
 
     PYTHONPATH=tests/rigs python scripts/fit_plan.py
@@ -146,6 +146,6 @@ if __name__ == "__main__":
     evidence = plan_ranges.points([*all_rows, *unseen], fitted)
     RANGES.write_text(plan_ranges.written(evidence))
     write(DOCUMENT, BEGIN, END, table(all_rows, fitted))
-    write(DOCUMENT, RANGES_BEGIN, RANGES_END, plan_ranges.table(evidence))
+    write(UNSEEN_DOCUMENT, RANGES_BEGIN, RANGES_END, plan_ranges.table(evidence))
     write(UNSEEN_DOCUMENT, BEGIN, END, "\n".join(rows_table(unseen, fitted)))
     print(DOCUMENT.read_text()[-900:])

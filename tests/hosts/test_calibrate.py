@@ -44,7 +44,8 @@ def test_a_calibrated_plan_is_kept_and_used(work, cli, demo):
     assert all(again["time"][name] > 0 for name in ("forward_s", "step_s"))
     smaller = cli(work, "plan", "hosts", *SMALL, "--training.micro_batch_size", "2", "--search", "--json")
     other = json.loads(smaller.stdout)
-    assert (other["time_spread"], other["time"]["data_s"]) == (0.15, 0)
+    assert (other["evidence"], other["time"]["data_s"]) == ("rates", 0)
+    assert (other["time_range"]["low"], other["time_range"]["high"]) == (0.85, 1.15)
     assert other["time"]["communication_s"] > again["time"]["communication_s"]  # twice as often
     assert {each["settings"]["offload"] for each in other["search"]} == {"none"}
     longer = cli(work, "plan", "hosts", *SMALL, "--data.seq_len", "32")

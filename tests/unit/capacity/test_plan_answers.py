@@ -174,7 +174,7 @@ def test_a_run_that_gets_nowhere_is_said_so(capsys):
 
 def test_a_price_without_tokens_is_that_of_a_day_and_a_step(capsys):
     out = asked(capsys, *LARGE, "--price", "2.5")[1]
-    assert line(out, "cost") == "cost         3,840 a day, 1.3 (1.1 to 1.4) a step, at 2.5 a GPU-hour"
+    assert line(out, "cost") == "cost         3,840 a day, 1.3 (1.0 to 1.8) a step, at 2.5 a GPU-hour"
     assert record(capsys, *LARGE, "--price", "2.5")["cost_per_day"] == 3840
 
 
@@ -213,7 +213,7 @@ def test_json_says_what_it_is_of_and_in_which_units(capsys):
                 yield name
 
     assert {*bare(found)} <= counts
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     inputs = found["inputs"]
     assert [inputs[name] for name in ("nodes", "slots", "gpu", "seq_len", "tokens", "price")] == [
         8,

@@ -357,10 +357,10 @@ def test_what_cannot_fit_is_known_before_a_launch():
     assert found.cluster.nic_bytes_per_s == 25e9 / 8  # its link's, without RDMA
     assert outlook(*offloaded, mib=0) is None
     assert misfit(outlook()).startswith("a GPU has 80 GiB, but a rank would take about 2")
-    assert misfit(outlook(*offloaded)) == ""  # 2,016 of 2,000 GiB: within what the prediction may be wrong
+    assert misfit(outlook(*offloaded)) == ""  # 2,022 of 2,000 GiB: within what the prediction may be wrong
     assert (
         misfit(outlook(*offloaded, ram_gib=1500))
-        == "a host has 1,500 GiB of memory, but the run would take about 2,016"
+        == "a host has 1,500 GiB of memory, but the run would take about 2,022"
     )
     assert misfit(
         outlook("--parallel.offload", "all", "--data.seq_len", "8192", gpu="NVIDIA L40S", mib=46068, ram_gib=9000)

@@ -261,7 +261,7 @@ def _basis(outlook: Outlook) -> str:
     if known in OWN:
         return OWN[known]
     if within.programs < FEWEST:
-        programs = "1 program" if within.programs == 1 else f"{within.programs} programs"
+        programs = "1 other program" if within.programs == 1 else f"{within.programs} other programs"
         return f"an assumption: {programs} with offload published a time, and a range takes {FEWEST}"
     alike = (
         "with models below 10 B parameters or one GPU"
