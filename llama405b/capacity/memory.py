@@ -152,9 +152,8 @@ class _Step:
         self.held["gathered units"] -= run.compute_bytes * unit
         self.held["reduce-scatter buffers"] = run.gradient_bytes * unit
         self._see(moment, weight_gradients=run.compute_bytes * unit)
-        cast = run.compute_bytes * (
-            run.offload == "optimizer"
-        )  # FSDP's copy of the sum in the weights' dtype, soon dropped
+        # FSDP casts the sum to the weights' dtype, which the trainer drops.
+        cast = run.compute_bytes * (run.offload == "optimizer")
         reduced = (run.gradient_bytes + cast) * unit / run.world
         self._see(moment, weight_gradients=run.compute_bytes * last, gradients=reduced)
 

@@ -124,6 +124,8 @@ def test_units_that_share_parameters_are_refused(wrap, message):
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("wrap", [WHOLE, HALVES])
-@pytest.mark.parametrize("offload", PLACES)
-def test_all_126_layers_take_what_torch_tracks(offload, wrap):
-    _compare(("llama3.1-405b", 0, 64), "pure-bf16", offload, wrap, (4096, 1))
+@pytest.mark.parametrize(
+    ("numerics", "offload"), [("pure-bf16", "none"), ("pure-bf16", "all"), ("fp32-master", "optimizer")]
+)
+def test_all_126_layers_take_what_torch_tracks(numerics, offload, wrap):
+    _compare(("llama3.1-405b", 0, 64), numerics, offload, wrap, (4096, 1))

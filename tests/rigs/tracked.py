@@ -5,6 +5,7 @@ Streams are not simulated, so nothing is said of what they keep alive; NCCL's an
 
 import dataclasses
 import functools
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -115,10 +116,21 @@ def _offload(model: nn.Module, master: nn.Module, parallel: Parallel) -> Offload
     updater = OffloadedOptimizer(
         model, master, optimizer, torch.device("cpu"), _hear, overlap=True, moments=moments, pinning=_hear
     )
+    updater.worker = Idle()
     for landing in updater.landings.values():
         landing.unchecked = 0  # values, which fakes have not
         landing.total = landing.total.to(HOST)
     return updater
+
+
+class Idle:
+    """In the place of the thread that works on values in host memory: fakes have none, and are of one thread."""
+
+    def submit(self, *_: object) -> Future[list[float]]:
+        """Have it done."""
+        done = Future[list[float]]()
+        done.set_result([])
+        return done
 
 
 def _hear(*_: object) -> None:
