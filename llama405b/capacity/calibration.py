@@ -8,10 +8,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.compute import layer_work
 from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Estimate, estimate, setting_of
 from llama405b.capacity.hardware import Gpu
-from llama405b.capacity.rates import Rates
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
 

@@ -6,12 +6,12 @@ T: tokens of a micro-batch on a GPU; S: sequence length. Sources: ``step_time``.
 import dataclasses
 from collections.abc import Mapping
 
-from llama405b.capacity.rates import Rates
+from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.setting import Setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class GpuWork:
     """Seconds of a GPU's time."""
 
     products_s: float = 0.0  # matrix products
@@ -23,13 +23,13 @@ class Work:
         """All of it."""
         return self.products_s + self.attention_s + self.elementwise_s
 
-    def times(self, products: float, attention: float, elementwise: float) -> "Work":
+    def times(self, products: float, attention: float, elementwise: float) -> "GpuWork":
         """Return so much of each."""
-        return Work(products * self.products_s, attention * self.attention_s, elementwise * self.elementwise_s)
+        return GpuWork(products * self.products_s, attention * self.attention_s, elementwise * self.elementwise_s)
 
-    def __add__(self, other: "Work") -> "Work":
+    def __add__(self, other: "GpuWork") -> "GpuWork":
         """Return both."""
-        return Work(
+        return GpuWork(
             self.products_s + other.products_s,
             self.attention_s + other.attention_s,
             self.elementwise_s + other.elementwise_s,
@@ -40,9 +40,9 @@ class Work:
 class LayerWork:
     """Of a layer and a micro-batch."""
 
-    forward: Work
-    backward: Work
-    again: Work  # what checkpointing computes once more, in the backward
+    forward: GpuWork
+    backward: GpuWork
+    again: GpuWork  # what checkpointing computes once more, in the backward
 
     @property
     def backward_s(self) -> float:
@@ -57,10 +57,10 @@ def layer_work(setting: Setting, rates: Rates) -> LayerWork:
     layer's last product, so that full recomputation is not a plain third.
     """
     products = products_s(setting, rates, setting.shape.matrices)
-    forward = Work(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
-    last = Work(products_s(setting, rates, setting.shape.narrow))
+    forward = GpuWork(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
+    last = GpuWork(products_s(setting, rates, setting.shape.narrow))
     again = {
-        "none": Work(),
+        "none": GpuWork(),
         "op": forward.times(0.5, 0, 1),
         "layer": (forward + last.times(-1, 0, 0)).times(0.5, 0.5, 0.5),
         "full": forward + last.times(-1, 0, 0),

@@ -6,10 +6,10 @@ Sources. Memory of a GPU: ``memory``. Time: ``step_time``. Memory of a host: ``r
 import dataclasses
 from collections.abc import Mapping
 
+from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.disk import BYTES, LoadingCost, SavingCost, loading, saving
 from llama405b.capacity.hardware import GIB, USUAL, Gpu, read_gpus
 from llama405b.capacity.memory import Peak, peak
-from llama405b.capacity.rates import Rates
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import StepTime, step_time

@@ -1,13 +1,13 @@
 """How long a step takes: compute and communication of each unit of FSDP, and how much of one hides the other. Pure.
 
-The form of the overlap is that of ``hidden_s``; what a GPU computes: ``compute``; at which rates: ``rates``.
+The form of the overlap is that of ``hidden_s``; what a GPU computes: ``compute``; at which rates: ``coefficients``.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
+from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.compute import layer_work, logits_s, parts_s, products_s
-from llama405b.capacity.rates import Rates
 from llama405b.capacity.setting import Setting
 
 

@@ -10,8 +10,8 @@ import json
 import math
 from pathlib import Path
 
+from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.hardware import GIB, read_gpus
-from llama405b.capacity.rates import Rates
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import step_time
 from llama405b.contract.config import PRESET_DIR

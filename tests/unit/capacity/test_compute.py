@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.compute import fsdp_copies_s
 from llama405b.capacity.estimate import Cluster, setting_of
 from llama405b.capacity.hardware import read_gpus
-from llama405b.capacity.rates import Rates
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Setting
 from llama405b.capacity.step_time import host_copies_s, step_time

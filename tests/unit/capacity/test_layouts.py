@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.hardware import read_gpus
-from llama405b.capacity.rates import Rates
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import reduce_s, ring_s, step_time
 from llama405b.contract.config import PRESET_DIR
