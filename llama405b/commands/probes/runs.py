@@ -104,8 +104,8 @@ def _agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
 def accumulation(runs: Runs) -> list[Figure]:
     """Two micro-batches, in each place of the states."""
     places = ("none", "optimizer", "all")
-    twice = {"training__global_batch_size": 4}
-    return _agree({place: runs.train(place, parallel__offload=place, **twice) for place in places}, TOLERANCE)
+    losses = {place: runs.train(place, parallel__offload=place, training__global_batch_size=4) for place in places}
+    return _agree(losses, TOLERANCE)
 
 
 def resume(runs: Runs) -> list[Figure]:
@@ -117,8 +117,11 @@ def resume(runs: Runs) -> list[Figure]:
 
 def packed(runs: Runs) -> list[Figure]:
     """Documents that share sequences and do not see each other: by a mask, and by the kernel that is chosen here."""
-    short = {"data__paths": _short_documents(runs.directory / "short.jsonl")}
-    losses = {name: runs.train(f"packed-{name}", model__attention=name, **short) for name in ("eager", "sdpa", "auto")}
+    paths = _short_documents(runs.directory / "short.jsonl")
+    losses = {
+        name: runs.train(f"packed-{name}", model__attention=name, data__paths=paths)
+        for name in ("eager", "sdpa", "auto")
+    }
     return _agree(losses, BF16_TOLERANCE)
 
 
