@@ -68,7 +68,7 @@ def _uncalibrated(request: LaunchRequest, world: int) -> Outlook:
 def _tell(what: str, needs: Estimate, whole: Point) -> None:
     assert needs.time
     pairs = [(name, getattr(needs.time, name), getattr(whole, name)) for name in TIMES]
-    pairs.append(("memory_gb", needs.gpu_bytes / GB, whole.peak_bytes / GB))
+    pairs.append(("memory_gb", (needs.gpu_reserved_bytes or needs.gpu_bytes) / GB, whole.peak_bytes / GB))
     for name, predicted, measured in pairs:
         print(
             f"{what}  {name:11}  predicted {predicted:7.4f}  measured {measured:7.4f}  ratio {predicted / measured:.2f}",

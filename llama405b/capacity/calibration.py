@@ -128,11 +128,12 @@ class Calibration:
         paced = self._paced(cluster)
         assert paced.rates
         whole, delay_s = self._beside(paced)
-        walked = estimate(self._load_of(self.more)).peak.total
+        like = estimate(self._load_of(self.more), cluster)
+        kept = sum(like.reserved.values()) or like.peak.total  # as the peak that was measured: what PyTorch kept
         return dataclasses.replace(
             paced,
             rates=dataclasses.replace(paced.rates, whole=whole, delay_s=delay_s),
-            runtime_bytes=(0 if cluster.gpu.is_cpu else RUNTIME_BYTES) + max(0.0, self.more.peak_bytes - walked),
+            runtime_bytes=(0 if cluster.gpu.is_cpu else RUNTIME_BYTES) + max(0.0, self.more.peak_bytes - kept),
         )
 
     def _beside(self, paced: Cluster) -> tuple[float, float]:

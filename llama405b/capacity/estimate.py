@@ -1,6 +1,6 @@
 """Memory, disk and time of a training run, estimated from shapes. Nothing here has been measured on a GPU by this project.
 
-Sources. Memory of a GPU: ``memory``. Time: ``step_time``. Memory of a host: ``run_shape``.
+Sources. Memory of a GPU: allocated ``memory``, reserved ``pools``. Time: ``step_time``. Memory of a host: ``run_shape``.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.disk import BYTES, LoadingCost, SavingCost, loading, saving
 from llama405b.capacity.hardware import GIB, USUAL, Gpu, read_gpus
 from llama405b.capacity.memory import Peak, peak
+from llama405b.capacity.pools import reserved
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import StepTime, step_time
@@ -34,7 +35,8 @@ class Cluster:
 class Estimate:
     """What it takes, with activation checkpointing."""
 
-    peak: Peak  # of a GPU
+    run: RunShape
+    peak: Peak  # of a GPU: what is allocated then
     held_by_host: Mapping[str, float]  # bytes of RAM per host
     weights_bytes: int  # of disk, for the files in BF16
     checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
@@ -42,6 +44,7 @@ class Estimate:
     loading: LoadingCost
     saving: SavingCost
     runtime_bytes: float  # of a GPU, beside the peak
+    on_cpu: bool = False
 
     @property
     def host_bytes(self) -> float:
@@ -50,8 +53,19 @@ class Estimate:
 
     @property
     def gpu_bytes(self) -> float:
-        """Per GPU, at the peak, with CUDA's context and NCCL's buffers."""
+        """Allocated per GPU at the peak, with CUDA's context and NCCL's buffers: with less memory it does not run."""
         return self.peak.total + self.runtime_bytes
+
+    @property
+    def reserved(self) -> Mapping[str, int]:
+        """What PyTorch reserves per GPU, by pool; empty: not known."""
+        return {} if self.on_cpu else reserved(self.run)
+
+    @property
+    def gpu_reserved_bytes(self) -> float | None:
+        """Its sum, with CUDA's context and NCCL's buffers: with less memory it runs slower; None: not known."""
+        pools = self.reserved
+        return sum(pools.values()) + self.runtime_bytes if pools else None
 
     @property
     def step_s(self) -> float | None:
@@ -65,6 +79,7 @@ def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0
     time, disk = _time(run, cluster), cluster.disk_bytes_per_s
     step_s = time.step_s if time else None
     return Estimate(
+        run=run,
         peak=peak(run),
         held_by_host=run.host_bytes,
         weights_bytes=BYTES * run.llama.parameters,
@@ -73,6 +88,7 @@ def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0
         loading=loading(run.llama, run.hosts, disk, cluster.nic_bytes_per_s),
         saving=saving(run.checkpoint_bytes / run.hosts, disk, step_s, run.mtbf_s / run.world, run.room(ram_bytes)),
         runtime_bytes=cluster.runtime_bytes,
+        on_cpu=cluster.gpu.is_cpu,
     )
 
 
@@ -110,7 +126,7 @@ def describe_needs(run: RunShape) -> list[str]:
     if needs.step_s:
         time = f", about {needs.step_s:.1f} s per step on H100s"
     return [
-        f"estimate     {_gib(needs.gpu_bytes)} of GPU memory per rank, {ram}{time}; no GPU has confirmed this yet",
+        f"estimate     GPU memory per rank: {_both(needs)}; {ram}{time}; no GPU has confirmed this yet",
         f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {run.keep + 1} checkpoints",
         _saving(needs.saving),
     ]
@@ -132,10 +148,19 @@ def table_row(name: str, run: RunShape) -> str:
     if needs.step_s:
         time = f"{needs.step_s:.0f} s"
     cells = [
-        name, run.numerics, run.offload, f"{run.world}", _gib(needs.gpu_bytes), ram, _gib(needs.weights_bytes),
+        name, run.numerics, run.offload, f"{run.world}", _both(needs, short=True), ram, _gib(needs.weights_bytes),
         _gib(needs.checkpoints_bytes), time,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def _both(needs: Estimate, *, short: bool = False) -> str:
+    """Allocated and reserved memory of a GPU, if that is known."""
+    kept = needs.gpu_reserved_bytes
+    if kept is None:
+        return _gib(needs.gpu_bytes)
+    words = (" /", "") if short else (" GiB allocated,", " reserved")
+    return f"{needs.gpu_bytes / GIB:,.0f}{words[0]} {_gib(kept)}{words[1]}"
 
 
 def _gib(n_bytes: float) -> str:

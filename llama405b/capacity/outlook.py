@@ -1,8 +1,8 @@
 """What to expect of a run on a cluster: whether it fits, how fast it goes, and which settings would be better. Pure.
 
 How far off a time may be: ``evidence``. Of one program, once fitted, nine of ten step times are within ``NEAR`` of what is predicted
-(docs/plan-accuracy.md), so settings closer than that are not told apart. The spread of memory covers what fragments, which nobody
-has measured of this trainer.
+(docs/plan-accuracy.md), so settings closer than that are not told apart. The spread of memory is for a host's, and for a GPU's where
+only what is allocated is known. Where both are known no spread decides: beyond what is allocated there is only more or less time.
 """
 
 import bisect
@@ -11,7 +11,7 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from llama405b.capacity import calibration, evidence
 from llama405b.capacity.calibration import Calibration
@@ -34,11 +34,12 @@ UNITS = tuple(
 
 
 class Fit(enum.IntEnum):
-    """Whether something fits: by more than the spread, within it, or not."""
+    """Whether something fits."""
 
     NO = 0
-    MAYBE = 1
-    YES = 2
+    MAYBE = 1  # it is within the spread
+    RETRIES = 2  # what a GPU's memory must hold fits, but not what PyTorch keeps: it gives that back and asks again, in each step
+    YES = 3
 
     @classmethod
     def of(cls, needs: float, has: float, spread: float = MEMORY_SPREAD) -> "Fit":
@@ -46,6 +47,16 @@ class Fit(enum.IntEnum):
         if needs * (1 + spread) <= has:
             return cls.YES
         return cls.MAYBE if needs * (1 - spread) <= has else cls.NO
+
+    @classmethod
+    def on_gpu(cls, allocated: float, has: float, reserved: Callable[[], float | None]) -> "Fit":
+        """Compare bytes of a GPU; ``reserved`` is asked only where what is allocated fits, and may not be known."""
+        if allocated > has:
+            return cls.NO
+        kept = reserved()
+        if kept is None:
+            kept = allocated * (1 + MEMORY_SPREAD)
+        return cls.YES if kept <= has else cls.RETRIES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +114,10 @@ class Outlook:
     @property
     def gpu(self) -> Fit:
         """Whether a GPU's memory is enough."""
-        return Fit.of(self.needs.gpu_bytes, self.cluster.gpu.memory_bytes, self.memory_spread)
+        needs, has = self.needs, self.cluster.gpu.memory_bytes
+        if self.cluster.gpu.is_cpu:
+            return Fit.of(needs.gpu_bytes, has, self.memory_spread)
+        return Fit.on_gpu(needs.gpu_bytes, has, lambda: needs.gpu_reserved_bytes)
 
     @property
     def ram(self) -> Fit:
@@ -124,7 +138,7 @@ class Outlook:
     @property
     def room(self) -> float:
         """What is left of the memory that has least left, as a share; where a host's is unknown, that of a GPU."""
-        left = [1 - self.needs.gpu_bytes / self.cluster.gpu.memory_bytes]
+        left = [1 - (self.needs.gpu_reserved_bytes or self.needs.gpu_bytes) / self.cluster.gpu.memory_bytes]
         return min([*left, 1 - self.host_bytes / self.ram_bytes] if self.ram_bytes else left)
 
     @property

@@ -143,6 +143,11 @@ class RunShape:
         return self.global_batch > self.micro_batch * self.world
 
     @property
+    def lends_gradients(self) -> bool:
+        """Whether gradients come from memory that the next forward uses."""
+        return self.offload == "none" and not self.accumulates
+
+    @property
     def sums_apart(self) -> bool:
         """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
         apart = self.overlap or self.moments == "bf16"

@@ -119,6 +119,11 @@ class Metrics:
     peak_bytes: int = (
         0  # the most that rank 0 held so far: of its GPU, with what the allocator keeps; else of CPU memory
     )
+    peak_allocated_bytes: int = 0  # the most that tensors held of rank 0's GPU so far; 0: it has none, or unknown
+    num_alloc_retries: int = (
+        0  # so far in this attempt: rank 0's GPU was short, so its allocator gave back what was free
+    )
+    num_ooms: int = 0  # so far in this attempt: and that did not suffice
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.

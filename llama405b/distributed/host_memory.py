@@ -6,6 +6,7 @@ deadlock with NCCL's kernels: so everything is pinned at once, and never in a st
 """
 
 import contextlib
+import dataclasses
 import mmap
 import resource
 from collections.abc import Callable, Sequence
@@ -40,11 +41,23 @@ def free_bytes() -> int:
     return max(0, min(free, int(limit) - int(used) + int(caches.get("inactive_file", 0))))
 
 
-def peak_bytes(*, on_gpu: bool) -> int:
-    """Return the most that this rank held so far: of its GPU, with what the allocator keeps; else of CPU memory."""
-    if on_gpu:
-        return torch.cuda.max_memory_reserved()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryHeld:
+    """The most memory that this rank held so far, as ``Metrics`` has it."""
+
+    peak_bytes: int
+    peak_allocated_bytes: int = 0
+    num_alloc_retries: int = 0
+    num_ooms: int = 0
+
+
+def memory_held(*, on_gpu: bool) -> MemoryHeld:
+    """Return what this rank held: of its GPU, or else of CPU memory."""
+    if not on_gpu:
+        return MemoryHeld(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    stats = torch.cuda.memory_stats()
+    names = ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries", "num_ooms")
+    return MemoryHeld(*(stats.get(name, 0) for name in names))
 
 
 def allocate(

@@ -7,11 +7,12 @@ Knows modules and meshes; not weights, files or the optimizer.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -91,6 +92,38 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     if not tied:
         unit([model.model.norm, model.lm_head], reshard_after_forward=False)
     unit(model, reshard_after_forward=False)
+
+
+def lend_gradients(model: nn.Module) -> None:
+    """Have a sharded model on GPUs make its gradients in memory that the next forward can use, once they are freed.
+
+    It saves memory where a step has one micro-batch; with more, gradients of the first are there in the forwards of the others.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(ReduceScatter())
+
+
+class ReduceScatter:
+    """FSDP2's reduce-scatter, on memory of the stream that computes.
+
+    FSDP2 makes gradients on a stream of its own, and once they are freed their memory serves only that stream: for 405B on 64 GPUs
+    6 GiB more are reserved. What is done here is in order: FSDP2 has its stream wait for what was given to the other one before, and
+    ``record_stream`` keeps a gradient's memory until it was made and added.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the stream that this is called on: for a unit's whole gradients, or a rank's own."""
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            made = torch.empty(*size, dtype=dtype, device=device)
+        made.record_stream(torch.cuda.current_stream(device))
+        return made
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce, as FSDP2's own does."""
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llama405b.contract import weights
+from llama405b.contract.config import accumulation
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
@@ -73,6 +74,8 @@ def _by_fsdp2(
     parallel, me = config.parallel, context.me
     module = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
+    if me.on_gpu and parallel.offload == "none" and accumulation(config.training, me.dp.size) == 1:
+        fsdp2.lend_gradients(module)
     master, offload = master_model(module, parallel), parallel.offload != "none"
     if parallel.offload == "all":
         if me.on_gpu:

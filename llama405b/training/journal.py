@@ -13,6 +13,7 @@ from llama405b.contract.causes import Cause
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, write_atomic
 from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import counted
 from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Journal:
         self.steps = 0  # total steps of the run
         self.losses: tuple[float, ...] = ()  # of the steps before a resume
         self.began_evaluated = False  # before the first step, by an earlier attempt
+        self.retries = 0  # of the allocator, in this attempt
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -72,9 +74,11 @@ class Journal:
         if not self.me.is_rank0:
             return
         append_line(self.run.metrics, reader.dumps(metrics))
+        more, self.retries = metrics.num_alloc_retries - self.retries, metrics.num_alloc_retries
+        retried = f"  {counted(more, 'allocator retry', 'allocator retries')}: GPU memory is short" if more > 0 else ""
         print(
             f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
-            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s",
+            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s{retried}",
             flush=True,
         )
 

@@ -11,7 +11,7 @@ from llama405b.contract.records import Metrics, Phase
 from llama405b.contract.schema import Config
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives, ranks
-from llama405b.distributed.host_memory import peak_bytes
+from llama405b.distributed.host_memory import memory_held
 from llama405b.distributed.step_timer import StepTimer
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_step
@@ -118,7 +118,7 @@ class Trainer:
             step_tokens=result.n_targets,
             flops_per_token=self.flops_per_token,
             attempt=me.attempt,
-            peak_bytes=peak_bytes(on_gpu=me.on_gpu),
+            **dataclasses.asdict(memory_held(on_gpu=me.on_gpu)),
             **(dataclasses.asdict(work) if work else {}),
         )
 

@@ -83,6 +83,8 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
     attention = next(name for name in candidates(what.attention) if not lack(name, me.device, torch.bfloat16))
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
+    if me.on_gpu and parallel.offload == "none":
+        fsdp2.lend_gradients(module)
     master = master_model(module, parallel)
     if parallel.offload == "all":
         load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
@@ -142,6 +144,8 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
         peak = torch.cuda.max_memory_allocated()
         figures.append(Figure("peak", peak / GB, "GB"))
         figures.append(Figure("counted", (counted.gpu_bytes - estimate.RUNTIME_BYTES) / GB, "GB"))
+        figures.append(Figure("reserved", torch.cuda.max_memory_reserved() / GB, "GB"))
+        figures.append(Figure("counted reserved", sum(counted.reserved.values()) / GB, "GB"))
     return figures
 
 

@@ -71,7 +71,21 @@ def test_more_layers_are_never_faster():
 
 def test_what_fits_is_judged_by_what_was_measured():
     needs = outlook().calibrated(calibration()).needs.gpu_bytes
-    assert [outlook(has=needs * share).calibrated(calibration()).gpu for share in (0.94, 1.04, 1.06)] == list(Fit)
+    assert [outlook(has=needs * share).calibrated(calibration()).gpu for share in (0.94, 1.04, 1.06)] == [
+        Fit.NO,
+        Fit.MAYBE,
+        Fit.YES,
+    ]
+
+
+def test_what_was_reserved_is_compared_with_what_is_predicted_to_be():
+    found = measured(BIG)
+    like = estimate(dataclasses.replace(BIG, llama=dataclasses.replace(BIG.llama, layers=3)))
+    more = dataclasses.replace(found.more, peak_bytes=sum(like.reserved.values()) + 1024 * MIB)
+    needs = Outlook.of(BIG, Cluster()).calibrated(dataclasses.replace(found, more=more)).needs
+    plain = estimate(BIG)
+    assert needs.gpu_bytes == plain.gpu_bytes + 1024 * MIB
+    assert needs.gpu_reserved_bytes == plain.gpu_reserved_bytes + 1024 * MIB
 
 
 def test_it_is_used_for_the_run_that_it_was_made_for_alone():

@@ -21,6 +21,17 @@ def test_blocks_have_their_sizes_and_do_not_overlap(monkeypatch):
     assert len(told) == 4  # two pieces of two, one of its own, one of the rest
 
 
+def test_both_peaks_of_a_gpu_and_what_its_allocator_had_to_do(monkeypatch):
+    stats = {"allocated_bytes.all.peak": 58, "reserved_bytes.all.peak": 69, "num_alloc_retries": 27, "num_ooms": 1}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    assert host_memory.memory_held(on_gpu=True) == host_memory.MemoryHeld(69, 58, 27, 1)
+    monkeypatch.setattr(torch.cuda, "memory_stats", dict)  # without the caching allocator
+    assert host_memory.memory_held(on_gpu=True) == host_memory.MemoryHeld(0)
+    own = host_memory.memory_held(on_gpu=False)
+    assert own == host_memory.MemoryHeld(own.peak_bytes)
+    assert own.peak_bytes > 50 << 20
+
+
 def test_few_pieces_and_little_waste():
     unit = 3_188_000_000 // 64 * 4  # of a 405B layer on 64 ranks
     sizes = [unit] * 126 + [unit // 2] * 3

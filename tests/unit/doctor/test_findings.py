@@ -205,6 +205,25 @@ def test_unknown_is_unknown():
     assert not gpu.fault
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", False),
+        ("expandable_segments:True", False),
+        ("max_split_size_mb:512, expandable_segments: True", False),
+        ("max_split_size_mb:512", True),
+        ("expandable_segments:False", True),
+    ],
+)
+def test_an_allocator_without_expandable_segments_keeps_more(words, told):
+    facts = good()
+    put("environment", "allocator", words)(facts)
+    found = diagnose({"a": facts})
+    assert [(each.level, repr(words) in each.what) for each in found] == [(WARN, True)] * told
+    assert all("add expandable_segments:True" in each.remedy for each in found)
+    assert diagnose({"a": facts}, Needs(cuda=False)) == []
+
+
 def test_what_a_run_needs():
     found = diagnose({"a": good()}, Needs(ram_bytes=3 << 40))
     assert "2048 GiB of RAM, but the run needs 3072" in found[0].what
@@ -220,10 +239,14 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     assert resident.gpu_bytes < 48 << 30  # which fits, but its peak does not fit 40
     assert 75 << 30 < resident.gpu_peak_bytes < 80 << 30
     found = diagnose({"a": good()}, resident)
-    assert (found[0].level, "80 GiB, but a rank takes about 79 at its peak" in found[0].what) == (WARN, True)
-    assert diagnose({"a": good()}, dataclasses.replace(resident, gpu_peak_bytes=70 << 30)) == []
-    found = diagnose({"a": good()}, dataclasses.replace(resident, gpu_peak_bytes=90 << 30))
-    assert (found[0].level, "takes about 90 at its peak" in found[0].what) == (BAD, True)
+    assert (found[0].level, "80 GiB, but PyTorch reserves about 98" in found[0].what) == (WARN, True)
+    assert "slower, with allocator retries" in found[0].remedy
+    assert diagnose({"a": good()}, dataclasses.replace(resident, gpu_reserved_bytes=79 << 30)) == []
+    unknown = dataclasses.replace(resident, gpu_reserved_bytes=0)
+    assert {found.level for found in diagnose({"a": good()}, unknown)} == {WARN}
+    assert diagnose({"a": good()}, dataclasses.replace(unknown, gpu_peak_bytes=70 << 30)) == []
+    found = diagnose({"a": good()}, dataclasses.replace(resident, gpu_peak_bytes=81 << 30))
+    assert (found[0].level, "allocates about 81 at its peak" in found[0].what) == (BAD, True)
     offloaded = needs_of(command.parse(flags).config, "llama3.1-405b", hosts)
     assert offloaded.ram_bytes < offloaded.ram_peak_bytes < 1.1 * offloaded.ram_bytes  # pinned blocks are rounded up
     found = diagnose({"a": good()}, dataclasses.replace(offloaded, ram_peak_bytes=3 << 40))

@@ -6,6 +6,7 @@ import pytest
 from fakes import FakeFleet
 
 from llama405b.capacity.calibration import Alone, Calibration, Point
+from llama405b.capacity.outlook import Fit
 from llama405b.contract.checkpoints import METADATA, FileDigest, Manifest, RunIdentity, write_manifest
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
@@ -21,6 +22,7 @@ from llama405b_tools.run.forecast import expected, loading_note, refuse_misfit, 
 from llama405b_tools.run.preflight import Rendezvous
 from llama405b_tools.run.rehearse import trial_of
 from llama405b_tools.run.request import parse_launch
+from llama405b_tools.text.predictions import expectation
 
 A = Host("a", "hosts:1")
 LARGE = parse_llama(json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"], "405B")
@@ -350,13 +352,16 @@ def misfit(found):
 
 
 def test_what_cannot_fit_is_known_before_a_launch():
-    offloaded = ("--parallel.offload", "optimizer")
+    offloaded = ("--parallel.offload", "optimizer", "--data.seq_len", "2048")
     found = outlook(*offloaded, ram_gib=4000)
     assert (misfit(found), found.load.hosts, found.load.ranks_per_host) == ("", 3, 8)
     assert found.cluster.gpu.name == "h100-80"
     assert found.cluster.nic_bytes_per_s == 25e9 / 8  # its link's, without RDMA
     assert outlook(*offloaded, mib=0) is None
-    assert misfit(outlook()).startswith("a GPU has 80 GiB, but a rank would take about 2")
+    assert misfit(outlook()).startswith("a GPU has 80.0 GiB, but a rank would allocate about 284.3 at ")
+    tight = outlook(*offloaded, ram_gib=4000)
+    assert (tight.gpu, misfit(tight)) == (Fit.RETRIES, "")
+    assert "reserved of 80 GiB of each GPU; slower, with allocator retries; " in expectation(tight)
     assert misfit(outlook(*offloaded)) == ""  # 2,022 of 2,000 GiB: within what the prediction may be wrong
     assert (
         misfit(outlook(*offloaded, ram_gib=1500))
@@ -364,7 +369,7 @@ def test_what_cannot_fit_is_known_before_a_launch():
     )
     assert misfit(
         outlook("--parallel.offload", "all", "--data.seq_len", "8192", gpu="NVIDIA L40S", mib=46068, ram_gib=9000)
-    ).endswith("about 67 at the backward of a layer's norm")
+    ).endswith("allocate about 66.7 at the backward of a layer's norm")
     assert outlook("--parallel.device", "cpu") is None
     assert outlook("--model.activation_checkpointing", "false") is None
     assert outlook("--parallel.fsdp", "fsdp1") is None

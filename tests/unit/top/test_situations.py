@@ -54,6 +54,18 @@ def metrics(first, **new):
     return change
 
 
+def retried(from_step, each, before=0, attempts=0):
+    """So many retries of the allocator in each step from one on; from ``attempts`` on, steps are of another attempt, which has none."""
+
+    def change(_, frame):
+        for step in frame["run"].get("metrics", ()):
+            step["num_alloc_retries"] = before + each * max(0, step["step"] - from_step)
+            if attempts and step["step"] >= attempts:
+                step |= {"num_alloc_retries": 0, "attempt": step["attempt"] + 1}
+
+    return change
+
+
 def quick(first):
     """Steps that take 0.1 s, and 0.3 s from a step on."""
 
@@ -186,6 +198,9 @@ USUAL_LOSS, USUAL_S = 2.2, 6.0
         (50, metrics(LAST - 40, loss=1e6), Verdict.DEGRADED),
         (50, metrics(LAST, loss=NAN), Verdict.DEGRADED),  # at once: the weights may be lost
         (50, metrics(LAST, loss="nan"), Verdict.DEGRADED),
+        (50, retried(from_step=0, each=0, before=8), Verdict.HEALTHY),  # in earlier steps
+        (50, retried(from_step=LAST - 5, each=27), Verdict.DEGRADED),
+        (50, retried(from_step=LAST - 5, each=27, attempts=LAST), Verdict.HEALTHY),  # another process counts
         (50, at("gpu-3", lambda frame: beats(frame, step="?")), Verdict.DEGRADED),  # malformed: as if there were none
         (simulate.RELOADED + 20, at("gpu-3", lambda frame: run_of(frame, beats=[])), Verdict.HEALTHY),  # not for long
         (simulate.RELOADED + 50, at("gpu-3", lambda frame: run_of(frame, beats=[])), Verdict.DEGRADED),

@@ -37,6 +37,7 @@ class Environment:
     workdir_exists: bool
     packages: Mapping[str, str] | None  # name -> version or "missing"; None: its python cannot be run
     code: str  # the checkout's commit
+    allocator: str = ""  # what the user set of PyTorch's (PYTORCH_ALLOC_CONF); "": nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

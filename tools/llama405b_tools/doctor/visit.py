@@ -60,7 +60,12 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     load = run_shape.RunShape.of(llama, asked, world)
     predicted = estimate.estimate(load)
     at_peak = predicted.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
-    return dataclasses.replace(needs, gpu_peak_bytes=int(predicted.gpu_bytes), ram_peak_bytes=int(at_peak))
+    return dataclasses.replace(
+        needs,
+        gpu_peak_bytes=int(predicted.gpu_bytes),
+        gpu_reserved_bytes=int(predicted.gpu_reserved_bytes or 0),
+        ram_peak_bytes=int(at_peak),
+    )
 
 
 def _shared_directory(saving: Checkpoint) -> str:

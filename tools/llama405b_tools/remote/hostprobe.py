@@ -52,6 +52,7 @@ BLOCK_BYTES = 64 << 20  # as in contract/hashes.py
 CONNECT_S = 3.0
 SEEN_WITHIN_S = 3.0  # for a file that another host has written
 MOST_BYTES = 4 << 20  # of a command's output
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # as PyTorch reads them
 PACKAGES = r"""
 import json, os, sys, re
 try:
@@ -133,6 +134,7 @@ def environment(request):
     workdir = os.path.expanduser(request["workdir"])
     python = os.path.expanduser(request["python"])
     found = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
+    found["allocator"] = next(filter(None, map(os.environ.get, ALLOCATOR)), "")
     try:
         done = subprocess.run(
             [python, "-c", PACKAGES],

@@ -88,7 +88,7 @@ def _gpu_of(answers: Mapping[str, LaunchFacts]) -> Gpu | None:
 
 
 def refuse_misfit(outlook: Outlook) -> None:
-    """Refuse what does not fit, by more than the prediction may be wrong.
+    """Refuse what does not fit: a host's memory by more than the prediction may be wrong, a GPU's by what must be allocated.
 
     Raises:
         UserError: Says what does not.
@@ -96,7 +96,7 @@ def refuse_misfit(outlook: Outlook) -> None:
     needs = outlook.needs
     if outlook.gpu is Fit.NO:
         has, takes = outlook.cluster.gpu.memory_bytes / GIB, needs.gpu_bytes / GIB
-        why = f"a GPU has {has:,.0f} GiB, but a rank would take about {takes:,.0f} at {needs.peak.moment}"
+        why = f"a GPU has {has:,.1f} GiB, but a rank would allocate about {takes:,.1f} at {needs.peak.moment}"
     elif outlook.ram is Fit.NO:
         has, takes = outlook.ram_bytes / GIB, outlook.host_bytes / GIB
         why = f"a host has {has:,.0f} GiB of memory, but the run would take about {takes:,.0f}"

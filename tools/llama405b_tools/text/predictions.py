@@ -12,7 +12,13 @@ from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
 from llama405b.contract.units import SPARE
 
-FITS = {Fit.YES: "fits", Fit.MAYBE: "MAY NOT FIT", Fit.NO: "DOES NOT FIT"}
+FITS = {
+    Fit.YES: "fits",
+    Fit.RETRIES: "RUNS SLOWER, WITH ALLOCATOR RETRIES",
+    Fit.MAYBE: "MAY NOT FIT",
+    Fit.NO: "DOES NOT FIT",
+}
+RETRIES = "more is reserved than the GPU has: then PyTorch waits for the GPU, gives back what is free, and asks again, in each step"
 SHOWN = 8  # of a search
 HELPS = 3  # changes
 SMALL, SHORT_S = 0.05 * GIB, 0.05
@@ -87,10 +93,34 @@ def _memory(outlook: Outlook) -> list[str]:
     name, runtime = ("rank memory", "PyTorch") if gpu.is_cpu else ("GPU memory", "CUDA and NCCL")
     has = f"of {gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}"
     largest = f"; largest micro-batch that fits: {largest_micro_batch(outlook)}"
-    return [
-        f"{name:12} {_spread(needs.gpu_bytes / GIB, outlook.memory_spread)} {has}; most at {needs.peak.moment}{largest}",
-        f"             {_parts({**needs.peak.held, runtime: needs.runtime_bytes})}",
+    lines = [
+        f"{name:12} {_sizes(outlook)} {has}{largest}",
+        f"             allocated, most at {needs.peak.moment}: {_parts({**needs.peak.held, runtime: needs.runtime_bytes})}",
     ]
+    if needs.reserved:
+        pools = _parts({**needs.reserved, runtime: needs.runtime_bytes})
+        lines.append(f"             reserved, in pools that cannot lend to each other: {pools}")
+    if outlook.gpu is Fit.RETRIES and needs.reserved:
+        lines.append(f"             {RETRIES}")
+    return lines
+
+
+def _sizes(outlook: Outlook) -> str:
+    """What is allocated of each GPU, and what PyTorch reserves, if that is known."""
+    needs = outlook.needs
+    kept = needs.gpu_reserved_bytes
+    if kept is None:
+        held = _spread(needs.gpu_bytes / GIB, outlook.memory_spread)
+        return held if outlook.cluster.gpu.is_cpu else f"{held} allocated"
+    return f"{needs.gpu_bytes / GIB:,.1f} GiB allocated / {kept / GIB:,.1f} reserved"
+
+
+def _short_sizes(outlook: Outlook) -> str:
+    """The same, for a table."""
+    needs = outlook.needs
+    kept = needs.gpu_reserved_bytes
+    beside = f"{kept / GIB:,.0f}" if kept else "?"
+    return f"{needs.gpu_bytes / GIB:,.0f} / {beside}"
 
 
 def _measured(load: RunShape, found: Calibration) -> list[str]:
@@ -152,7 +182,7 @@ def _remedies(outlook: Outlook) -> list[str]:
             else ""
         )
         ram = f" and {other.needs.host_bytes / GIB:,.0f} of each host" if other.needs.host_bytes else ""
-        lines.append(f"{words}: {gain}{other.needs.gpu_bytes / GIB:,.0f} GiB of each GPU{ram}, {FITS[other.fit]}")
+        lines.append(f"{words}: {gain}{_short_sizes(other)} GiB of each GPU{ram}, {FITS[other.fit]}")
     return [f"{'would help' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
 
 
@@ -177,7 +207,9 @@ def expectation(outlook: Outlook) -> str:
     how = f"from measurements of {found.made}" if found else "no GPU has confirmed these predictions yet"
     if not outlook.time_range:
         how = UNMEASURED
-    return f"expected: {step}{needs.gpu_bytes / GIB:,.0f} of {outlook.cluster.gpu.memory_bytes / GIB:,.0f} GiB of each {of}; {how}"
+    has = outlook.cluster.gpu.memory_bytes / GIB
+    slower = "; slower, with allocator retries" if outlook.gpu is Fit.RETRIES else ""
+    return f"expected: {step}{_sizes(outlook)} of {has:,.0f} GiB of each {of}{slower}; {how}"
 
 
 def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
@@ -273,13 +305,13 @@ def _basis(outlook: Outlook) -> str:
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
     """Tell the first of a search."""
-    lines = ["", "  offload  moments  units   micro-batch  GPU GiB  RAM GiB   step s  tokens/s"]
+    lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
     for each in found[:SHOWN]:
         units = "halves" if each.load.halves else "layers"
         time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
         lines.append(
-            f"  {each.load.offload:7}  {_moments(each.load):7}  {units:6}  {each.load.micro_batch:11}  "
-            f"{each.needs.gpu_bytes / GIB:7,.0f}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
+            f"  {each.load.offload:9}  {_moments(each.load):7}  {units:6}  {each.load.micro_batch:11}  "
+            f"{_short_sizes(each):>9}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
         )
     return [*lines, *_ties(found)]
 
@@ -321,8 +353,7 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
 
 
 def _compared(name: str, outlook: Outlook, first: float | None) -> tuple[str, ...]:
-    gpu = _spread(outlook.needs.gpu_bytes / GIB, outlook.memory_spread)
-    return (name, f"{outlook.batch:,}", gpu, _ram(outlook), *_pace(outlook, first))
+    return (name, f"{outlook.batch:,}", _short_sizes(outlook), _ram(outlook), *_pace(outlook, first))
 
 
 def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
@@ -378,6 +409,7 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
     return {
         "inputs": _inputs(outlook, machines, asked),
         "fits": outlook.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": outlook.host_bytes,
+        "gpu_reserved_bytes": needs.gpu_reserved_bytes, "gpu_reserved_by_pool_bytes": needs.reserved,
         "gpu_held_bytes": needs.peak.held, "peak_moment": needs.peak.moment, "host_held_bytes": outlook.host_held_bytes,
         "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
         "memory_spread": outlook.memory_spread, "time_range": dataclasses.asdict(within) if within else None,

@@ -1,7 +1,8 @@
 """Predict whether a run fits, how long its steps take and what they cost, from shapes and data sheets.
 
 With HOSTS, asks them what they are, as doctor does; without, needs no host: say what the machines are. docs/plan-accuracy.md shows how far
-to trust it. Exit code: 0 if it fits, 3 if it does not.
+to trust it. Exit code: 0 if it fits, 1 if it runs slower than it could, as GPUs have too little memory for what PyTorch keeps, 3 if it
+does not fit.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from llama405b.capacity.machines import UNSEEN, Machines, assumptions, described
 from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, predicts_units
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, config, setting_rules, weights
-from llama405b.contract.errors import GOOD, UNFIT, RunError, UserError
+from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.phrases import given, reason_of
@@ -49,6 +50,7 @@ from llama405b_tools.verbs.plan_options import (
 )
 
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
+CODES = {Fit.NO: UNFIT, Fit.RETRIES: FAILED}
 PACKAGES = ("torch", "transformers")
 
 
@@ -121,8 +123,8 @@ def main(argv: Sequence[str]) -> int:
         assumed = [] if linked else assumptions(found, said_of_machines(args), machines, asked=bool(hosts))
         bugs = [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(planned, machines.versions).items()]
         print("\n".join(answer.lines([*assumed, *bugs])))
-    code = UNFIT if [*ranked, outlook][0].fit is Fit.NO else GOOD
-    if args.write and code == GOOD:
+    code = CODES.get([*ranked, outlook][0].fit, GOOD)
+    if args.write and code != UNFIT:
         _write(args, settings, asked, ranked[0])
     return code
 

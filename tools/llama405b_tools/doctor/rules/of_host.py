@@ -23,6 +23,7 @@ LEAST = {"python": (3, 11), "torch": (2, 11), "transformers": (5, 17)}
 MIN_DRIVER = {"12": 525, "13": 580}  # CUDA's major version: the driver branch it needs (CUDA release notes)
 SWITCHED = ("H100", "H200", "B200", "A100-SXM")  # eight in a host are behind an NVSwitch, unless they are PCIe cards
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph")
+EXPANDABLE = "expandable_segments:True"
 ROOMIER = 4  # times the working directory's free space: worth a remark
 PREDICTED = {
     Fit.NO: (BAD, f"that is more than the prediction may be wrong by ({100 * MEMORY_SPREAD:.0f}%)"),
@@ -38,7 +39,8 @@ class Needs:
     ram_bytes: int = 0  # of weights, gradients and moments
     gpu_bytes: int = 0
     ram_peak_bytes: int = 0  # estimated: with what pinning and activations add
-    gpu_peak_bytes: int = 0
+    gpu_peak_bytes: int = 0  # allocated
+    gpu_reserved_bytes: int = 0  # what PyTorch keeps
     weights: str = ""  # rank 0's directory
     cuda: bool = True  # whether GPUs matter
     shared: str = (
@@ -65,6 +67,7 @@ def of_host(facts: HostFacts, needs: Needs, *, is_head: bool) -> Remarks:
     yield from _packages(facts, needs)
     if needs.cuda:
         yield from _cuda_build(facts, needs)
+        yield from _allocator(facts)
         yield from _gpus(facts, needs)
         yield from _fabric(facts)
     yield from _memory(facts, needs)
@@ -115,6 +118,14 @@ def _packages(facts: HostFacts, needs: Needs) -> Remarks:
             yield BAD, f"{name} is {packages[name]}", remedy
     for what, bug in known_bugs(needs.settings, packages).items():
         yield {"warn": WARN, "refuse": BAD}[bug.level], what, bug.cure
+
+
+def _allocator(facts: HostFacts) -> Remarks:
+    """Check that a user's own setting of PyTorch's allocator leaves it expandable segments, which it would have without any."""
+    words = facts.environment.allocator if facts.environment else ""
+    if words and EXPANDABLE not in words.replace(" ", ""):
+        what = f"its environment sets PyTorch's allocator to {words!r}, without {EXPANDABLE}"
+        yield WARN, what, f"unset it, or add {EXPANDABLE}: without, PyTorch keeps 9 to 15 GiB more of a GPU at 405B"
 
 
 def _cuda_build(facts: HostFacts, needs: Needs) -> Remarks:
@@ -188,10 +199,15 @@ def _gpu_memory(gpu: gpus.GpuReport, needs: Needs) -> Remarks:
     if room and room < needs.gpu_bytes:
         what = f"{where}: {room / GIB:.0f} GiB, but each rank's state takes {needs.gpu_bytes / GIB:.0f}"
         yield BAD, what, "use more ranks, --parallel.offload all, or pure-bf16"
-    elif room and (fit := Fit.of(needs.gpu_peak_bytes, room)) is not Fit.YES:
-        what = f"{where}: {room / GIB:.0f} GiB, but a rank takes about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
-        level, remedy = PREDICTED[fit]
-        yield level, what, f"{remedy}; `llama405b plan` says what would help"
+        return
+    fit = Fit.on_gpu(needs.gpu_peak_bytes, room, lambda: needs.gpu_reserved_bytes or None)
+    if room and fit is Fit.NO:
+        what = f"{where}: {room / GIB:.0f} GiB, but a rank allocates about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
+        yield BAD, what, "it does not fit; `llama405b plan` says what would"
+    elif room and fit is Fit.RETRIES:
+        takes = f"reserves about {(needs.gpu_reserved_bytes or needs.gpu_peak_bytes) / GIB:.0f}"
+        what = f"{where}: {room / GIB:.0f} GiB, but PyTorch {takes}"
+        yield WARN, what, "it runs slower, with allocator retries; `llama405b plan` says what would help"
 
 
 def _fabric(facts: HostFacts) -> Remarks:

@@ -86,6 +86,7 @@ class StepMetrics:
     up_bytes: int | None = None  # of rank 0's weights from there
     tokens_per_s: float | None = None
     flops_per_token: float | None = None
+    num_alloc_retries: int | None = None  # of rank 0's allocator so far in this attempt, for want of GPU memory
     evaluation_loss: SoundOnly[float | None] = None  # on data that is not trained on, after this step
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ class StepMetrics:
             self.update_bytes,
             self.down_bytes,
             self.up_bytes,
+            self.num_alloc_retries,
         )
         if min(filter(None, (self.step, *times, self.tokens_per_s, self.flops_per_token)), default=0) < 0:
             raise ValueError

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import Phase
 from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.text.fold import fold_ranks
@@ -55,6 +55,17 @@ def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
     seconds = known(each.step_s for each in metrics)
     if usual := _exceeded(seconds, thresholds.SLOW_STEP, _n_last(seconds, thresholds.SLOW_STEPS, thresholds.SLOW_S)):
         yield Note("step_s", f"a step takes {last.step_s:.2f} s where the median was {usual:.2f} s", ("step_s",))
+    if retries := _retries(metrics):
+        shown = counted(retries, "allocator retry", "allocator retries")
+        why = "GPU memory is short, and each makes a step slower; `llama405b plan` says what helps"
+        yield Note("retries", f"{shown} in the last {thresholds.RECENT_STEPS} steps: {why}", ("step_s",))
+
+
+def _retries(metrics: Sequence[StepMetrics]) -> int:
+    """Return how many more the allocator of rank 0 counts than some steps before, in this attempt."""
+    recent = [each for each in metrics if each.attempt == metrics[-1].attempt][-thresholds.RECENT_STEPS :]
+    counts = [each.num_alloc_retries for each in recent if each.num_alloc_retries is not None]
+    return max(0, counts[-1] - counts[0]) if counts else 0
 
 
 def _n_last(seconds: Sequence[float], n: int, least_s: float) -> int:

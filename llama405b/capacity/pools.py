@@ -1,0 +1,271 @@
+"""What torch's allocator reserves of a GPU in steps with FSDP2, pool by pool. Pure.
+
+A block that was freed serves the stream that it was allocated on, and no other: so each stream's pool keeps what it once needed.
+FSDP2 gathers on a stream of its own (two units, and the embedding), and reduces gradients on another, from where offloaded ones go to
+the host. All else is on the stream that computes, with one micro-batch gradients that stay as well (``parallel.fsdp2``), and there free
+blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
+(blocks.toml). tests/data/reserved.csv has what torch reserved in 31 settings.
+
+Only where weights are computed with in BF16: in FP32 attention is another kernel. A micro-batch of many sequences counts as one of as
+many tokens. NCCL's and CUDA's own memory is not in it, nor what loading weights, an evaluation or a save leave behind.
+"""
+
+import dataclasses
+import functools
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from llama405b.capacity.allocator import Block, Pool
+from llama405b.capacity.run_shape import RunShape
+
+TABLE = Path(__file__).with_name("blocks.toml")
+WORKSPACE = 32 << 20  # of cuBLAS on Hopper (ATen/cuda/CublasHandlePool.cpp); elsewhere 8 MiB
+SM_BLOCKS = 132 * 16  # of 128 threads, that an H100 runs at a time
+STEPS = 2  # until pools grow no more: in the first there are no moments yet
+
+
+def reserved(run: RunShape) -> Mapping[str, int]:
+    """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
+    if run.compute_bytes != 2:
+        return {}
+    batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
+    return _reserved(
+        RunShape(run.llama, run.numerics, run.offload, run.world, run.seq_len, run.micro_batch, batch, wrap=run.wrap)
+    )
+
+
+class Op(NamedTuple):
+    """What happens to a pool, or is done to an FSDP unit."""
+
+    verb: str
+    name: str = ""
+    value: int = 0  # bytes, or which block of the section
+
+
+@functools.lru_cache(256)
+def _reserved(run: RunShape) -> Mapping[str, int]:
+    """The same, of a run that has no more than matters."""
+    steps = _Steps(run)
+    for _ in range(STEPS):
+        for _ in range(1 + run.accumulates):
+            steps.micro_batch()
+        steps.update()
+    pools = {"computing": steps.computing, "gathering": steps.gathering, "reducing": steps.reducing}
+    return {name: pool.reserved for name, pool in (pools | {"rounding gradients": steps.rounding}).items()}
+
+
+class _Steps:
+    """Steps of a run, as far as they were walked."""
+
+    def __init__(self, run: RunShape) -> None:
+        self.run = run
+        self.computing, self.gathering, self.reducing, self.rounding = Pool(), Pool(), Pool(), Pool()
+        self.sections = _sections(run)
+        self.units = _units(run)
+        self.weights: dict[str, list[list[Block]]] = {name: [] for name in self.units}  # of gathered units
+        self.kept: dict[str, list[Block]] = {"input": [], "flow": [], "shared": [], "rotary": []}
+        self.gathered: list[Block] = []  # what the forward's last unit was gathered into
+        self.reduced: list[Block] = []  # what the last unit was reduced from
+        self.gradients: list[Block] = []
+        self.adds = self.has_moments = self.has_workspace = False
+        self._make("parameters", 1)
+
+    def micro_batch(self) -> None:
+        """Walk through a forward and a backward."""
+        layers = self.run.llama.layers
+        for name in ("embedding", *["forward"] * layers, "head", *["backward"] * layers, "end"):
+            self._section(self.sections[name])
+        _free(self.computing, self.reduced)
+        self.adds = True
+
+    def update(self) -> None:
+        """Walk through AdamW: its first update makes the moments, while the gradients are there."""
+        if not self.has_moments:
+            self._make("moments", 2)
+        _free(self.computing if self.run.lends_gradients else self.reducing, self.gradients)
+        self.adds, self.has_moments = False, True
+
+    def _make(self, kind: str, count: int) -> None:
+        """Allocate what stays of each parameter, in so many blocks."""
+        size = self.run.shard_bytes[kind] / count
+        for shape in self.run.llama.tensors().values() if size else ():
+            for _ in range(count):
+                self.computing.allocate(size * _shard(shape, self.run.world))
+
+    def _section(self, ops: Sequence[Op]) -> None:
+        blocks: list[Block] = []
+        for verb, name, value in ops:
+            if verb == "allocate":
+                blocks.append(self.computing.allocate(value))
+            elif verb == "free":
+                self.computing.free(blocks[value])
+            elif verb == "keep":
+                self.kept[name].append(blocks[value])
+            else:
+                getattr(self, f"_{verb}")(name)
+
+    def _release(self, name: str) -> None:
+        """Free what was kept last."""
+        self.computing.free(self.kept[name].pop())
+
+    def _workspace(self, _: str) -> None:
+        """Allocate cuBLAS's own memory, which stays, at the first product."""
+        if not self.has_workspace:
+            self.computing.allocate(WORKSPACE)
+        self.has_workspace = True
+
+    def _gather(self, unit: str) -> None:
+        """Gather a unit in the forward: what the one before was gathered into is freed once this one's weights were copied out."""
+        waiting, self.gathered = self.gathered, self._all_gather(unit)
+        self._copy_out(unit)
+        _free(self.gathering, waiting)
+
+    def _regather(self, unit: str) -> None:
+        """Gather it in the backward, where nothing waits."""
+        _free(self.gathering, self.gathered)
+        gathered = self._all_gather(unit)
+        self._copy_out(unit)
+        _free(self.gathering, gathered)
+
+    def _all_gather(self, unit: str) -> list[Block]:
+        """Return what a unit is gathered into; shards that are elsewhere, or of another dtype, are copied before."""
+        run, shards = self.run, self.units[unit]
+        if run.world == 1:
+            return []
+        copies = [block for elements in shards for block in self._copies(elements, self.gathering)]
+        gathered = [self.gathering.allocate(run.compute_bytes * run.world * sum(shards))]
+        _free(self.gathering, copies)
+        return gathered
+
+    def _copies(self, elements: int, pool: Pool) -> list[Block]:
+        """Return what a shard is copied into before it is gathered, if it is in host memory or has another dtype."""
+        run = self.run
+        kept = run.compute_bytes if run.offload == "optimizer" else run.weight_bytes
+        uploaded = [pool.allocate(kept * elements)] if run.offload == "all" else []
+        if kept == run.compute_bytes:
+            return uploaded
+        rounded = pool.allocate(run.compute_bytes * elements)
+        _free(pool, uploaded)
+        return [rounded]
+
+    def _copy_out(self, unit: str) -> None:
+        """Make a unit's whole weights: of what was gathered, or on one rank of its own, each of which goes once there is the next."""
+        run, weights = self.run, list[Block]()
+        before: list[Block] = []
+        for elements in self.units[unit]:
+            own = self._copies(elements, self.computing) if run.world == 1 else []
+            _free(self.computing, before)
+            before = own
+            weights.append(self.computing.allocate(run.compute_bytes * run.world * elements))
+        _free(self.computing, before)
+        self.weights[unit].append(weights)
+
+    def _drop(self, unit: str) -> None:
+        _free(self.computing, self.weights[unit].pop())
+
+    def _reduce(self, unit: str) -> None:
+        """Gather a unit's gradients in a buffer, which lives until the next one's."""
+        _free(self.computing, self.reduced)
+        self.reduced = [self.computing.allocate(self.run.gradient_bytes * self.run.world * sum(self.units[unit]))]
+
+    def _scatter(self, unit: str) -> None:
+        """Make the rank's own gradients of it; with offload they then leave the GPU."""
+        run, elements = self.run, sum(self.units[unit])
+        pool = self.computing if run.lends_gradients else self.reducing
+        gradient = pool.allocate(run.gradient_bytes * elements)
+        if run.offload == "optimizer":
+            self.rounding.free(self.rounding.allocate(run.compute_bytes * elements))
+        if run.offload == "none" and not self.adds:
+            self.gradients.append(gradient)
+        else:
+            pool.free(gradient)
+
+
+def _free(pool: Pool, blocks: list[Block]) -> None:
+    """Free blocks, and forget them."""
+    for block in blocks:
+        pool.free(block)
+    blocks.clear()
+
+
+def _shard(shape: Sequence[int], world: int) -> int:
+    """Return how many elements of a parameter a rank has: FSDP2 shards the first dimension, and pads it."""
+    return math.ceil(shape[0] / world) * math.prod(shape[1:])
+
+
+def _units(run: RunShape) -> dict[str, list[int]]:
+    """Return the elements that a rank has of each parameter of a unit; ``table`` is the embedding's."""
+    llama = run.llama
+    shapes = dataclasses.replace(llama, layers=1).tensors()
+    of = {name.split(".")[-2]: _shard(shape, run.world) for name, shape in shapes.items()}
+    attention = [of[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    mlp = [of[name] for name in ("gate_proj", "up_proj", "down_proj")]
+    norms = [of[name] for name in ("input_layernorm", "post_attention_layernorm")]
+    return {
+        "attention": attention,
+        "mlp": mlp,
+        "layer": [*attention, *mlp, *norms],
+        "table": [of["embed_tokens"], *[of["norm"]] * llama.tied],
+        "head": [of["embed_tokens"], of["norm"]],
+    }
+
+
+def _sections(run: RunShape) -> dict[str, list[Op]]:
+    """Return what each part of a step does."""
+    table = _table()
+    found = dict(table["whole"])
+    if run.halves:
+        found |= table["halves"]
+    if run.llama.tied:
+        found |= table["tied"]
+    elif not run.embedding_apart:
+        found |= table["root"]
+    return {name: [_op(word, run) for word in text.split()] for name, text in found.items()}
+
+
+def _op(word: str, run: RunShape) -> Op:
+    """Read what a word of the table means for a run."""
+    verb, _, name = word.partition(":")
+    if name.isdecimal():
+        return Op("keep", verb, int(name) - 1)
+    if name:
+        return Op(verb, name)
+    if word.startswith("-"):
+        return Op("free", value=int(word[1:]) - 1) if word[1:].isdecimal() else Op("release", word[1:])
+    return Op("allocate", value=_bytes(word, run))
+
+
+def _bytes(word: str, run: RunShape) -> int:
+    """Return the bytes of a block: a number times sizes, each of a letter."""
+    llama = run.llama
+    if word == "sum":
+        return _sum_bytes(llama.hidden, run.tokens)
+    q, k = (heads * llama.head_dim for heads in (llama.heads, llama.kv_heads))
+    sizes = {
+        "T": run.tokens,
+        "h": llama.hidden,
+        "f": llama.intermediate,
+        "q": q,
+        "k": k,
+        "a": llama.heads,
+        "V": llama.vocab,
+        "S": run.seq_len,
+        "d": llama.head_dim,
+    }
+    number = word.rstrip("".join(sizes))
+    return math.ceil(float(number) * math.prod(sizes[letter] for letter in word[len(number) :]))
+
+
+def _sum_bytes(hidden: int, tokens: int) -> int:
+    """Return the room that a sum over tokens takes: 128 partial sums of each block of threads (ATen/native/cuda/Reduce.cuh)."""
+    blocks = min(math.ceil(SM_BLOCKS * 128 / hidden), math.ceil(tokens / 64))
+    return 4 * hidden * 128 * blocks
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, str]]:
+    with TABLE.open("rb") as file:
+        return tomllib.load(file)

@@ -1,0 +1,246 @@
+"""Measure what torch's allocator allocates and reserves in steps of true shapes, without a GPU: tests/data/reserved.csv.
+
+    STANDIN=DIRECTORY .venv/bin/python scripts/reserved.py [WORD …] [--write]
+
+``STANDIN``: the libraries that take the place of CUDA's, with run.sh. No kernel runs and nothing large is copied, so steps of 405B
+take seconds; FSDP2, streams and the allocator are torch's own. Each setting runs in a process of its own, as rank 0 of its ranks, and is
+printed beside the prediction. With words: those settings alone that have them all. ``--write`` replaces the table.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from llama405b.capacity.memory import peak
+from llama405b.capacity.pools import reserved
+from llama405b.capacity.run_shape import RunShape
+from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.weights import parse_llama
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests/data/reserved.csv"
+ARCHITECTURES = json.loads((PRESET_DIR / "architectures.json").read_text())
+WHOLE, HALVES = "LlamaDecoderLayer", "LlamaAttention,LlamaMLP"
+STEPS = 3
+TIMEOUT_S = 600
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A run, as far as memory depends on it."""
+
+    model: str
+    world: int
+    offload: str
+    numerics: str = "fp32-master"
+    wrap: str = f"{WHOLE},Embedding"
+    seq_len: int = 4096
+    micro_batch: int = 1
+    micro_batches: int = 1
+
+    @property
+    def run(self):
+        """As the plan takes it."""
+        llama = parse_llama(ARCHITECTURES[self.model], self.model)
+        batch = self.micro_batches * self.micro_batch * self.world
+        shape = RunShape(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
+        return dataclasses.replace(shape, wrap=tuple(self.wrap.split(",")))
+
+
+L405, L70, L8, L1 = "llama3.1-405b", "llama3.1-70b", "llama3.1-8b", "llama3.2-1b"
+SETTINGS = [
+    Setting(L405, 64, "optimizer"),
+    Setting(L405, 64, "all"),
+    Setting(L405, 64, "none", "pure-bf16"),
+    Setting(L405, 64, "all", "pure-bf16"),
+    Setting(L405, 64, "all", micro_batches=2),
+    Setting(L405, 64, "optimizer", micro_batches=4),
+    Setting(L405, 64, "all", micro_batch=2),
+    Setting(L405, 64, "all", seq_len=8192),
+    Setting(L405, 64, "optimizer", seq_len=2048),
+    Setting(L405, 64, "all", wrap=f"{HALVES},Embedding"),
+    Setting(L405, 64, "none", "pure-bf16", wrap=f"{HALVES},Embedding"),
+    Setting(L405, 64, "optimizer", wrap=WHOLE),
+    Setting(L405, 128, "none"),
+    Setting(L405, 32, "all"),
+    Setting(L70, 8, "all"),
+    Setting(L70, 8, "all", micro_batch=2, micro_batches=4),
+    Setting(L70, 16, "optimizer", micro_batches=2),
+    Setting(L70, 32, "none"),
+    Setting(L70, 32, "none", micro_batches=2, seq_len=8192),
+    Setting(L70, 64, "none", "pure-bf16", micro_batch=2),
+    Setting(L70, 16, "none", "pure-bf16", wrap=f"{HALVES},Embedding", micro_batches=2),
+    Setting(L8, 8, "none"),
+    Setting(L8, 8, "none", micro_batch=4),
+    Setting(L8, 8, "none", "pure-bf16", micro_batch=2, micro_batches=2),
+    Setting(L8, 8, "all", seq_len=8192, micro_batch=2),
+    Setting(L8, 2, "optimizer", wrap=f"{HALVES},Embedding"),
+    Setting(L1, 4, "none", micro_batch=4, micro_batches=2),
+    Setting(L8, 1, "optimizer", micro_batch=2),
+    Setting(L1, 1, "none"),
+    Setting(L1, 1, "all", micro_batches=2),
+    Setting(L1, 2, "all", wrap=f"{HALVES},Embedding"),
+]
+
+
+def main():
+    words = [each for each in sys.argv[1:] if each != "--write"]
+    rows = []
+    for setting in SETTINGS:
+        values = dataclasses.asdict(setting)
+        line = [str(value) for value in values.values()]
+        if not {*words} <= {*line}:
+            continue
+        measured = measure(setting)
+        expected = peak(setting.run).total, sum(reserved(setting.run).values())
+        beside = zip(("allocated", "reserved"), expected, strict=True)
+        print(*line, *(f"{name} {measured[name] / GIB:.2f} GiB ({n / measured[name] - 1:+.1%})" for name, n in beside))
+        rows.append(values | measured)
+    if "--write" in sys.argv:
+        with TABLE.open("w", newline="", encoding="ascii") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    return 0
+
+
+def measure(setting, config=None, history=""):
+    """Measure a setting in a process of its own; ``config``: in place of its model's; ``history``: where to write that of one more step."""
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": setting.world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    more = {"STANDIN_KERNELS": "none", "STANDIN_GB": 600, "PYTHONPATH": ROOT}
+    env = os.environ | {name: str(value) for name, value in (place | more).items()}
+    asked = json.dumps([dataclasses.asdict(setting), config or ARCHITECTURES[setting.model], str(history)])
+    command = [Path(os.environ["STANDIN"]) / "run.sh", sys.executable, __file__, "--one", asked]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def one(setting, config, history):
+    """Take some steps in this process, and print the peaks."""
+    import torch
+
+    me = join_alone()
+    module, update = build(setting, config, me)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        take_step(setting, module, update, me)
+    stats = torch.cuda.memory_stats()
+    pools = {}
+    for segment in torch.cuda.memory_snapshot():
+        pools[segment["stream"]] = pools.get(segment["stream"], 0) + segment["total_size"]
+    if history:
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=1 << 20)
+        take_step(setting, module, update, me)
+        Path(history).write_bytes(pickle.dumps(torch.cuda.memory._snapshot()["device_traces"][0]))
+    sizes = {"allocated": stats["allocated_bytes.all.peak"], "reserved": stats["reserved_bytes.all.peak"]}
+    print(json.dumps(sizes | {"pools": " ".join(map(str, sorted(pools.values(), reverse=True)))}), flush=True)
+    os._exit(0)
+
+
+def nothing(*_, **__):
+    """Do nothing."""
+
+
+def join_alone():
+    """Play rank 0 of all: the collectives of the CPU are torch's fake ones, and those of NCCL's stand-in have no peers."""
+    import torch
+    import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # registers "fake"
+
+    from llama405b.distributed import ranks
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # which builds a graph on the host
+    dist.distributed_c10d._store_based_barrier = nothing
+    join = dist.init_process_group
+
+    def joined(backend, **more):
+        join(backend.replace("gloo", "fake"), **(more | {"store": dist.HashStore()}))
+
+    dist.init_process_group = joined
+    return ranks.join("cuda", TIMEOUT_S)
+
+
+def build(setting, config, me):
+    """Build the sharded model and what updates it, as the trainer does; what is in CPU memory is not touched: there is not so much."""
+    from transformers import LlamaConfig
+
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.model import llama
+    from llama405b.optim import build_updater, fp32_masters
+    from llama405b.parallel import fsdp2, load_weights
+
+    leave_out(on_host=setting.offload != "none")
+    parallel = Parallel(offload=setting.offload, numerics=setting.numerics, wrap=tuple(setting.wrap.split(",")))
+    module = llama.build_on_meta(LlamaConfig(**config), "sdpa", fsdp2.shard_dtype(parallel))
+    fsdp2.shard(module, parallel, me.device)
+    if setting.run.lends_gradients:
+        fsdp2.lend_gradients(module)
+    master = fp32_masters.master_model(module, parallel)
+    load_weights.materialise(
+        module, me, offload=parallel.offload == "all", pinning=nothing if parallel.offload == "all" else None
+    )
+    if master is not module:
+        load_weights.materialise(master, me, offload=parallel.offload != "none")
+    fsdp2.checkpoint_activations(module)
+    update = build_updater.build_updater(module, Optimizer(), parallel, me.device, master=master)
+    for landing in getattr(update, "landings", {}).values():
+        landing.unchecked = 0  # there is no gradient to compare
+    return module, update
+
+
+def leave_out(*, on_host):
+    """Leave out what needs values, and with states in CPU memory all work on them."""
+    import torch
+
+    from llama405b.optim import offload_all, offload_optimizer, sequential, step
+    from llama405b.parallel import load_weights
+
+    def untouched(blocks, *_):
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in blocks]
+
+    def no_moments(optimizer, parameter, _):
+        optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.empty(0), "exp_avg_sq": torch.empty(0)}
+
+    norm_over_ranks = sequential.norm_over_ranks
+
+    def any_norm(gradients):
+        with contextlib.suppress(ValueError):  # the root of a negative number
+            norm_over_ranks(gradients)
+        return 1.0
+
+    step.all_reduce_sum = lambda _: torch.ones(())
+    sequential.norm_over_ranks = any_norm
+    if not on_host:
+        return
+    offload_all.start_moments, offload_all.norm_over_ranks = no_moments, lambda _: 1.0
+    load_weights.allocate = offload_optimizer.allocate = untouched
+    offload_all.OffloadedAll._update = nothing
+    offload_optimizer.OffloadedOptimizer._sync_unit = nothing
+    offload_all._add = nothing
+    offload_optimizer._add = lambda *given: given[-1]()
+
+
+def take_step(setting, module, update, me):
+    """Take one step of the trainer's own."""
+    import torch
+
+    from llama405b.model.batch import Batch
+    from llama405b.optim.step import train_step
+
+    ids = torch.zeros(setting.micro_batch * setting.micro_batches, setting.seq_len, dtype=torch.int64)
+    batches = Batch(ids, ids).to(me.device).split(setting.micro_batch)
+    train_step(module, update, batches, max_norm=1.0, dp_size=setting.world)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        asked, config, history = json.loads(sys.argv[2])
+        one(Setting(**asked), config, history)
+    sys.exit(main())
