@@ -84,6 +84,7 @@ SETTINGS = [
     Setting(L8, 2, "optimizer", wrap=f"{HALVES},Embedding"),
     Setting(L1, 4, "none", micro_batch=4, micro_batches=2),
     Setting(L8, 1, "optimizer", micro_batch=2),
+    Setting(L70, 1, "optimizer", seq_len=512),
     Setting(L1, 1, "none"),
     Setting(L1, 1, "all", micro_batches=2),
     Setting(L1, 2, "all", wrap=f"{HALVES},Embedding"),

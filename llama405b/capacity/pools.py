@@ -4,7 +4,7 @@ A block that was freed serves the stream that it was allocated on, and no other:
 FSDP2 gathers on a stream of its own (two units, and the embedding), and reduces gradients on another, from where offloaded ones go to
 the host. All else is on the stream that computes, with one micro-batch gradients that stay as well (``parallel.fsdp2``), and there free
 blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
-(blocks.toml). tests/data/reserved.csv has what torch reserved in 31 settings.
+(blocks.toml). tests/data/reserved.csv has what torch reserved in 32 settings.
 
 Only where weights are computed with in BF16: in FP32 attention is another kernel. A micro-batch of many sequences counts as one of as
 many tokens. NCCL's and CUDA's own memory is not in it, nor what loading weights, an evaluation or a save leave behind.

@@ -33,6 +33,18 @@ def test_both_are_what_the_allocator_had(row):
     assert expected == pytest.approx(pools, rel=WITHIN, abs=SEGMENT)
 
 
+@pytest.mark.parametrize(
+    ("place", "allocated", "kept"),
+    [("none", 68_244_158_464, 83_072_385_024), ("optimizer", 38_957_190_656, 54_089_744_384), ("all", 25_669_471_744, 40_772_829_184)],
+)  # fmt: skip
+def test_a_layer_of_405b_on_one_rank_takes_what_the_allocator_had(place, allocated, kept):
+    """As `llama405b bench` trains one, measured like the table: there a unit's own gradients, and what is made of them, are large."""
+    run = Setting("llama3.1-405b", 1, place).run
+    run = dataclasses.replace(run, llama=dataclasses.replace(run.llama, layers=1, vocab=8192))
+    assert peak(run).total == pytest.approx(allocated, rel=WITHIN)
+    assert sum(reserved(run).values()) == pytest.approx(kept, rel=WITHIN)
+
+
 def test_the_table_is_of_the_settings_that_are_measured():
     assert [setting_of(row) for row in ROWS] == SETTINGS
 
