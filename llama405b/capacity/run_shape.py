@@ -12,7 +12,7 @@ from llama405b.contract.units import SPARE
 from llama405b.contract.weights import EMBEDDING, HEAD, Llama
 
 RANKS_PER_HOST = 8
-PINNED = 1.19
+PINNED = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
 KINDS = ("parameters", "gradients", "moments")
 GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter, kept and reduced
 NORM = {"pure-bf16": 4 + 4, "fp32-master": 0, "fp32": 0}  # more bytes per parameter of a norm: its master, and moments
@@ -201,7 +201,7 @@ class RunShape:
         parts = {
             "none": (0.0, 0.0, 0.0),
             "optimizer": (weight, gradient, self.moment_bytes),
-            "all": (weight * PINNED, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
+            "all": (weight, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
         }[self.offload]
         share = self.ranks_per_host / max(self.world, self.ranks_per_host)
         found = {name: size * self.llama.parameters * share for name, size in zip(KINDS, parts, strict=True) if size}

@@ -24,9 +24,9 @@ def test_states_on_the_host_cost_what_their_dtypes_do():
     assert rounded.checkpoints_bytes == states.checkpoints_bytes * 8 / 12
 
 
-@pytest.mark.parametrize(("numerics", "tracked_gib"), [("fp32-master", 827), ("pure-bf16", 413)])
-def test_pinned_memory_is_what_torch_rounds_it_to(numerics, tracked_gib):
-    assert estimate(RunShape(LARGE, numerics, "all", 64)).host_bytes / GIB == pytest.approx(tracked_gib, rel=0.02)
+@pytest.mark.parametrize(("numerics", "expected_gib"), [("fp32-master", 792), ("pure-bf16", 396)])
+def test_pinned_gradients_are_what_torch_rounds_them_to(numerics, expected_gib):
+    assert estimate(RunShape(LARGE, numerics, "all", 64)).host_bytes / GIB == pytest.approx(expected_gib, rel=0.02)
 
 
 def test_a_step_takes_as_long_as_the_published_one():
