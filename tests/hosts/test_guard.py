@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ROOT
 from llama405b_tools.remote import processes
-from ops_rig import heartbeat, metrics, settings, standin, wait_for
+from ops_rig import fake_trainer, heartbeat, metrics, settings, wait_for
 
 
 def guard_log(work, run):
@@ -59,7 +59,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
 
 
 def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, demo, corpus):
-    flags = standin(demo, corpus, steps=100_000)
+    flags = fake_trainer(demo, corpus, steps=100_000)
     assert cli(work, "launch", "--run", "h", "--restart", 3, "--hang-after", "4s", *flags).returncode == 0
     wait_for(lambda: saved(work, "h"))
     os.kill(heartbeat(work, "h", 1)["pid"], signal.SIGSTOP)
@@ -118,7 +118,7 @@ def type_what_status_says(work, cli, run):
 
 
 def test_a_dead_guard_is_said_with_a_command_that_guards_the_run_again(work, cli, demo, corpus):
-    flags = [*standin(demo, corpus, 100_000), "--env", "A=b c", "--notify", "echo $LLAMA405B_EVENT >>notes"]
+    flags = [*fake_trainer(demo, corpus, 100_000), "--env", "A=b c", "--notify", "echo $LLAMA405B_EVENT >>notes"]
     assert cli(work, "launch", "--run", "d", "--restart", 1, "--notify-every", "1s", *flags).returncode == 0
     wait_for(lambda: (work / "notes").exists() and "heartbeat" in (work / "notes").read_text())
     kill_guard(work, "d")
@@ -133,7 +133,7 @@ def test_a_dead_guard_is_said_with_a_command_that_guards_the_run_again(work, cli
 
 
 def test_a_guard_that_died_before_it_brought_the_run_back_is_said_with_a_command_that_does(work, cli, demo, corpus):
-    assert cli(work, "launch", "--run", "d", "--restart", 1, *standin(demo, corpus, 100_000)).returncode == 0
+    assert cli(work, "launch", "--run", "d", "--restart", 1, *fake_trainer(demo, corpus, 100_000)).returncode == 0
     wait_for(lambda: saved(work, "d"))
     kill_guard(work, "d")
     os.kill(heartbeat(work, "d", 1)["pid"], signal.SIGKILL)
@@ -145,7 +145,7 @@ def test_a_guard_that_died_before_it_brought_the_run_back_is_said_with_a_command
 
 
 def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
-    flags = [*standin(demo, corpus, 100_000), "--checkpoint.every", 5]
+    flags = [*fake_trainer(demo, corpus, 100_000), "--checkpoint.every", 5]
     assert cli(work, "launch", "--run", "w", *flags).returncode == 0
     first = cli(work, "launch", "--run", "w", "--restart", 1, *flags)  # as if its terminal had died before the guard
     assert first.returncode == 0, first.stderr
@@ -172,7 +172,7 @@ def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
 
 
 def test_a_stop_right_after_the_launch_waits_until_it_is_heard(work, cli, demo, corpus):
-    flags = [*standin(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
+    flags = [*fake_trainer(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
     assert cli(work, "launch", "--run", "early", *flags).returncode == 0
     began = time.monotonic()
     stopped = cli(work, "stop", "--run", "early", "--grace", "90s")
@@ -184,7 +184,7 @@ def test_a_stop_right_after_the_launch_waits_until_it_is_heard(work, cli, demo, 
 
 
 def test_a_stop_with_other_hosts_changes_nothing(work, cli, demo, corpus):
-    flags = standin(demo, corpus, steps=100_000)
+    flags = fake_trainer(demo, corpus, steps=100_000)
     assert cli(work, "launch", "--run", "here", "--restart", 1, *flags).returncode == 0
     (work / "others").write_text("node-x\n")
     for verb in ("stop", "status", "logs"):
@@ -196,7 +196,7 @@ def test_a_stop_with_other_hosts_changes_nothing(work, cli, demo, corpus):
 
 
 def test_a_launch_during_another_s_stop_is_refused(work, cli, demo, corpus):
-    flags = standin(demo, corpus, steps=100_000)
+    flags = fake_trainer(demo, corpus, steps=100_000)
     assert cli(work, "launch", "--run", "b", *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "b", 1)["step"] >= 1)
     frozen = heartbeat(work, "b", 1)["pid"]
@@ -217,7 +217,7 @@ def test_a_launch_during_another_s_stop_is_refused(work, cli, demo, corpus):
 
 
 def test_a_launch_onto_another_s_checkpoints_is_refused_before_it_starts(work, cli, demo, corpus):
-    flags = [*standin(demo, corpus, steps=4), "--checkpoint.dir", work / "shared"]
+    flags = [*fake_trainer(demo, corpus, steps=4), "--checkpoint.dir", work / "shared"]
     assert cli(work, "launch", "--run", "one", "--follow", *flags).returncode == 0
     done = cli(work, "launch", "--run", "two", "--restart", 1, *flags)
     assert done.returncode == 2, done.stdout
@@ -226,7 +226,7 @@ def test_a_launch_onto_another_s_checkpoints_is_refused_before_it_starts(work, c
 
 
 def test_stop_lets_the_trainer_save(work, cli, demo, corpus):
-    flags = [*standin(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
+    flags = [*fake_trainer(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "s", "--follow", *map(str, flags)],
         cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, text=True,
@@ -268,7 +268,7 @@ def test_variables_and_a_setup_line_reach_the_ranks(work, cli):
 
 
 def test_leftovers_of_a_run_whose_launcher_is_gone(work, cli, demo, corpus):
-    assert cli(work, "launch", "--run", "o", *standin(demo, corpus, 100_000)).returncode == 0
+    assert cli(work, "launch", "--run", "o", *fake_trainer(demo, corpus, 100_000)).returncode == 0
     wait_for(lambda: heartbeat(work, "o", 1)["step"] >= 1)
     runner = status(work, "o", "node-b")["pid"]
     kin = subprocess.run(
@@ -314,7 +314,7 @@ def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus):
         "launch",
         "--run",
         "two",
-        *map(str, standin(demo, corpus, 100_000)),
+        *map(str, fake_trainer(demo, corpus, 100_000)),
     ]
     both = [
         subprocess.Popen(command, cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
@@ -338,7 +338,7 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
     slow.chmod(0o755)
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "PATH": f"{programs}:{os.environ['PATH']}"}
     launch = subprocess.Popen(
-        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "m", *map(str, standin(demo, corpus, 100_000))],
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "m", *map(str, fake_trainer(demo, corpus, 100_000))],
         cwd=work, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     wait_for(
@@ -352,7 +352,7 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
         lambda: (work / "runs/m/status/node-b.json").exists() and status(work, "m", "node-b")["state"] == "killed", 30
     )
     time.sleep(0.5)
-    again = cli(work, "launch", "--run", "m", "--resume", "auto", *standin(demo, corpus, 100_000))
+    again = cli(work, "launch", "--run", "m", "--resume", "auto", *fake_trainer(demo, corpus, 100_000))
     assert again.returncode == 0, again.stderr
 
 
@@ -360,7 +360,7 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
     ("screen", "code"), [(">&-", 0), ("2>&1 | head -1", 0), (">/dev/full", 1), (">&- 2>&-", 0)]
 )  # 1: what was said is lost
 def test_a_screen_that_is_gone_leaves_no_run_unguarded(work, cli, demo, corpus, screen, code):
-    flags = shlex.join(map(str, standin(demo, corpus, 100_000)))
+    flags = shlex.join(map(str, fake_trainer(demo, corpus, 100_000)))
     front = f"{sys.executable} -m llama405b_tools.cli"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
     done = subprocess.run(
@@ -377,7 +377,7 @@ def test_a_screen_that_is_gone_leaves_no_run_unguarded(work, cli, demo, corpus, 
 
 
 def test_following_ends_when_nobody_reads_and_the_run_continues(work, cli, demo, corpus):
-    flags = shlex.join(map(str, standin(demo, corpus, 100_000)))
+    flags = shlex.join(map(str, fake_trainer(demo, corpus, 100_000)))
     front = f"{sys.executable} -m llama405b_tools.cli"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
     done = subprocess.run(

@@ -7,12 +7,12 @@ import shlex
 import pytest
 
 from hosts_rig import processes
-from ops_rig import STANDIN, wait_for
+from ops_rig import FAKE_TRAINER, wait_for
 
 N_HOSTS = 2
 HOST_USERS = ("alice",)
 DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--data.max_bytes", "400000", "--data.seq_len", "64",
-        "--training.max_steps", "100000", "--checkpoint.every", "4", *STANDIN]  # fmt: skip
+        "--training.max_steps", "100000", "--checkpoint.every", "4", *FAKE_TRAINER]  # fmt: skip
 GUARD = "llama405b_tools.run.guard"
 
 

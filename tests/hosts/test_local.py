@@ -17,7 +17,7 @@ from conftest import HOSTS, ROOT
 from llama405b.contract.hashes import Hashes
 from llama405b.contract.paths import RunDir
 from llama405b_tools.remote.tmux import tmux_socket
-from ops_rig import STANDIN, Terminal, heartbeat, metrics, settings, standin, wait_for
+from ops_rig import FAKE_TRAINER, Terminal, fake_trainer, heartbeat, metrics, settings, wait_for
 
 
 def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, corpus):
@@ -127,7 +127,7 @@ def test_two_runs_do_not_write_into_one_directory(work, cli, demo, corpus):
 
 def test_a_run_outlives_commands_that_are_not_meant_for_it(work, cli):
     (work / "sleeper.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(900)\n")
-    launch = ("launch", "--run", "r", *STANDIN, "--", "sleeper.py")
+    launch = ("launch", "--run", "r", *FAKE_TRAINER, "--", "sleeper.py")
     assert cli(work, *launch).returncode == 0
     other = work / "other"
     other.mkdir()
@@ -136,7 +136,17 @@ def test_a_run_outlives_commands_that_are_not_meant_for_it(work, cli):
     assert (refused.returncode, refused.stdout) == (2, "")
     assert f"no host has 'r' in {other}/runs" in refused.stderr
     failed = cli(
-        work, "launch", "elsewhere", "--run", "r", "--setup-line", "false", "--follow", *STANDIN, "--", "sleeper.py"
+        work,
+        "launch",
+        "elsewhere",
+        "--run",
+        "r",
+        "--setup-line",
+        "false",
+        "--follow",
+        *FAKE_TRAINER,
+        "--",
+        "sleeper.py",
     )
     assert failed.returncode != 0
     assert cli(work, "status").stdout.count("running") == 2
@@ -152,11 +162,11 @@ def test_a_run_outlives_commands_that_are_not_meant_for_it(work, cli):
 
 
 def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
-    started = cli(work, "launch", "--run", "r", *standin(demo, corpus, steps=100_000))
+    started = cli(work, "launch", "--run", "r", *fake_trainer(demo, corpus, steps=100_000))
     assert started.returncode == 0, started.stderr
     assert "llama405b stop --run r" in started.stdout
     wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 2)
-    taken = cli(work, "launch", "--run", "r", *standin(demo, corpus))
+    taken = cli(work, "launch", "--run", "r", *fake_trainer(demo, corpus))
     assert taken.returncode == 2
     assert "--run: 'r' is running on node-a" in taken.stderr
 
@@ -222,7 +232,16 @@ def test_launch_status_logs_attach_stop(work, cli, demo, corpus):
 
 
 def test_a_followed_run_has_one_live_line_on_a_terminal(work, demo, corpus):
-    argv = [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "t", "--follow", *standin(demo, corpus, 45)]
+    argv = [
+        sys.executable,
+        "-m",
+        "llama405b_tools.cli",
+        "launch",
+        "--run",
+        "t",
+        "--follow",
+        *fake_trainer(demo, corpus, 45),
+    ]
     top = Terminal(argv, work, {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, size=(100, 40))
     try:
         shown = top.shows(r"^━.* \d+/45  ETA 0:0\d  loss \d\.\d+  2,560 tokens/s$", 30)
@@ -245,7 +264,7 @@ def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
             "--run",
             "r",
             "--follow",
-            *map(str, standin(demo, corpus, 99_999)),
+            *map(str, fake_trainer(demo, corpus, 99_999)),
         ],
         cwd=work,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
@@ -272,7 +291,7 @@ def _capture(server, target):
 
 @pytest.mark.parametrize("victim", ["node runner", "torchrun"])
 def test_nothing_outlives_a_sigkill_of_its_parent(work, cli, demo, corpus, victim):
-    assert cli(work, "launch", "--run", "r", *standin(demo, corpus, steps=100_000)).returncode == 0
+    assert cli(work, "launch", "--run", "r", *fake_trainer(demo, corpus, steps=100_000)).returncode == 0
     wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 1)
     worker = heartbeat(work, "r", 1)["pid"]
     torchrun = int(Path(f"/proc/{worker}/stat").read_text().rpartition(") ")[2].split()[1])
@@ -303,7 +322,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
         "s",
         "--secret",
         "HF_TOKEN",
-        *STANDIN,
+        *FAKE_TRAINER,
         "--",
         "show.py",
         "a b",
@@ -506,11 +525,11 @@ def test_a_hosts_file_from_windows(work, cli):
 def test_cache_and_scratch_reach_the_ranks(work, cli):
     (work / "places.py").write_text("import os, tempfile; print('at', os.environ['HF_HOME'], tempfile.gettempdir())\n")
     (work / "hosts").write_text(f"node-a address=localhost slots=1 cache={work}/hf scratch={work}/a/b\n")
-    done = cli(work, "launch", "--run", "p", "--follow", *STANDIN, "--", "places.py")
+    done = cli(work, "launch", "--run", "p", "--follow", *FAKE_TRAINER, "--", "places.py")
     assert done.returncode == 0, done.stderr
     assert f"at {work}/hf {work}/a/b" in done.stdout
     (work / "hosts").write_text(f"node-a address=localhost slots=1 scratch={work}/places.py/x\n")
-    refused = cli(work, "launch", "--run", "q", *STANDIN, "--", "places.py")
+    refused = cli(work, "launch", "--run", "q", *FAKE_TRAINER, "--", "places.py")
     assert refused.returncode == 1
     assert f"node-a: scratch={work}/places.py/x cannot be created or written" in refused.stderr
     assert not (work / "runs/q").exists()
@@ -548,7 +567,7 @@ def test_a_program_of_the_users_own_is_shown_as_it_is(work, cli):
         "while not pathlib.Path('go').exists(): time.sleep(0.1)\n"
         "{}['x']\n"
     )
-    started = cli(work, "launch", "--run", "mine", *STANDIN, "--", "mine.py")
+    started = cli(work, "launch", "--run", "mine", *FAKE_TRAINER, "--", "mine.py")
     assert started.returncode == 0, started.stderr
     assert "# end it on every host" in started.stdout
     shown = cli(work, "top", "--run", "mine", "--once")
@@ -556,7 +575,7 @@ def test_a_program_of_the_users_own_is_shown_as_it_is(work, cli):
     assert "checkpoint" not in cli(work, "status", "--run", "mine").stdout
     cli(work, "stop", "--grace", "0", "--run", "mine")
     (work / "go").touch()
-    failed = cli(work, "launch", "--run", "mine2", "--follow", *STANDIN, "--", "mine.py")
+    failed = cli(work, "launch", "--run", "mine2", "--follow", *FAKE_TRAINER, "--", "mine.py")
     assert failed.returncode == 1
     for name in ("node-a", "node-b"):
         assert f"{name} │ a warning\n" in failed.stdout

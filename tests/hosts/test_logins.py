@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ops_rig import STANDIN
+from ops_rig import FAKE_TRAINER
 
 N_HOSTS = 2
 BASHRC = "/home/alice/.bashrc"
@@ -44,7 +44,7 @@ def test_every_verb_works_whatever_the_login_shell_does(hosts, operator, login, 
         where = f"{hosts.workdir(i)}/p.py"
         hosts.exec(i, "sh", "-c", f"echo 'print(\"it\\047s here!\", flush=True)' >{where}; chmod 644 {where}")
     login(shell, bashrc)
-    done = operator("launch", "--run", "shells", "--resume", "auto", "--follow", *STANDIN, "--", "p.py")
+    done = operator("launch", "--run", "shells", "--resume", "auto", "--follow", *FAKE_TRAINER, "--", "p.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert operator("logs", "--run", "shells").stdout.count("it's here!") >= 2
     said = operator("doctor", "--json").stdout

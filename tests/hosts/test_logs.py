@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from ops_rig import STANDIN, wait_for
+from ops_rig import FAKE_TRAINER, wait_for
 
 TALK = """
 import os, sys, time
@@ -72,7 +72,7 @@ def test_every_rank_once_in_order_filtered_folded_and_saved(hosts2, cli):
 
 def test_the_first_error_with_its_traceback(hosts2, cli):
     end = "def f():\n    raise RuntimeError('out of luck')\nif rank == 3: f()\ntime.sleep(60)"
-    assert cli(hosts2, "launch", "--run", "x", "--follow", *STANDIN, *talk(hosts2, end=end)).returncode == 1
+    assert cli(hosts2, "launch", "--run", "x", "--follow", *FAKE_TRAINER, *talk(hosts2, end=end)).returncode == 1
     done = cli(hosts2, "logs", "--first-error")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
@@ -80,13 +80,15 @@ def test_the_first_error_with_its_traceback(hosts2, cli):
     assert "Traceback (most recent call last):" in done.stdout
     assert "RuntimeError: out of luck" in done.stdout
     killed = "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
-    assert cli(hosts2, "launch", "--run", "y", "--follow", *STANDIN, *talk(hosts2, end=killed)).returncode == 1
+    assert cli(hosts2, "launch", "--run", "y", "--follow", *FAKE_TRAINER, *talk(hosts2, end=killed)).returncode == 1
     assert "node-a: exited 1: rank 1 was killed by SIGSEGV" in cli(hosts2, "logs", "--run", "y", "--first-error").stdout
 
 
 def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
     end = "raise SystemExit(3 if not os.path.exists('twice') and not open('twice', 'w').close() else 0)"
-    started = cli(hosts2, "launch", "--run", "g", "--restart", 3, *STANDIN, *talk(hosts2, n=30, pause=0.1, end=end))
+    started = cli(
+        hosts2, "launch", "--run", "g", "--restart", 3, *FAKE_TRAINER, *talk(hosts2, n=30, pause=0.1, end=end)
+    )
     assert started.returncode == 0, started.stderr
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "logs", "-f", "-o", "json"],

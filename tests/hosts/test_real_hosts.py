@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from hosts_rig import processes
 from llama405b.contract.config import DEMO_MODEL
-from ops_rig import STANDIN, wait_for
+from ops_rig import FAKE_TRAINER, wait_for
 
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
 
@@ -93,7 +93,17 @@ def test_status_logs_attach_stop_and_no_trace_of_a_secret(hosts, operator):
             f"cat > '{hosts.workdir(i)}/p.py' <<'EOF'\n{program}\nEOF\nchmod 644 '{hosts.workdir(i)}/p.py'",
         )
     done = operator(
-        "launch", "--run", "s", "--secret", "HF_TOKEN", *STANDIN, "--", "p.py", "a b", "$(id)", env={"HF_TOKEN": canary}
+        "launch",
+        "--run",
+        "s",
+        "--secret",
+        "HF_TOKEN",
+        *FAKE_TRAINER,
+        "--",
+        "p.py",
+        "a b",
+        "$(id)",
+        env={"HF_TOKEN": canary},
     )
     assert done.returncode == 0, done.stderr
     wait_for(lambda: operator("logs").stdout.count(f"token {len(canary)} ['a b', '$(id)']") == 3)
@@ -143,7 +153,7 @@ def test_logs_are_merged_in_time_though_a_clock_is_wrong(hosts, operator):
                 "-c",
                 f"cat >{hosts.workdir(i)}/b.py <<'EOF'\n{program}\nEOF\nchmod 644 {hosts.workdir(i)}/b.py",
             )
-        assert operator("launch", "--run", "clock", "--follow", *STANDIN, "--", "b.py").returncode == 0
+        assert operator("launch", "--run", "clock", "--follow", *FAKE_TRAINER, "--", "b.py").returncode == 0
         found = [json.loads(line) for line in operator("logs", "--run", "clock", "-o", "json").stdout.splitlines()]
         beats = [(int(r["text"].split()[1]), r["host"], r["time"]) for r in found if "beat" in r["text"]]
         assert len(beats) == 18
@@ -157,7 +167,7 @@ def test_logs_are_merged_in_time_though_a_clock_is_wrong(hosts, operator):
 
 
 def test_the_operator_dies_and_nothing_of_its_stays(hosts, operator):
-    flags = [*DEMO, "--training.max_steps", 99999, "--checkpoint.every", 0, *STANDIN]
+    flags = [*DEMO, "--training.max_steps", 99999, "--checkpoint.every", 0, *FAKE_TRAINER]
     assert operator("launch", "--run", "d", *flags).returncode == 0
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "logs", "-f", "--run", "d"],
@@ -265,7 +275,7 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
         config.write_text(f"Host node-3\n  ProxyJump node-1\n{before}")
         hosts.exec(3, "sh", "-c", ": > /var/log/rig_sshd.log")
         done = operator(
-            "launch", "--run", "jump", *STANDIN, "--", "-c", "x"
+            "launch", "--run", "jump", *FAKE_TRAINER, "--", "-c", "x"
         )  # torchrun will fail: only the way there matters
         assert done.returncode == 0, done.stderr
         seen = hosts.exec(3, "cat", "/var/log/rig_sshd.log").stdout
@@ -282,7 +292,7 @@ def test_proxyjump_goes_through_and_checks_the_hop(hosts, operator):
 
 
 def test_a_cut_connection_does_not_end_a_healthy_run(hosts, operator):
-    flags = [*map(str, DEMO), "--training.max_steps", "40", "--checkpoint.every", "0", *STANDIN]
+    flags = [*map(str, DEMO), "--training.max_steps", "40", "--checkpoint.every", "0", *FAKE_TRAINER]
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "cut", "--follow", *flags],
         cwd=operator.path,

@@ -7,7 +7,7 @@ import sys
 
 from conftest import ROOT
 from hosts_rig import processes
-from ops_rig import STANDIN, wait_for
+from ops_rig import FAKE_TRAINER, wait_for
 
 HOST_USERS = ("root",)
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
@@ -17,7 +17,7 @@ def test_a_run_survives_the_loss_of_a_host_by_its_shared_checkpoints(hosts, tmp_
     hosts.hosts_file(tmp_path / "hosts")
     flags = [
         *DEMO,
-        *STANDIN,
+        *FAKE_TRAINER,
         "--training.max_steps",
         80,
         "--checkpoint.every",

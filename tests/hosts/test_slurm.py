@@ -12,14 +12,14 @@ import pytest
 
 from conftest import ROOT
 from llama405b_tools.remote import slurm
-from ops_rig import STANDIN as FLAGS
+from ops_rig import FAKE_TRAINER as FLAGS
 from ops_rig import wait_for
 
 pytestmark = pytest.mark.timeout(400)
 N_HOSTS, HOST_USERS = 4, ("root",)
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 DEMO = "--preset demo --data.seq_len 64 --training.global_batch_size 8 --training.micro_batch_size 2"
-STANDIN = " ".join(FLAGS)
+FAKE_TRAINER = " ".join(FLAGS)
 CONF = """
 ClusterName=rig
 SlurmctldHost=node-1
@@ -117,7 +117,7 @@ def test_a_job_trains_on_four_nodes(type_in):
 
 def test_status_logs_and_a_stop_that_saves(type_in):
     started = type_in(
-        f"launch --run s --slurm '-N 2' {STANDIN} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
+        f"launch --run s --slurm '-N 2' {FAKE_TRAINER} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
     )
     assert started.returncode == 0, started.stderr
     assert "attach" not in started.stdout
@@ -139,7 +139,7 @@ def test_status_logs_and_a_stop_that_saves(type_in):
     assert after.returncode == 0, after.stdout
     assert after.stdout.count("stopped") >= 2
     again = type_in(
-        f"launch --run s --slurm '-N 2' --resume auto {STANDIN} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
+        f"launch --run s --slurm '-N 2' --resume auto {FAKE_TRAINER} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
     )
     assert again.returncode == 0, again.stderr
     wait_for(lambda: "resumed from runs/s/checkpoints/step-" in type_in("logs --run s", 60).stdout, 90)
@@ -150,7 +150,7 @@ def test_a_failing_rank_ends_the_job(type_in):
         "import os, time\nif os.environ['LLAMA405B_HOST'] == 'node-2': raise SystemExit(7)\ntime.sleep(600)\n"
     )
     began = time.monotonic()
-    done = type_in(f"launch --run b --slurm '-N 3' --follow {STANDIN} -- bad.py")
+    done = type_in(f"launch --run b --slurm '-N 3' --follow {FAKE_TRAINER} -- bad.py")
     assert done.returncode == 1
     assert "FAILED  node-2: exited 1: rank 1 exited with 7" in done.stderr, done.stdout + done.stderr
     assert time.monotonic() - began < 120
@@ -165,17 +165,17 @@ def test_a_secret_and_bad_options(type_in, cluster):
         1,
         "sh",
         "-c",
-        f"{shell} --slurm '-N 2 --export=NONE' --secret HF_TOKEN --follow {STANDIN} -- tell.py",
+        f"{shell} --slurm '-N 2 --export=NONE' --secret HF_TOKEN --follow {FAKE_TRAINER} -- tell.py",
         check=False,
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"length {len(canary)}" in type_in("logs --run k").stdout
     assert cluster.exec(1, "grep", "-rl", canary, str(place / "runs"), check=False).stdout == ""
-    refused = type_in(f"launch --run z --slurm '-N 4 --no-such' {STANDIN} {DEMO}")
+    refused = type_in(f"launch --run z --slurm '-N 4 --no-such' {FAKE_TRAINER} {DEMO}")
     assert refused.returncode == 2
     assert "--slurm: sbatch refused" in refused.stderr
-    waits = type_in(f"launch --run w --slurm '-N 4 --begin=now+1hour' {STANDIN} {DEMO}")
+    waits = type_in(f"launch --run w --slurm '-N 4 --begin=now+1hour' {FAKE_TRAINER} {DEMO}")
     assert waits.returncode == 0
     pending = type_in("status --run w")
     assert re.search(r"run w: job \d+ is PENDING \(BeginTime\)", pending.stdout)
@@ -184,7 +184,7 @@ def test_a_secret_and_bad_options(type_in, cluster):
 
 
 def test_a_job_that_slurm_begins_again_goes_on_from_its_checkpoint(type_in):
-    flags = f"{STANDIN} {DEMO} --training.max_steps 100000 --checkpoint.every 5"
+    flags = f"{FAKE_TRAINER} {DEMO} --training.max_steps 100000 --checkpoint.every 5"
     assert type_in(f"launch --run again --slurm '-N 2' {flags}").returncode == 0
     checkpoints = type_in.place / "runs/again/checkpoints"
     wait_for(lambda: any(checkpoints.glob("step-*/manifest.json")), 90, lambda: said_of(type_in, "again"))
@@ -218,7 +218,7 @@ def said_of(type_in, run):
 
 def test_a_job_whose_time_is_over_saves_first(type_in):
     """Slurm's minutes are long: 'its time is nearly over' is said by the same signal to the batch script."""
-    flags = f"{STANDIN} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
+    flags = f"{FAKE_TRAINER} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
     assert type_in(f"launch --run t --slurm '-N 2' {flags}").returncode == 0
     wait_for(lambda: "step 3/" in type_in("logs --run t", 60).stdout, 90)
     job = job_of(type_in, "t")

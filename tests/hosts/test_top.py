@@ -12,12 +12,12 @@ import pytest
 import hosts_rig
 from conftest import ROOT
 from llama405b_tools.remote import processes
-from ops_rig import STANDIN, Terminal, wait_for
+from ops_rig import FAKE_TRAINER, Terminal, wait_for
 
 N_HOSTS = 4
 INTERVAL_S = 1.0
 DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--training.micro_batch_size", "2", "--data.seq_len", "64",
-        "--data.max_bytes", "400000", "--training.max_steps", "100000", "--checkpoint.every", "0", *STANDIN]  # fmt: skip
+        "--data.max_bytes", "400000", "--training.max_steps", "100000", "--checkpoint.every", "0", *FAKE_TRAINER]  # fmt: skip
 
 
 def samplers(hosts):

@@ -13,7 +13,10 @@ from pathlib import Path
 from conftest import ROOT
 
 COUNT = itertools.count()
-STANDIN = ("--env", f"PYTHONPATH={Path(__file__).parent / 'standin'}")  # for launch: a trainer without torch, see there
+FAKE_TRAINER = (
+    "--env",
+    f"PYTHONPATH={Path(__file__).parent / 'fake_trainer'}",
+)  # for launch: a trainer without torch, see there
 
 
 def settings(demo, corpus, steps=12):
@@ -24,9 +27,9 @@ def settings(demo, corpus, steps=12):
     ]  # fmt: skip
 
 
-def standin(demo, corpus, steps=12):
-    """The same for the trainer's stand-in: for tests of what is around the trainer."""
-    return [*settings(demo, corpus, steps), *STANDIN]
+def fake_trainer(demo, corpus, steps=12):
+    """The same for the fake trainer: for tests of what is around the trainer."""
+    return [*settings(demo, corpus, steps), *FAKE_TRAINER]
 
 
 def metrics(work, run):

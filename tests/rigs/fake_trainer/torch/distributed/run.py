@@ -1,6 +1,6 @@
 """Stands in for torchrun: starts this host's ranks, notes their output where torchrun does, and ends as it does.
 
-Of the trainer it starts ``standin/train.py``; any other program is started as it is. It has no rendezvous of its own:
+Of the trainer it starts ``fake_trainer/train.py``; any other program is started as it is. It has no rendezvous of its own:
 the ranks meet at the endpoint's port.
 """
 
@@ -52,7 +52,7 @@ def start(options, program, local_rank):
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }
-    logs = Path(options["log-dir"], f"{options['rdzv-id']}_standin", "attempt_0", str(local_rank))
+    logs = Path(options["log-dir"], f"{options['rdzv-id']}_fake", "attempt_0", str(local_rank))
     logs.mkdir(parents=True)
     with (logs / "stdout.log").open("wb") as out, (logs / "stderr.log").open("wb") as err:
         return subprocess.Popen(program, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
