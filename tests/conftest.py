@@ -12,7 +12,7 @@ import hosts_rig  # noqa: E402 - it asks this module for ROOT
 
 
 def pytest_collection_modifyitems(items):
-    """A test's kind is the folder it is in: unit, ranks or hosts."""
+    """A test's kind is the folder it is in: unit, ranks, hosts or standin."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
 
@@ -56,6 +56,16 @@ def corpus(tmp_path_factory):
     (directory / "a.py").write_text((Path(os.__file__)).read_text())
     (directory / "b.md").write_text((ROOT / "LICENSE").read_text())
     return directory
+
+
+@pytest.fixture(scope="session")
+def standin(demo, tmp_path_factory):
+    """The stand-in for a GPU: trains the demo's model on it, and on the CPU."""
+    if not os.environ.get("STANDIN_CHECK"):
+        pytest.skip("NOT RUN: start with bash tests/run.sh --standin")
+    from standin_rig import Standin
+
+    return Standin(demo, tmp_path_factory.mktemp("standin"))
 
 
 @pytest.fixture
