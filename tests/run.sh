@@ -2,7 +2,8 @@
 # Set up everything, then run the tests.
 #   bash tests/run.sh [PYTEST ARGS]    unit tests, and those with real ranks
 #   bash tests/run.sh quick            only the unit tests, in a minute
-#   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm); what CI runs
+#   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm) and on the stand-in; what CI runs
+#   bash tests/run.sh --standin        only those with torch's CUDA build on a stand-in for CUDA, which needs no GPU
 #   bash tests/run.sh --newest         unit and step tests with the newest torch and transformers, in .venv-newest; never in CI
 #   bash tests/run.sh --soak           random kills, and all 126 layers against the memory tracker, for 20 minutes; never in CI
 set -uo pipefail
@@ -11,7 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 source tools/setup.sh
 need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
-[ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge tcsh:tcsh)
+[ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge tcsh:tcsh g++:g++ readelf:binutils)
+[ "${1:-}" != --standin ] || needed=(g++:g++ readelf:binutils)
 need_programs "${needed[@]}" || exit 2
 if [ "${1:-}" = --newest ]; then # beyond the bounds in pyproject.toml and the versions in constraints.txt
     shift
@@ -24,17 +26,33 @@ if [ "${1:-}" = quick ]; then
     export OMP_NUM_THREADS=1 # there is a process for each core
     exec .venv/bin/python -m pytest -q -n auto --dist worksteal -m "unit and not slow" tests/unit "$@"
 fi
+on_standin() { # on_standin [PYTEST ARGS]
+    local device=tests/standin/device
+    bash $device/build.sh .venv/bin/python || return 1
+    # A copy is late unless something waits for it, however long that takes.
+    OMP_NUM_THREADS=1 STANDIN_CHECK=1 STANDIN_AGE_MS=5000 $device/run.sh \
+        .venv/bin/python -m pytest -q -m standin -n 2 --dist loadfile tests/standin "$@"
+}
+if [ "${1:-}" = --standin ]; then
+    shift
+    on_standin "$@"
+    exit
+fi
 bash tests/check.sh || exit 1
 # Three files at a time on two cores, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
 three=(-n 3 --dist loadfile --no-loadscope-reorder)
 export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
-marks=(-m "(unit or ranks) and not gpu and not soak" "${three[@]}")
+marks=(-m "(unit or ranks) and not gpu and not soak" "${three[@]}") more=true
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu and not soak" --durations=25 "${three[@]}")
+    marks=(-m "not gpu and not soak and not standin" --durations=25 "${three[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
+    more=on_standin
 elif [ "${1:-}" = --soak ]; then
     shift
     marks=(-m soak -s)
 fi
-exec .venv/bin/python -m pytest "${marks[@]}" "$@"
+code=0
+.venv/bin/python -m pytest "${marks[@]}" "$@" || code=$?
+$more || code=1
+exit $code

@@ -66,4 +66,7 @@ class Batch:
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type != "cuda":
+        return tensor.to(device)
+    pinned = tensor.contiguous().pin_memory()  # a view with gaps would be copied once more, to pageable memory
+    return pinned.to(device, non_blocking=True)  # torch keeps the block until it has been read

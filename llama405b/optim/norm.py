@@ -42,7 +42,7 @@ def _row_norms(flat: Tensor) -> Iterator[Tensor]:
 
 def norm_over_ranks(squares: Iterable[float], device: torch.device) -> float:
     """Return the L2 norm of all ranks' gradients, of which each has its own part; in whatever order."""
-    own = torch.tensor(math.fsum(squares), dtype=torch.float64, device=device)
+    own = torch.full((), math.fsum(squares), dtype=torch.float64, device=device)
     return math.sqrt(float(all_reduce_sum(own)))
 
 

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 def run_ranks(world, target, *args, timeout_s=150, may_fail=False):
     """Return ``[target(me, *args) for each rank]``; raises the first rank's exception text."""
-    port, context = free_port(), _fork_server()
+    port, context = free_port(), fork_server()
     with tempfile.TemporaryDirectory() as scratch:
         processes = [
             context.Process(target=_rank, args=(rank, world, port, scratch, dict(os.environ), target, args))
@@ -80,7 +80,7 @@ def start_program(program, *argv, cwd, env=None, world=1, output):
         environment |= {"LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     words = [str(word) for word in argv]
     processes = [
-        _fork_server().Process(
+        fork_server().Process(
             target=_program, args=(rank, world, port, environment, str(cwd), str(output), program, words)
         )
         for rank in range(world)
@@ -96,7 +96,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def _fork_server():
+def fork_server():
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
         ["transformers.models.llama.modeling_llama", "torch.distributed.fsdp", "torch.optim", "llama405b.train"]

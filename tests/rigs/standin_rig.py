@@ -6,14 +6,17 @@ interpreter's shutdown, so the stand-in's own report at exit never comes: ``trai
 
 import ctypes
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from conftest import ROOT
-from ranks_rig import run_program
+from ranks_rig import fork_server, run_program
 
 FOUND = ("touched", "changed", "race")
 FLAGS = (
@@ -73,6 +76,15 @@ class Standin:
             self.of_cpu[key] = self.train(*flags, device="cpu", accumulation=accumulation, world=world).losses
         return self.of_cpu[key]
 
+    def climb(self, probes, world):
+        """Run tests of ``bench`` on so many ranks; returns what each notes, see ``climber``."""
+        notes = self.directory / f"climb-{next(self.numbers)}"
+        notes.mkdir()
+        environment = {"STANDIN_NOTES": str(notes)}
+        done = run_program("standin_rig:climber", *probes, cwd=notes, world=world, env=environment, timeout_s=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads(path.read_text()) for path in sorted(notes.iterdir()) if path.suffix == ".json"]
+
 
 def _write_documents(directory):
     texts = (" ".join(text.split()) for text in (ROOT / "LICENSE").read_text().split("\n\n") * 4)
@@ -98,8 +110,68 @@ def trainer():
     try:
         return program.main(sys.argv[1:])
     finally:
-        note = {"counts": counts(), "steps": steps}
-        Path(os.environ["STANDIN_NOTES"], f"counted-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(note))
+        _note({"counts": counts(), "steps": steps})
+
+
+def _note(what):
+    path = Path(os.environ["STANDIN_NOTES"], f"counted-{os.environ.get('RANK', 0)}.json")
+    path.write_text(json.dumps(what))
+
+
+def trainer_with_small_stages():
+    """The trainer, whose stages for loading have 64 KiB."""
+    from llama405b.distributed import transfer
+
+    transfer.STAGE_BYTES = 1 << 16
+    return trainer()
+
+
+def profiled_trainer():
+    """The trainer, of whose third step a profile is requested in the second."""
+    from llama405b.contract.files import write_json
+    from llama405b.contract.records import RequestKind, RunRequest
+    from llama405b.training import requests
+    from llama405b.training.loop import Trainer
+
+    one_step = Trainer.one_step
+
+    def requesting(self, step):
+        if step == 2 and self.context.me.is_rank0:
+            self.context.run.requests.mkdir(exist_ok=True)
+            write_json(self.context.run.requests / "p.json", RunRequest("p", RequestKind.PROFILE, "me", time.time()))
+        return one_step(self, step)
+
+    Trainer.one_step, requests.LOOK_EVERY_S = requesting, 0.0
+    return trainer()
+
+
+def climber():
+    """Run tests of ``bench`` on one rank, with the shapes and sizes that they have on a CPU."""
+    import torch
+
+    from llama405b.commands.probes import host, links, program, steps
+    from llama405b.contract.probes import Probe
+
+    def on_cpu(me):
+        return dataclasses.replace(me, device=torch.device("cpu"))
+
+    steps.HIDING, steps.EXACT = (dataclasses.replace(each, layers=2) for each in (steps.HIDING, steps.EXACT))
+    steps.EXACT_STEPS = 4
+    config, tokens, copied = steps.Workload.config, steps.Workload.tokens, host.copied_bytes
+    steps.Workload.config = lambda what, me: config(what, on_cpu(me))
+    steps.Workload.tokens = lambda what, me, step: tokens(what, on_cpu(me), step).to(me.device)
+    host.copied_bytes = lambda me: copied(on_cpu(me))
+    me = program.Options("cuda").join()
+    sizes = functools.partial(links.checked_collectives, sizes=(1 << 16, 1 << 20))
+    run = program.PROBES | {Probe.COLLECTIVES: sizes}
+    figures = {name: len(run[Probe(name)](me)) for name in sys.argv[1:]}
+    _note({"figures": figures, "found": {kind: counts()[kind][0] for kind in FOUND}})
+
+
+def in_fork(target, *args):
+    """Call a function in a fresh process, which has torch and may use the device; returns its result."""
+    with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
+        return pool.submit(target, *args).result(timeout=60)
 
 
 def counts():

@@ -1,7 +1,8 @@
 """CUDA tensors of the stand-in live in host memory: each kernel runs on the CPU, on tensors that are the same bytes.
 
-Every operator of ``aten`` that has a kernel for CUDA gets one here, below autograd, DTensor and modes, in all threads. Left to
-torch's own CUDA code are allocation, views, and copies that are one memcpy: those are calls of the (stand-in) runtime.
+Every operator of ``aten`` that has a kernel for CUDA gets one here, below autograd, DTensor and modes, in all threads. Real, that
+is left to torch's own CUDA code, are allocation, views, and copies that are one memcpy: those are calls of the stand-in's runtime.
+Not real are the kernels' own numerics and speed, and random numbers: they are the CPU's.
 """
 
 import ctypes
@@ -9,10 +10,13 @@ import itertools
 import math
 import os
 import warnings
+from pathlib import Path
 
 import torch
 
-LIBRARY = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "nvidia/cu13/lib/libcudart.so.13")
+from host_attention import ATTENTION
+
+LIBRARY = str(Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libcudart.so.13")
 CHECK = os.environ.get("STANDIN_CHECK", "0") not in ("", "0")
 KERNEL = 10  # the counter, in cudart.cpp
 OWN = {  # torch's own CUDA code does these
@@ -36,15 +40,20 @@ def install():
     warnings.filterwarnings("ignore", "Warning only once for all operators")  # that we do so
     for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
         namespace, _, name = full_name.partition("::")
-        base, _, overload = name.partition(".")
-        if namespace != "aten" or base in OWN or base in ATTENTION:
-            continue
-        op = getattr(getattr(aten, base), overload or "default")
-        if not op.is_view:
-            _library.impl(name, Kernel(op), "CUDA", allow_override=True)
+        if namespace == "aten":
+            _replace(name)
     _library.impl("copy_", copy_, "CUDA", allow_override=True)
     for base, function in ATTENTION.items():
         _library.impl(base, Kernel(getattr(aten, base).default, function), "CUDA", allow_override=True)
+
+
+def _replace(name):
+    base, _, overload = name.partition(".")
+    if base in OWN or base in ATTENTION:
+        return
+    op = getattr(getattr(aten, base), overload or "default")
+    if not op.is_view:
+        _library.impl(name, Kernel(op), "CUDA", allow_override=True)
 
 
 class Kernel:
@@ -54,41 +63,42 @@ class Kernel:
         self.op, self.function, self.name = op, function or op, str(op).encode()
         arguments = op._schema.arguments
         self.written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-        self.written_names = [a.name for a, written in zip(arguments, self.written) if written]
+        self.written_names = [a.name for a, written in zip(arguments, self.written, strict=True) if written]
         returns = op._schema.returns
         self.gives_back = bool(returns) and returns[0].alias_info is not None  # what it was given
         self.one = len(returns) == 1
 
     def __call__(self, *args, **kwargs):
-        device = stream = None
-        for t in _tensors((args, kwargs)):
-            if t.is_cuda:
-                device = t.device
-                break
-        asked = kwargs.get("device")
-        if asked is not None:
-            device = device or torch.device(asked)
+        device = next((t.device for t in _tensors((args, kwargs)) if t.is_cuda), None)
+        if kwargs.get("device") is not None:
+            device = device or torch.device(kwargs["device"])
             kwargs = {**kwargs, "device": "cpu", "pin_memory": False}
-        if CHECK and device is not None:
-            stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
-            self.begin(stream, KERNEL, 0)
-            for value, written in zip(args, self.written):
-                self._used(stream, value, written)
-            for key, value in kwargs.items():
-                self._used(stream, value, key in self.written_names)
+        stream = self._begin(device, args, kwargs) if CHECK and device is not None else None
         host_args, host_kwargs = [on_host(a) for a in args], {key: on_host(value) for key, value in kwargs.items()}
-        found = self.function(*host_args, **host_kwargs)
-        given = [(a, h) for a, h, written in zip(args, host_args, self.written) if written]
+        made = self.function(*host_args, **host_kwargs)
+        given = [pair for *pair, written in zip(args, host_args, self.written, strict=False) if written]
         given += [(kwargs[name], host_kwargs[name]) for name in self.written_names if name in kwargs]
-        for into, made in given:
-            if isinstance(into, torch.Tensor) and into.shape != made.shape:  # out= of another size
-                alias(into.resize_(made.shape)).copy_(made)
+        for into, of in given:
+            if isinstance(into, torch.Tensor) and into.shape != of.shape:  # out= of another size
+                alias(into.resize_(of.shape)).copy_(of)
         if self.gives_back:
             return given[0][0] if self.one else tuple(into for into, _ in given)
-        found = on_device(found, device)
+        made = on_device(made, device)
         if stream is not None:
-            self._used(stream, found, True)
-        return found
+            self._used(stream, made, True)
+        return made
+
+    def _begin(self, device, args, kwargs):
+        """Tell the runtime what is about to be read and written, on which stream; returns that."""
+        stream = torch._C._cuda_getCurrentRawStream(
+            torch.cuda.current_device() if device.index is None else device.index
+        )
+        self.begin(stream, KERNEL, 0)
+        for value, written in zip(args, self.written, strict=False):
+            self._used(stream, value, written)
+        for key, value in kwargs.items():
+            self._used(stream, value, key in self.written_names)
+        return stream
 
     def _used(self, stream, value, written):
         for t in _tensors(value):
@@ -129,7 +139,9 @@ def alias(t):
     if key not in _storages:
         if len(_storages) > 10_000:
             _storages.clear()
-        _storages[key] = torch.frombuffer((ctypes.c_char * key[1]).from_address(key[0]), dtype=torch.uint8).untyped_storage()
+        _storages[key] = torch.frombuffer(
+            (ctypes.c_char * key[1]).from_address(key[0]), dtype=torch.uint8
+        ).untyped_storage()
     return torch.empty(0, dtype=t.dtype).set_(_storages[key], t.storage_offset(), t.size(), t.stride())
 
 
@@ -152,7 +164,7 @@ def pieces(t):
     size = t.element_size()
     if t.is_contiguous():
         return [(t.data_ptr(), t.numel() * size)]
-    dims = sorted((stride, n) for n, stride in zip(t.size(), t.stride()) if n > 1 and stride)
+    dims = sorted((stride, n) for n, stride in zip(t.size(), t.stride(), strict=True) if n > 1 and stride)
     run = 1
     while dims and dims[0][0] == run:
         run *= dims.pop(0)[1]
@@ -172,91 +184,3 @@ def copy_(to, of, non_blocking=False):
 
 _torchs_own = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # one function for all devices
 _strided_copy = Kernel(aten.copy_.default)
-
-
-# --- attention: torch chooses among CUDA's fused kernels, each of which is the CPU's one here
-def _attend(q, k, v, mask, dropout_p, is_causal, scale):
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
-
-
-def _attend_backward(grad, q, k, v, out, lse, mask, dropout_p, is_causal, scale):
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, dropout_p, is_causal, attn_mask=mask, scale=scale)
-
-
-def _unused():
-    return torch.zeros((), dtype=torch.int64)
-
-
-def _flash(q, k, v, dropout_p=0.0, is_causal=False, _debug=False, *, scale=None):
-    found = _attend(q, k, v, None, dropout_p, is_causal, scale)
-    return *found, _unused(), _unused(), q.size(2), k.size(2), _unused(), _unused(), _unused()
-
-
-def _flash_backward(grad, q, k, v, out, lse, _q, _k, _mq, _mk, dropout_p, is_causal, _seed, _offset, *, scale=None):
-    return _attend_backward(grad, q, k, v, out, lse, None, dropout_p, is_causal, scale)
-
-
-def _cudnn(q, k, v, mask, _lse, dropout_p=0.0, is_causal=False, _debug=False, *, scale=None):
-    found = _attend(q, k, v, mask, dropout_p, is_causal, scale)
-    return *found, _unused(), _unused(), q.size(2), k.size(2), _unused(), _unused(), _unused()
-
-
-def _cudnn_backward(
-    grad, q, k, v, out, lse, _seed, _offset, mask, _q, _k, _mq, _mk, dropout_p, is_causal, *, scale=None
-):
-    return _attend_backward(grad, q, k, v, out, lse, mask, dropout_p, is_causal, scale)
-
-
-def _efficient(q, k, v, mask, _lse, dropout_p=0.0, is_causal=False, *, scale=None):
-    return *_attend(q, k, v, mask, dropout_p, is_causal, scale), _unused(), _unused()
-
-
-def _efficient_backward(grad, q, k, v, mask, out, lse, _seed, _offset, dropout_p, _wanted, is_causal=False, *, scale=None):
-    return *_attend_backward(grad, q, k, v, out, lse, mask, dropout_p, is_causal, scale), None
-
-
-def _documents(ends, causal, left, right):
-    """Where the documents of a packed sequence begin and end, and whether attention is causal: ``varlen_attn``."""
-    if left not in (None, -1) or right not in (None, -1, 0):
-        raise NotImplementedError("the stand-in has no window of attention")
-    return list(itertools.pairwise(ends.tolist())), causal or right == 0
-
-
-def _packed(*tensors):
-    return [t.transpose(0, 1).unsqueeze(0) for t in tensors]  # one document: THD -> BHTD
-
-
-def _varlen(
-    q, k, v, ends, _k, _mq, _mk, dropout_p, causal, _debug, *, scale=None, window_size_left=None, window_size_right=None, **_
-):
-    documents, causal = _documents(ends, causal, window_size_left, window_size_right)
-    out, lse = torch.empty_like(q), torch.empty(q.size(1), q.size(0))
-    for a, b in documents:
-        of_one, lse_of_one = _attend(*_packed(q[a:b], k[a:b], v[a:b]), None, dropout_p, causal, scale)
-        out[a:b], lse[:, a:b] = of_one[0].transpose(0, 1), lse_of_one[0]
-    return out, lse, _unused(), _unused(), _unused()
-
-
-def _varlen_backward(
-    grad, q, k, v, out, lse, ends, _k, _mq, _mk, dropout_p, causal, _r, _u, *, scale=None, window_size_left=None, window_size_right=None
-):
-    documents, causal = _documents(ends, causal, window_size_left, window_size_right)
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for a, b in documents:
-        parts = _packed(*(t[a:b] for t in (grad, q, k, v, out)))
-        for into, of in zip(grads, _attend_backward(*parts, lse[None, :, a:b], None, dropout_p, causal, scale)):
-            into[a:b] = of[0].transpose(0, 1)
-    return grads
-
-
-ATTENTION = {
-    "_flash_attention_forward": _varlen,
-    "_flash_attention_backward": _varlen_backward,
-    "_scaled_dot_product_flash_attention": _flash,
-    "_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "_scaled_dot_product_cudnn_attention": _cudnn,
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
-    "_scaled_dot_product_efficient_attention": _efficient,
-    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-}

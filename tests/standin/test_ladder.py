@@ -1,0 +1,19 @@
+"""The tests of ``llama405b bench``, on shapes that a CPU computes; ``update`` is left out, since it uses no device."""
+
+import pytest
+
+from llama405b.contract.probes import MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, Probe
+from standin_rig import NOTHING
+
+ALONE = [probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, Probe.UPDATE)]
+TOGETHER = [probe for probe in TESTS if probe not in ONE_RANK_ONLY]
+
+
+@pytest.mark.parametrize(("world", "probes"), [(1, ALONE), (2, TOGETHER)])
+def test_each_passes(standin, world, probes):
+    ranks = standin.climb(probes, world)
+    assert len(ranks) == world
+    for each in ranks:
+        assert sorted(each["figures"]) == sorted(probes)
+        assert all(each["figures"].values())
+        assert each["found"] == NOTHING, each
