@@ -162,13 +162,13 @@ def line_of(result: ProbeResult) -> str:
 
 
 def proof_rows(results: Iterable[ProbeResult], date: str) -> list[str]:
-    """Return rows for docs/proof.md: one GPU, and several nodes."""
+    """Return rows for docs/proof.md: one GPU, and several nodes, in the last two of its columns."""
     rows, gpus = [], [each for each in results if each.good and each.device != "cpu"]
     for probe, feature in PROVES.items():
         one = [f"{date} ({each.device})" for each in gpus if each.probe is probe and each.ranks == 1]
         many = [f"{date} ({each.hosts} hosts)" for each in gpus if each.probe is probe and each.hosts > 1]
         if one or many:
-            rows.append(f"| {feature} | | {(*one, 'never run')[0]} | {(*many, 'never run')[0]} |")
+            rows.append(f"| {feature} | | | {(*one, 'never run')[0]} | {(*many, 'never run')[0]} |")
     return rows
 
 

@@ -50,7 +50,7 @@ class Stage:
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Fill one buffer while the other is copied."""
-        free = [nothing] * len(buffers)
+        free: list[Arrived] = [nothing] * len(buffers)
         for number, part in enumerate(target.split(buffers[0].numel())):
             slot = number % len(buffers)
             free[slot]()

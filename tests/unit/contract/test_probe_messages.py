@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from conftest import ROOT
 from llama405b.contract import probes
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
@@ -46,7 +47,10 @@ def test_tests_may_run_in_parts(tmp_path):
     text = log.block("2026-01-01")
     assert "1 host, 1 x NVIDIA H200, torch 2.11" in text
     assert "2 hosts, 16 x NVIDIA H200" in text
-    assert f"| {probes.PROVES[Probe.START]} | | 2026-01-01 (NVIDIA H200) | 2026-01-01 (2 hosts) |" in text
+    row = f"| {probes.PROVES[Probe.START]} | | | 2026-01-01 (NVIDIA H200) | 2026-01-01 (2 hosts) |"
+    assert row in text
+    [head] = [line for line in (ROOT / "docs/proof.md").read_text().splitlines() if line.startswith("| feature")]
+    assert row.count("|") == head.count("|")
     assert probes.PROVES[Probe.EXACT] not in text  # it failed
 
 
