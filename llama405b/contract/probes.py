@@ -101,6 +101,20 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Software:
+    """What a probe ran with, on the host of rank 0."""
+
+    node: str = ""  # the host's own name
+    system: str = ""  # kernel and machine
+    python: str = ""
+    transformers: str = ""
+    cuda: str = ""  # that torch was built for; "": none
+    nccl: str = ""
+    driver: str = ""  # NVIDIA's; "": unknown
+    gpus: tuple[str, ...] = ()  # name and memory of each that the rank sees
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ProbeResult:
     """What a probe found, on how many ranks."""
 
@@ -115,6 +129,8 @@ class ProbeResult:
     failed_on: str = ""  # the host; "": not one alone
     skipped: bool = False  # there was no time left
     more: bool = False  # of its figures follow
+    software: Software | None = None
+    allocator: dict[str, int] = dataclasses.field(default_factory=dict)  # torch's statistics of rank 0's GPU
 
     @property
     def good(self) -> bool:
@@ -243,6 +259,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tests", default=",".join(TESTS), help=f"which to run, in this order: {', '.join(TESTS)} [all]"
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results [bench]")
+    parser.add_argument(
+        "--bundle", type=Path, metavar="FILE", help="write one file to send: figures, versions, what failed; no secret"
+    )
+    parser.add_argument(
+        "--with-host-names", action="store_true", help="leave names and addresses of hosts in that file"
+    )
     parser.add_argument(
         "--within",
         type=lambda text: seconds(text, "--within"),

@@ -1,10 +1,22 @@
 """`bench` on hosts: two nodes on this machine, each test launched like a run."""
 
 import json
+import platform
 
 
 def test_one_rank_is_tested_then_all(work, cli):
-    done = cli(work, "bench", "hosts", "--tests", "start,collectives,copies", "--out", "found", timeout=240)
+    done = cli(
+        work,
+        "bench",
+        "hosts",
+        "--tests",
+        "start,collectives,copies",
+        "--out",
+        "found",
+        "--bundle",
+        "b.json",
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.partition("--- paste")[0].splitlines()
     alone = ["start", "copies"]
@@ -18,6 +30,9 @@ def test_one_rank_is_tested_then_all(work, cli):
     [links] = [each for each in found if each["probe"] == "collectives"]
     assert {"all-reduce", "reduce-scatter"} <= {figure["name"] for figure in links["figures"]}
     assert "2 hosts, 2 x cpu" in done.stdout
+    bundle = (work / "b.json").read_text()
+    assert len(json.loads(bundle)["results"]) == len(alone + together)
+    assert not any(name in bundle for name in ("node-a", "node-b", platform.node(), "127.0.0.1", "localhost"))
 
 
 def test_what_is_wrong_starts_nothing(work, cli):

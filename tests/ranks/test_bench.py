@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -47,8 +48,14 @@ BY_PROCESS = (Probe.START, Probe.COPIES)
 
 
 def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, warm_cli):
-    done = warm_cli(tmp_path, "bench", "--tests", ",".join(BY_PROCESS))
+    done = warm_cli(tmp_path, "bench", "--tests", ",".join(BY_PROCESS), "--bundle", "bundle.json")
     assert done.returncode == 0, done.stdout + done.stderr
+    bundle = json.loads((tmp_path / "bundle.json").read_text())
+    assert [(each["probe"], each["software"]["node"]) for each in bundle["results"]] == [
+        (str(probe), "host-1") for probe in BY_PROCESS
+    ]
+    assert {each["software"]["python"] for each in bundle["results"]} == {platform.python_version()}
+    assert bundle["without_result"] == []
     lines = [line.split()[:2] for line in done.stdout.partition("---")[0].splitlines()]
     assert lines == [[str(probe), "passed,"] for probe in BY_PROCESS]
     results = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "bench").glob("*.json")}

@@ -21,6 +21,7 @@ from llama405b.capacity.run_shape import RunShape
 from llama405b.commands.probes import host, links, steps
 from llama405b.commands.probes.rates import rates
 from llama405b.commands.probes.runs import RUNS
+from llama405b.commands.probes.software import allocator_stats, software
 from llama405b.contract.errors import FAILED, GOOD
 from llama405b.contract.probes import (
     ABOUT_S,
@@ -171,7 +172,10 @@ def _measured(probe: Probe, me: Rank | None, n_hosts: int, options: Options) -> 
     on_gpu = me.on_gpu if me else options.device != "cpu" and torch.cuda.is_available()
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     seconds = time.monotonic() - began
-    return ProbeResult(probe, me.world if me else 1, n_hosts, device, torch.__version__, seconds, tuple(figures), fault)
+    result = ProbeResult(
+        probe, me.world if me else 1, n_hosts, device, torch.__version__, seconds, tuple(figures), fault
+    )
+    return dataclasses.replace(result, software=software(), allocator=allocator_stats(on_gpu=on_gpu))
 
 
 def _said(error: Exception) -> str:

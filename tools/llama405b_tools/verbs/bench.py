@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from llama405b.contract import probes
+from llama405b.contract.bundle import check_bundle, write_bundle
 from llama405b.contract.errors import FAILED, GOOD
 from llama405b.contract.probes import ProbeResult
 from llama405b.contract.verb_parsers import bench_parser
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = bench_parser().parse(argv)
     hosts, tests, log = read_hosts(args.hosts), probes.chosen(args.tests), probes.Log(args.out)
+    check_bundle(args.bundle, with_host_names=args.with_host_names)
     base = asked.parse_launch(_launch_flags(args), time.time())
     code = GOOD
 
@@ -30,17 +32,23 @@ def main(argv: Sequence[str]) -> int:
         log.add(result)
         print(f"  {probes.line_of(result)}", flush=True)
 
-    with Fleet(hosts) as fleet:
-        for number, (name, part) in enumerate(scopes(hosts), 1):
-            print(f"{name}:", flush=True)
-            request = dataclasses.replace(base, run=f"{base.run}-{number}")
-            found = run_probes(request, part, fleet, tests, args.within, say)
-            faults = [result.probe for result in found if result.fault]
-            if faults:
-                code = FAILED
-            if any(probe in probes.LINKS for probe in faults):
-                break
-    print(log.block(time.strftime("%Y-%m-%d")))
+    date = time.strftime("%Y-%m-%d")
+    try:
+        with Fleet(hosts) as fleet:
+            for number, (name, part) in enumerate(scopes(hosts), 1):
+                print(f"{name}:", flush=True)
+                request = dataclasses.replace(base, run=f"{base.run}-{number}")
+                found = run_probes(request, part, fleet, tests, args.within, say)
+                faults = [result.probe for result in found if result.fault]
+                if faults:
+                    code = FAILED
+                if any(probe in probes.LINKS for probe in faults):
+                    break
+    finally:  # what did not start is told as well
+        if args.bundle:
+            names = [name for host in hosts for name in (host.name, host.address)]
+            write_bundle(args.bundle, log.results(), tests, date, names, named=args.with_host_names)
+    print(log.block(date))
     return code
 
 
