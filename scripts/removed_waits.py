@@ -31,13 +31,14 @@ PLACES = "tests/standin/test_places.py"
 TESTS = {  # by the file's name: what can see its waits
     "offload_all": (PLACES, "-k", "all"),
     "offload_optimizer": (PLACES, "-k", "optimizer"),
-    "copy_on_update": (PLACES, "-k", "none"),
+    "copy_on_update": ("tests/standin/test_snapshot.py", PLACES, "-k", "snapshot or none"),
     "load_weights": ("tests/standin/test_runs.py", "-k", "streams"),
     "transfer": ("tests/standin/test_runs.py", PLACES, "-k", "streams or optimizer"),
     "step_timer": ("tests/standin/test_counts.py",),
     "links": ("tests/standin/test_ladder.py",),
     "timing": ("tests/standin/test_ladder.py",),
 }
+RAISED = re.compile(r"^E +(\w+Error: .*)", re.MULTILINE)
 REPORTED = re.compile(r"\[standin\] (touched|changed|race):")
 
 
@@ -59,7 +60,12 @@ class Wait:
 def main(words: str) -> int:
     """Try them, and print what became of each."""
     missed = 0
-    chosen = [wait for path in sorted((ROOT / "llama405b").rglob("*.py")) for wait in waits(path) if words in str(wait)]
+    chosen = [
+        wait
+        for path in sorted((ROOT / "llama405b").rglob("*.py"))
+        for wait in waits(path)
+        if words in str(wait).replace("`", "")
+    ]
     with tempfile.TemporaryDirectory(prefix="l4waits-") as scratch:
         copy = Path(scratch) / "checkout"
         shutil.copytree(ROOT, copy, ignore=lambda *of: {*LEFT_OUT(*of), ".standin"} & {*of[1]})
@@ -149,8 +155,8 @@ def tried(wait: Wait, copy: Path) -> tuple[str, float]:
 def how(output: str) -> str:
     """What the first test that failed saw."""
     reported = dict.fromkeys(REPORTED.findall(output))
-    raised = re.search(r"^E +(?:assert|\w*Error).*", output, re.MULTILINE)
-    return ", ".join(reported) or (raised[0][1:].strip()[:60] if raised else "an error")
+    raised = [words for words in RAISED.findall(output) if not words.startswith("Assertion")]
+    return ", ".join(reported) or (raised[-1][:60] if raised else "values or counts")
 
 
 def run_tests(tests: tuple[str, ...], copy: Path) -> tuple[int, str]:

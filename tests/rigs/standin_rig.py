@@ -161,11 +161,14 @@ def climber():
     steps.Workload.config = lambda what, me: config(what, on_cpu(me))
     steps.Workload.tokens = lambda what, me, step: tokens(what, on_cpu(me), step).to(me.device)
     host.copied_bytes = lambda me: copied(on_cpu(me))
-    me = program.Options("cuda").join()
-    sizes = functools.partial(links.checked_collectives, sizes=(1 << 16, 1 << 20))
-    run = program.PROBES | {Probe.COLLECTIVES: sizes}
-    figures = {name: len(run[Probe(name)](me)) for name in sys.argv[1:]}
-    _note({"figures": figures, "found": {kind: counts()[kind][0] for kind in FOUND}})
+    program.PROBES[Probe.COLLECTIVES] = functools.partial(links.checked_collectives, sizes=(1 << 16, 1 << 20))
+    options = program.Options("cuda")
+    me = options.join()
+    results = [program._measured(Probe(name), me, 1, options) for name in sys.argv[1:]]
+    faults = {result.probe: result.fault for result in results if result.fault}
+    figures = {result.probe: len(result.figures) for result in results}
+    found = {kind: counts()[kind][0] for kind in FOUND}
+    _note({"faults": faults, "figures": figures, "allocator": results[-1].allocator, "found": found})
 
 
 def in_fork(target, *args):
@@ -175,7 +178,7 @@ def in_fork(target, *args):
 
 
 def counts():
-    """Calls and bytes by the name of the stand-in's counter; see cudart.cpp."""
+    """Calls and bytes by the name of the stand-in's counter; see device/kinds.h."""
     import host_kernels
 
     runtime = ctypes.CDLL(host_kernels.LIBRARY)

@@ -14,6 +14,10 @@ def test_each_passes(standin, world, probes):
     ranks = standin.climb(probes, world)
     assert len(ranks) == world
     for each in ranks:
+        assert each["faults"] == {}
         assert sorted(each["figures"]) == sorted(probes)
         assert all(each["figures"].values())
         assert each["found"] == NOTHING, each
+        allocator = each["allocator"]  # what a bundle tells of it
+        assert 0 < allocator["allocated_bytes_peak"] <= allocator["reserved_bytes_peak"]
+        assert (allocator["num_ooms"], allocator["num_alloc_retries"]) == (0, 0)

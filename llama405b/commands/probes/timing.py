@@ -15,7 +15,7 @@ GB = 1e9
 def now(me: Rank) -> float:
     """Return the time once the device is done, in seconds."""
     if me.on_gpu:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # for the time alone: no result depends on it
     return time.monotonic()
 
 

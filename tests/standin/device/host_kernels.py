@@ -18,7 +18,7 @@ from host_attention import ATTENTION
 
 LIBRARY = str(Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libcudart.so.13")
 CHECK = os.environ.get("STANDIN_CHECK", "0") not in ("", "0")
-KERNEL = 10  # the counter, in cudart.cpp
+KERNEL = 10  # the counter, in kinds.h
 OWN = {  # torch's own CUDA code does these
     "empty", "empty_strided", "resize_", "resize_as_", "set_", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias",
     "_local_scalar_dense", "copy_",
