@@ -48,6 +48,16 @@ def _download(right):
     float(pinned.sum())
 
 
+def _download_that_came(right):
+    """The same, where a kernel came after the copy, which has therefore been made: the CPU does not know that."""
+    pinned, made = torch.zeros(N, pin_memory=True), torch.ones(N, device="cuda")
+    pinned.copy_(made, non_blocking=True)
+    made.add_(1)
+    if right:
+        torch.cuda.current_stream().synchronize()
+    float(pinned.sum())
+
+
 def _upload(right):
     """Overwrite what is being copied."""
     pinned = torch.zeros(N, pin_memory=True)
@@ -96,6 +106,7 @@ def _collective(right):
     ("use", "kinds"),
     [
         (_download, {"touched"}),
+        (_download_that_came, {"touched"}),
         (_upload, {"touched", "changed"}),
         (_streams, {"race"}),
         (_reuse, {"race"}),
