@@ -311,7 +311,7 @@ class _Filler:
             self._read(unit)
             yield
         for work in itertools.chain(*sending):
-            work.wait()
+            work.wait()  # gloo's would be lost with their buffers; with NCCL torch keeps those
 
     def _pack(self, number: int, unit: Unit) -> Sequence[Tensor]:
         """Bring every other rank's rows of a unit into a buffer; returns each rank's piece of it."""
