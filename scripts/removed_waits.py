@@ -28,13 +28,13 @@ OTHERS = ("self", "updater", "self.updater", "concurrent.futures", "self.changed
 ARRIVED = "Arrived"  # the type of what waits for copies, as annotations name it
 MISSED = "NOT FOUND"
 NOTHING = "(lambda *_, **__: None)"
-PLACES = "tests/standin/test_places.py"
+LOSSES = "tests/standin/test_losses.py"
 TESTS = {  # by the file's name: what can see its waits
-    "offload_all": (PLACES, "-k", "all"),
-    "offload_optimizer": (PLACES, "-k", "optimizer"),
-    "copy_on_update": ("tests/standin/test_snapshot.py", PLACES, "-k", "snapshot or none"),
+    "offload_all": (LOSSES, "-k", "all"),
+    "offload_optimizer": (LOSSES, "-k", "optimizer"),
+    "copy_on_update": ("tests/standin/test_snapshot.py", LOSSES, "-k", "snapshot or none"),
     "load_weights": ("tests/standin/test_runs.py", "-k", "streams"),
-    "transfer": ("tests/standin/test_runs.py", PLACES, "-k", "streams or optimizer"),
+    "transfer": ("tests/standin/test_runs.py", LOSSES, "-k", "streams or optimizer"),
     "step_timer": ("tests/standin/test_counts.py",),
     "links": ("tests/standin/test_ladder.py",),
     "timing": ("tests/standin/test_ladder.py",),
