@@ -48,14 +48,14 @@ class Wait:
     """A place in a file: the function that is called, or given to be called."""
 
     path: Path
-    line: int
+    function: str
     begin: int  # bytes of the file
     end: int
     code: str
     comment: str  # on its line
 
     def __str__(self) -> str:
-        return f"{self.path.relative_to(ROOT)}:{self.line} `{self.code}`"
+        return f"{self.path.relative_to(ROOT / 'llama405b')} | `{self.function}` | `{self.code}`"
 
 
 def main(words: str) -> int:
@@ -101,7 +101,17 @@ def waits(path: Path) -> Iterator[Wait]:
         begin = starts[node_at.lineno - 1] + node_at.col_offset
         end = starts[node_at.end_lineno - 1] + (node_at.end_col_offset or 0)
         comment = text.splitlines()[node_at.lineno - 1].decode().partition("  # ")[2]
-        yield Wait(path, node_at.lineno, begin, end, text[begin:end].decode(), comment)
+        yield Wait(path, function_at(tree, node_at.lineno), begin, end, text[begin:end].decode(), comment)
+
+
+def function_at(tree: ast.AST, line: int) -> str:
+    """Return the name of the innermost function that a line belongs to."""
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return max(around, key=lambda node: node.lineno).name if around else ""
 
 
 def is_method(node: ast.AST | None) -> bool:
