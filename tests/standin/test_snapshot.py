@@ -19,7 +19,7 @@ def _snapshot():
 
     weight = torch.zeros(N, device="cuda")
     weight.add_(1)
-    state = CopyOnUpdate([Unit([weight], None)], Staging(1 << 30))
+    state = CopyOnUpdate([Unit([weight], None)], Staging([weight.nbytes], 1 << 30, weight.device, lambda *_: None))
     state.plan([weight])
     state.before_update([weight])
     weight.add_(1)
