@@ -33,8 +33,8 @@ class SavingCost:
     n_bytes: float
     write_s: float  # beside training
     waits_s: float  # of which training waits
-    unwritten_bytes: float  # when the next update comes
-    staged_bytes: float  # of them, what is copied into memory meanwhile; the update waits for the others
+    wanted_bytes: float  # what copies would take: of what is not written when the next update comes, or of all
+    staged_bytes: float  # of them, what they take; the update waits for what is neither written nor copied
     best_interval_s: float  # between saves that lose the least (``checkpoint.every = auto``)
 
 
@@ -47,13 +47,19 @@ def loading(llama: Llama, hosts: int, disk: float, nic: float) -> LoadingCost:
     )
 
 
-def saving(n_bytes: float, disk: float, step_s: float | None, mtbf_s: float, room: float = math.inf) -> SavingCost:
-    """Predict it; ``n_bytes``: a host's part; ``step_s``: of training; ``mtbf_s``: between failures of the run; ``room``: for copies."""
+def saving(
+    n_bytes: float, disk: float, step_s: float | None, mtbf_s: float, room: float = math.inf, *, at_once: bool = False
+) -> SavingCost:
+    """Predict it; ``n_bytes``: a host's part; ``step_s``: of training; ``mtbf_s``: between failures of the run; ``room``: for copies.
+
+    ``at_once``: the state is on GPUs, from where all is copied that there is room for.
+    """
     write_s = n_bytes / disk
     unwritten = n_bytes * max(0.0, 1 - step_s / write_s) if step_s else 0.0
-    staged = min(unwritten, room)
-    waits_s = WAITS * write_s + (unwritten - staged) / disk
-    return SavingCost(n_bytes, write_s, waits_s, unwritten, staged, best_interval(max(1.0, waits_s), write_s, mtbf_s))
+    wanted = n_bytes if at_once else unwritten
+    waits_s = WAITS * write_s + max(0.0, unwritten - room) / disk
+    interval_s = best_interval(max(1.0, waits_s), write_s, mtbf_s)
+    return SavingCost(n_bytes, write_s, waits_s, wanted, min(wanted, room), interval_s)
 
 
 def nearly_full(free_bytes: int, total_bytes: int) -> bool:

@@ -11,11 +11,13 @@ from llama405b.capacity.disk import BYTES, LoadingCost, SavingCost, loading, sav
 from llama405b.capacity.hardware import GIB, USUAL, Gpu, read_gpus
 from llama405b.capacity.memory import Peak, peak
 from llama405b.capacity.pools import reserved
-from llama405b.capacity.run_shape import RunShape
+from llama405b.capacity.run_shape import PINNED_KINDS, RunShape
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import StepTime, step_time
+from llama405b.contract.cadence import Cadence
 
 RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
+PINNED_BYTES_PER_S = 100e9 / 60  # by a rank: registering 100 GB takes about a minute; a prior
 DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
 
 
@@ -68,6 +70,20 @@ class Estimate:
         return sum(pools.values()) + self.runtime_bytes if pools else None
 
     @property
+    def pinned_bytes(self) -> float:
+        """Of a host's memory, what is pinned before the first step: what crosses to GPUs, or copies of what is saved."""
+        if self.on_cpu:
+            return 0.0
+        if self.run.offload == "none":
+            return self.saving.staged_bytes * Cadence.read(self.run.every).saves
+        return sum(self.held_by_host.get(name, 0.0) for name in PINNED_KINDS[self.run.offload])
+
+    @property
+    def pinning_s(self) -> float:
+        """How long that takes; all ranks of a host at the same time."""
+        return self.pinned_bytes / min(self.run.world, self.run.ranks_per_host) / PINNED_BYTES_PER_S
+
+    @property
     def step_s(self) -> float | None:
         """The time of a step."""
         return self.time.step_s if self.time else None
@@ -86,7 +102,14 @@ def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0
         checkpoints_bytes=(run.keep + 1) * run.checkpoint_bytes,
         time=time,
         loading=loading(run.llama, run.hosts, disk, cluster.nic_bytes_per_s),
-        saving=saving(run.checkpoint_bytes / run.hosts, disk, step_s, run.mtbf_s / run.world, run.room(ram_bytes)),
+        saving=saving(
+            run.checkpoint_bytes / run.hosts,
+            disk,
+            step_s,
+            run.mtbf_s / run.world,
+            run.room(ram_bytes),
+            at_once=run.offload == "none" and not cluster.gpu.is_cpu,
+        ),
         runtime_bytes=cluster.runtime_bytes,
         on_cpu=cluster.gpu.is_cpu,
     )

@@ -24,8 +24,12 @@ class Goodput:
         return self.share >= LEAST
 
 
-def goodput(saving: SavingCost, cadence: Cadence, step_s: float, mtbf_s: float, whole_s: float) -> Goodput | None:
+def goodput(
+    saving: SavingCost, cadence: Cadence, step_s: float, mtbf_s: float, whole_s: float, start_s: float = 0.0
+) -> Goodput | None:
     """Predict it; ``mtbf_s``: between failures of the run; ``whole_s``: of its steps, which are all lost if it never saves; 0: unknown.
+
+    ``start_s``: of a start, beside reading.
 
     A failure undoes what came after the last save that was whole, which is younger than the last that began by as long as one takes.
     A new start reads it at the rate of writing. A save waits for the one before.
@@ -35,6 +39,6 @@ def goodput(saving: SavingCost, cadence: Cadence, step_s: float, mtbf_s: float, 
     if not interval_s:
         return None
     cost_s = max(saving.waits_s, saving.write_s - interval_s) if cadence.saves else 0.0
-    restart_s = RESTART_S + 2 * saving.write_s * cadence.saves
+    restart_s = RESTART_S + start_s + 2 * saving.write_s * cadence.saves
     share = share_that_counts(interval_s, cost_s, restart_s, mtbf_s)
     return Goodput(share, cost_s / (interval_s + cost_s), interval_s, mtbf_s)

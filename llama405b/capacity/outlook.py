@@ -171,7 +171,8 @@ class Outlook:
         if not (self.needs.step_s and self.tokens_per_s):
             return None
         cadence, mtbf_s = Cadence.read(self.load.every), self.load.mtbf_s / self.load.world
-        return goodput(self.needs.saving, cadence, self.needs.step_s, mtbf_s, tokens / self.tokens_per_s)
+        whole_s, start_s = tokens / self.tokens_per_s, self.needs.pinning_s
+        return goodput(self.needs.saving, cadence, self.needs.step_s, mtbf_s, whole_s, start_s)
 
     def hours(self, tokens: float) -> float | None:
         """Return how long so many tokens take, with saves and failures; None: unknown, or for ever."""

@@ -18,6 +18,7 @@ GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter,
 NORM = {"pure-bf16": 4 + 4, "fp32-master": 0, "fp32": 0}  # more bytes per parameter of a norm: its master, and moments
 NORM_SAVED = {"pure-bf16": 2 + 4, "fp32-master": 0, "fp32": 0}  # of those in a checkpoint: it has the master alone
 PASSING = "on their way"  # of a unit at a time, gradients and weights
+PINNED_KINDS = {"optimizer": ("gradients", PASSING), "all": ("parameters", "gradients")}  # what crosses to GPUs
 NORMS = "norms in FP32"  # their masters, and what their moments take more
 
 

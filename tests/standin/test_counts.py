@@ -59,5 +59,17 @@ def test_the_first_step_pins_little(trained):
         assert sum(step["host_alloc"][1] for step in steps) <= 1 << 17
 
 
+def test_copies_of_what_is_saved_are_pinned_at_once_and_no_larger(standin):
+    """With states on the GPU: as large as they are, before the first step; torch would round each tensor's up."""
+    flags = ("--parallel.numerics", "fp32", "--parallel.offload", "none", "--evaluation.every", 0)
+    trained = standin.train(*flags, world=2)
+    [(size, _)] = {(path.stat().st_size, 0) for path in [max(trained.run.glob("checkpoints/step-*/*.distcp"))]}
+    for counts, steps in zip(trained.counts, trained.steps, strict=True):
+        assert counts["host_register"][0] == 1
+        assert size <= counts["host_register"][1] <= 1.02 * size
+        assert counts["host_alloc"][1] <= 1 << 17
+        assert sum(step["host_register"][0] for step in steps) == 0
+
+
 def test_a_run_whose_rank_0_sends_the_weights_has_one_communicator(trained):
     assert [counts["communicator"][0] for counts in trained.counts] == [1, 1]

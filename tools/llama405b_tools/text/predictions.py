@@ -151,6 +151,8 @@ def _files(outlook: Outlook) -> list[str]:
         more = f" (with {loads.host_bytes / GIB:,.0f} GiB more of its memory)"
         reading += f"{more}, {_took(loads.local_s)} if each host reads its own rows"
     writing = f"{_took(saves.write_s)} beside training, which waits {_took(saves.waits_s)}{_copies(outlook)}"
+    if needs.pinned_bytes:
+        reading += f"; pinning {needs.pinned_bytes / GIB:,.0f} GiB of each host's memory: {_took(needs.pinning_s)}"
     return [
         f"loading      {needs.weights_bytes / GIB:,.0f} GiB of weights: {reading}",
         f"saving       {load.checkpoint_bytes / GIB:,.0f} GiB a checkpoint, {saves.n_bytes / GIB:,.0f} of each host: {writing}; "
@@ -163,7 +165,7 @@ def _files(outlook: Outlook) -> list[str]:
 def _copies(outlook: Outlook) -> str:
     """What a save takes of a host's memory, and why it does not take more."""
     saves, limit = outlook.needs.saving, outlook.load.staging_bytes
-    staged, wanted = saves.staged_bytes / GIB, saves.unwritten_bytes / GIB
+    staged, wanted = saves.staged_bytes / GIB, saves.wanted_bytes / GIB
     if not wanted:
         return ""
     if staged == wanted:
@@ -412,6 +414,7 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
         "gpu_reserved_bytes": needs.gpu_reserved_bytes, "gpu_reserved_by_pool_bytes": needs.reserved,
         "gpu_held_bytes": needs.peak.held, "peak_moment": needs.peak.moment, "host_held_bytes": outlook.host_held_bytes,
         "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
+        "pinned_bytes": needs.pinned_bytes, "pinning_s": needs.pinning_s,
         "memory_spread": outlook.memory_spread, "time_range": dataclasses.asdict(within) if within else None,
         "evidence": outlook.evidence, "calibrated": bool(outlook.calibration),
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
