@@ -31,8 +31,9 @@ NOTHING = "(lambda *_, **__: None)"
 LOSSES = "tests/standin/test_losses.py"
 TESTS = {  # by the file's name: what can see its waits
     "offload_all": (LOSSES, "-k", "all"),
-    "offload_optimizer": (LOSSES, "-k", "optimizer"),
-    "copy_on_update": ("tests/standin/test_snapshot.py", LOSSES, "-k", "snapshot or none"),
+    "offload_optimizer": ("tests/standin/test_order.py", LOSSES, "-k", "weights_go_up or optimizer"),
+    "copy_on_update": ("tests/standin/test_order.py", LOSSES, "-k", "order or none"),
+    "fsdp2": (LOSSES, "-k", "none"),
     "load_weights": ("tests/standin/test_runs.py", "-k", "streams"),
     "transfer": ("tests/standin/test_runs.py", LOSSES, "-k", "streams or optimizer"),
     "step_timer": ("tests/standin/test_counts.py",),

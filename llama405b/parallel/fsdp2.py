@@ -116,7 +116,7 @@ class ReduceScatter:
         """Return memory for the stream that this is called on: for a unit's whole gradients, or a rank's own."""
         with torch.cuda.stream(torch.cuda.default_stream(device)):
             made = torch.empty(*size, dtype=dtype, device=device)
-        made.record_stream(torch.cuda.current_stream(device))
+        made.record_stream(torch.cuda.current_stream(device))  # with one micro-batch, what reads it waits for it anyway
         return made
 
     def __call__(

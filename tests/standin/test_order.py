@@ -1,0 +1,62 @@
+"""Copies between a GPU and its host, each in order with what it reads and writes, without the loop, which waits for the device."""
+
+import torch
+
+from standin_rig import FOUND, NOTHING, counts, in_fork
+
+N = 1 << 20
+
+
+def test_it_is_copied_after_its_update_and_before_the_next(standin):
+    content, found = in_fork(_snapshot)
+    assert content == 1.0
+    assert found == NOTHING
+
+
+def _snapshot():
+    from llama405b.checkpoint.copy_on_update import CopyOnUpdate, Staging
+    from llama405b.optim.updater import Unit
+
+    weight = torch.zeros(N, device="cuda")
+    weight.add_(1)
+    state = CopyOnUpdate([Unit([weight], None)], Staging([weight.nbytes], 1 << 30, weight.device, lambda *_: None))
+    state.plan([weight])
+    state.before_update([weight])
+    weight.add_(1)
+    [content] = [float(tensor.mean()) for _, tensor in state.read()]
+    torch.cuda.synchronize()
+    return content, {kind: counts()[kind][0] for kind in FOUND}
+
+
+def test_weights_go_up_after_what_wrote_their_memory_before(standin, tiny):
+    right, found = in_fork(_sync_weights, tiny)
+    assert right
+    assert found == NOTHING
+
+
+def _sync_weights(directory):
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.distributed import ranks
+    from llama405b.model import llama
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.optim.fp32_masters import master_model, master_pairs
+    from llama405b.optim.norm import local
+    from llama405b.parallel import fsdp2, load_weights
+
+    me, parallel = ranks.join("cuda", 60), Parallel(offload="optimizer", numerics="fp32-master")
+    module = llama.build_on_meta(llama.read_hf_config(directory), "eager", fsdp2.shard_dtype(parallel))
+    fsdp2.shard(module, parallel, me.device)
+    master = master_model(module, parallel)
+    load_weights.materialise(module, me)
+    load_weights.load(master, directory, "local", me, lambda *_: None, offload=True)
+    updater = build_updater(module, Optimizer(), parallel, me.device, master=master)
+    torch.cuda.synchronize()
+    for weight in module.parameters():
+        local(weight.data).zero_()
+    updater.sync_weights()
+    torch.cuda.synchronize()
+    right = all(
+        torch.equal(local(w.data).cpu().float(), local(m.data).bfloat16().float())
+        for w, m in master_pairs(module, master)
+    )
+    return right, {kind: counts()[kind][0] for kind in FOUND}
