@@ -1,8 +1,8 @@
 """Write llama405b/capacity/blocks.toml: what torch allocates in a step, in order, from its allocator's own history. No GPU is needed.
 
-    STANDIN=DIRECTORY .venv/bin/python scripts/blocks.py
+    .venv/bin/python scripts/blocks.py
 
-``STANDIN``: see reserved.py. Runs a few layers of a shape in which every size is one product of the model's dimensions and no other,
+On the stand-in for CUDA, see reserved.py. Runs a few layers of a shape in which every size is one product of the model's dimensions and no other,
 so that a block's bytes tell what it is. With blocks of any other size, or layers that are not alike, it fails.
 """
 

@@ -1,8 +1,8 @@
 """Measure what torch's allocator allocates and reserves in steps of true shapes, without a GPU: tests/data/reserved.csv.
 
-    STANDIN=DIRECTORY .venv/bin/python scripts/reserved.py [WORD …] [--write]
+    .venv/bin/python scripts/reserved.py [WORD …] [--write]
 
-``STANDIN``: the libraries that take the place of CUDA's, with run.sh. No kernel runs and nothing large is copied, so steps of 405B
+On the stand-in for CUDA (`bash tests/run.sh --standin` builds it). No kernel runs and nothing large is copied, so steps of 405B
 take seconds; FSDP2, streams and the allocator are torch's own. Each setting runs in a process of its own, as rank 0 of its ranks, and is
 printed beside the prediction. With words: those settings alone that have them all. ``--write`` replaces the table.
 """
@@ -24,6 +24,7 @@ from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.weights import parse_llama
 
 ROOT = Path(__file__).resolve().parents[1]
+STANDIN = ROOT / "tests/standin/device"
 TABLE = ROOT / "tests/data/reserved.csv"
 ARCHITECTURES = json.loads((PRESET_DIR / "architectures.json").read_text())
 WHOLE, HALVES = "LlamaDecoderLayer", "LlamaAttention,LlamaMLP"
@@ -118,7 +119,7 @@ def measure(setting, config=None, history=""):
     more = {"STANDIN_KERNELS": "none", "STANDIN_GB": 600, "PYTHONPATH": ROOT}
     env = os.environ | {name: str(value) for name, value in (place | more).items()}
     asked = json.dumps([dataclasses.asdict(setting), config or ARCHITECTURES[setting.model], str(history)])
-    command = [Path(os.environ["STANDIN"]) / "run.sh", sys.executable, __file__, "--one", asked]
+    command = [STANDIN / "run.sh", sys.executable, __file__, "--one", asked]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -211,21 +212,22 @@ def leave_out(*, on_host):
 
     norm_over_ranks = sequential.norm_over_ranks
 
-    def any_norm(gradients):
+    def any_norm(squares, device):
         with contextlib.suppress(ValueError):  # the root of a negative number
-            norm_over_ranks(gradients)
+            norm_over_ranks(squares, device)
         return 1.0
 
     step.all_reduce_sum = lambda _: torch.ones(())
     sequential.norm_over_ranks = any_norm
     if not on_host:
         return
-    offload_all.start_moments, offload_all.norm_over_ranks = no_moments, lambda _: 1.0
+    offload_all.start_moments, offload_all.norm_over_ranks = no_moments, lambda *_: 1.0
+    offload_all.squares = lambda _: []
     load_weights.allocate = offload_optimizer.allocate = untouched
     offload_all.OffloadedAll._update = nothing
     offload_optimizer.OffloadedOptimizer._sync_unit = nothing
     offload_all._add = nothing
-    offload_optimizer._add = lambda *given: given[-1]()
+    offload_optimizer._add = nothing
 
 
 def take_step(setting, module, update, me):
@@ -236,7 +238,7 @@ def take_step(setting, module, update, me):
     from llama405b.optim.step import train_step
 
     ids = torch.zeros(setting.micro_batch * setting.micro_batches, setting.seq_len, dtype=torch.int64)
-    batches = Batch(ids, ids).to(me.device).split(setting.micro_batch)
+    batches = [batch.to(me.device) for batch in Batch(ids, ids).split(setting.micro_batch)]
     train_step(module, update, batches, max_norm=1.0, dp_size=setting.world)
 
 
