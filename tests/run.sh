@@ -39,13 +39,13 @@ if [ "${1:-}" = --standin ]; then
     exit
 fi
 bash tests/check.sh || exit 1
-# Three files at a time on two cores, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
-three=(-n 3 --dist loadfile --no-loadscope-reorder)
+# Two files at a time, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
+two=(-n 2 --dist loadfile --no-loadscope-reorder)
 export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
-marks=(-m "(unit or ranks) and not gpu and not soak" "${three[@]}") more=true
+marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu and not soak and not standin" --durations=25 "${three[@]}")
+    marks=(-m "not gpu and not soak and not standin" --durations=25 "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin
 elif [ "${1:-}" = --soak ]; then
