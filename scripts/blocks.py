@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/blocks.py
 
-On the stand-in for CUDA, see reserved.py. Runs a few layers of a shape in which every size is one product of the model's dimensions and no other,
-so that a block's bytes tell what it is. With blocks of any other size, or layers that are not alike, it fails.
+On the stand-in for CUDA, see reserved.py. Runs a few layers of a shape in which every size is one product of the model's dimensions and
+no other, so that a block's bytes tell what it is. With blocks of any other size, or layers that are not alike, it fails.
 """
 
 import dataclasses
