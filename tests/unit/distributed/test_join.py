@@ -15,7 +15,7 @@ def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(m
             more, backend=backend, conf=os.environ["PYTORCH_ALLOC_CONF"], ring=os.environ["TORCH_FR_BUFFER_SIZE"]
         )
 
-    for name in ranks.CUDA_ENV:
+    for name in (*ranks.CUDA_ENV, "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.setenv(name, "unset")
         monkeypatch.delenv(name)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
@@ -27,3 +27,4 @@ def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(m
     ranks.join("cuda", 60)
     assert (asked["backend"], asked["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
     assert (asked["conf"], asked["ring"]) == ("expandable_segments:True", "5")
+    assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ  # its older name, of which torch warns
