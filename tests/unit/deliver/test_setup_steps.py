@@ -100,7 +100,15 @@ def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
     (tmp_path / "hosts").write_text(f"localhost workdir={tmp_path}/work\n")
     command = [sys.executable, "-m", "llama405b_tools.cli", "setup", "hosts", "--python", str(fake)]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
-    setup = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    setup = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's `&` has ignored
+    )
     pids = [int(word) for word in _written(began).split()]
     try:
         setup.send_signal(signal.SIGINT)
