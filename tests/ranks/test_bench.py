@@ -90,6 +90,24 @@ def test_whole_runs_agree_with_those_that_do_without(tmp_path, warm_cli):
     ]
 
 
+def test_a_whole_run_ends_with_its_probe(tmp_path):
+    """Which is killed when its time is over."""
+    (tmp_path / "sleeper.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)\n")
+    program = "from pathlib import Path; from llama405b.commands.probes import runs; runs.TRAINER = 'sleeper'"
+    program += "; runs._forked(['sleeper'], Path('log'))"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    probe = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=env)
+    log = tmp_path / "log"
+    run = int(wait_for(lambda: log.exists() and log.read_text().strip()))
+    probe.kill()
+    probe.wait()
+    try:
+        wait_for(lambda: not Path(f"/proc/{run}").exists() or "Z" in Path(f"/proc/{run}/stat").read_text(), 20)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(run, signal.SIGKILL)
+
+
 def test_runs_that_differ_or_end_early_are_told():
     assert _agree({"a": {1: 2.0, 2: 1.0}, "b": {2: 1.0005}}, 1e-3)[0].value == 2
     with pytest.raises(RuntimeError, match=r"step 2 has loss 1\.100000 with b, but 1\.000000 with a"):

@@ -92,10 +92,8 @@ def update(me: Rank) -> list[Figure]:
     figures, most = [], torch.get_num_threads()
     for threads in sorted({1, max(1, most // 4), max(1, most // 2), most}):
         torch.set_num_threads(threads)
-        update_s, norm_s = (
-            best_s(me, one_update),
-            best_s(me, lambda: norm_over_ranks(squares([gradient]), gradient.device)),
-        )
+        update_s = best_s(me, one_update)
+        norm_s = best_s(me, lambda: norm_over_ranks(squares([gradient]), gradient.device))
         figures += [
             Figure(f"update with {threads}", UPDATE_BYTES * elements / GB / update_s, "GB/s"),
             Figure(f"norm with {threads}", 4 * elements / GB / norm_s, "GB/s"),

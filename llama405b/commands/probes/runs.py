@@ -18,6 +18,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.probes import Figure, Probe
 from llama405b.contract.records import METRICS_LINE, Metrics
 from llama405b.data.demo_model import make_demo
+from llama405b.data.parent_watch import end_with
 
 TRAINER = "llama405b.train"
 STEPS, SAVED = 4, 2
@@ -67,10 +68,11 @@ class Runs:
 
 def _forked(argv: Sequence[str], log: Path) -> int:
     """Run a module as the main program in a fork; returns its exit code."""
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
+        end_with(parent)  # which is killed when the probe's time is over
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

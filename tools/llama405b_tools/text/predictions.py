@@ -10,6 +10,7 @@ from llama405b.capacity.machines import Machines
 from llama405b.capacity.outlook import MEMORY_SPREAD, NEAR, Fit, Outlook, is_near, largest_micro_batch, remedies
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
+from llama405b.contract.phrases import counted
 from llama405b.contract.units import SPARE
 
 FITS = {
@@ -295,7 +296,7 @@ def _basis(outlook: Outlook) -> str:
     if known in OWN:
         return OWN[known]
     if within.programs < FEWEST:
-        programs = "1 other program" if within.programs == 1 else f"{within.programs} other programs"
+        programs = counted(within.programs, "other program")
         return f"an assumption: {programs} with offload published a time, and a range takes {FEWEST}"
     alike = (
         "with models below 10 B parameters or one GPU"
