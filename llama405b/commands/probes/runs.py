@@ -92,14 +92,15 @@ def _agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
     (first, expected), *others = losses.items()
     worst = 0.0
     for name, found in others:
+        if max(found, default=0) != max(expected, default=0):
+            ends = max(found, default=0), max(expected, default=0)
+            raise RuntimeError(f"{name} ended after step {ends[0]}, {first} after {ends[1]}")
         for step, loss in found.items():
             worst = max(worst, error := abs(loss - expected[step]) / abs(expected[step]))
             if not error <= tolerance or not math.isfinite(loss):
                 raise RuntimeError(
                     f"step {step} has loss {loss:.6f} with {name}, but {expected[step]:.6f} with {first}"
                 )
-        if max(found, default=0) != max(expected):
-            raise RuntimeError(f"{name} ended after step {max(found, default=0)}, {first} after {max(expected)}")
     return [Figure("runs that agree", len(losses), ""), Figure("relative difference", worst, "")]
 
 
