@@ -257,6 +257,7 @@ def test_a_followed_run_has_one_live_line_on_a_terminal(work, demo, corpus):
 def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
     follower = subprocess.Popen(
         [
+            *("env", "--default-signal=INT"),  # which a test run in the background has ignored
             sys.executable,
             "-m",
             "llama405b_tools.cli",
@@ -270,7 +271,6 @@ def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
         start_new_session=True,
     )
     wait_for(lambda: heartbeat(work, "r", 1)["step"] >= 1)

@@ -98,7 +98,8 @@ def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
     fake.write_text(f'#!/bin/sh\ncase "$1 $2" in "-m venv") {wait};; esac\nexec {sys.executable} "$@"\n')
     fake.chmod(0o755)
     (tmp_path / "hosts").write_text(f"localhost workdir={tmp_path}/work\n")
-    command = [sys.executable, "-m", "llama405b_tools.cli", "setup", "hosts", "--python", str(fake)]
+    interruptible = ["env", "--default-signal=INT"]  # which a shell's `&` has ignored
+    command = [*interruptible, sys.executable, "-m", "llama405b_tools.cli", "setup", "hosts", "--python", str(fake)]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
     setup = subprocess.Popen(
         command,
@@ -107,7 +108,6 @@ def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's `&` has ignored
     )
     pids = [int(word) for word in _written(began).split()]
     try:
