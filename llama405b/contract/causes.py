@@ -59,6 +59,7 @@ class Cause:
 STUCK = {
     "T": "it is stopped by a signal",
     "D": "it is waiting for a disk or driver that does not respond",
+    "Z": "its process has ended, and torchrun has not noticed",
 }  # by process state
 SAID_BY_RANK = {  # how a rank reports its own end; other kinds: the detail alone
     CauseKind.LOST_PEER: "lost contact with another rank in phase {phase}: {detail}",

@@ -203,20 +203,31 @@ def silent_rank(
 ) -> SilentRank | None:
     """Return the rank that the others most likely wait for, if any rank has been silent for too long.
 
-    ``beats``: by host, heartbeats with their age in seconds. A rank that cannot run comes first, then the one furthest
-    behind. A stopped process has no excuse in any phase.
+    ``beats``: by host, heartbeats with their age in seconds. A rank that cannot run comes first, then one in a phase that
+    may be slow, for which the others wait as long, then the one furthest behind. A process that is stopped, or has ended,
+    has no excuse in any phase.
     """
     silent = []
+    others_wait = any(beat.phase in SLOW_PHASES for each in beats.values() for beat, _ in each)
     for host, each in beats.items():
         for beat, age_s in each:
             # Before the first step, which compiles and connects; a long wait for an update is one of a later step.
             before_first_step = beat.time == beat.phase_since and beat.phase is not Phase.UPDATE
             before_first_step = before_first_step or (beat.phase is Phase.EVAL and beat.step == 0)
-            slow = (beat.phase in SLOW_PHASES or before_first_step) and beat.state != "T"
+            slow = (others_wait or before_first_step) and beat.state not in ("T", "Z")
             limit_s = slow_limit_s if slow else step_limit_s
             if beat.phase not in (Phase.DONE, Phase.FAILED) and age_s > limit_s:
                 silent.append(SilentRank(host, beat, age_s))
-    return min(silent, key=lambda rank: (rank.beat.state not in STUCK, rank.beat.step, -rank.age_s), default=None)
+    return min(
+        silent,
+        key=lambda rank: (can_run(rank.beat), rank.beat.phase not in SLOW_PHASES, rank.beat.step, -rank.age_s),
+        default=None,
+    )
+
+
+def can_run(beat: Beat) -> bool:
+    """Return whether a rank's process can go on: it is there, and neither stopped nor waiting for a device."""
+    return bool(beat.state) and beat.state not in STUCK
 
 
 def hung(heard: Mapping[str, HostHeartbeats], now_s: float, step_limit_s: float, slow_limit_s: float) -> Failure | None:

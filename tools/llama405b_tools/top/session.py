@@ -89,6 +89,8 @@ class Session:
         if self.fleet and time.monotonic() > self.guard_at:  # of the run that was just chosen
             self.guard_at = time.monotonic() + GUARD_EVERY_S
             self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
+        elif isinstance(self.source, Replay):
+            self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
         if isinstance(self.source, Live):
             self.source.stay(self.cluster.stay)
         return self.cluster.picture()
@@ -130,3 +132,11 @@ def guard_shown(run: str, heard: guard_record.GuardReports) -> GuardShown:
     if found.gone:
         return GuardShown.GONE
     return GuardShown(found.state.state)
+
+
+def guard_heard(heard: guard_record.GuardReports) -> GuardShown:
+    """Return what a run's guard did, as its hosts last heard: a recording knows no more."""
+    if not heard:
+        return GuardShown.NONE
+    _, state = min(heard, key=lambda entry: entry[0])
+    return GuardShown.GONE if state.died else GuardShown(state.state)

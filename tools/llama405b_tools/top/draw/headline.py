@@ -14,11 +14,18 @@ from llama405b_tools.top.draw.marks import ODD
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, TrainingStatus, Verdict, known
 
 Part = tuple[int, Text]  # the highest number is omitted first
-VERDICTS = {Verdict.HEALTHY: ("●", "green"), Verdict.DEGRADED: ("▲", "yellow"), Verdict.CONNECTING: ("…", "yellow")}
+VERDICTS = {
+    Verdict.HEALTHY: ("●", "green"),
+    **dict.fromkeys((Verdict.DEGRADED, Verdict.RESTARTING), ("▲", "yellow")),
+    Verdict.CONNECTING: ("…", "yellow"),
+    **dict.fromkeys((Verdict.TRAINING, Verdict.RUNNING), ("●", "")),
+    **dict.fromkeys((Verdict.STARTING, Verdict.LOADING, Verdict.SAVING, Verdict.EVALUATING), ("◐", "blue")),
+    **dict.fromkeys((Verdict.DONE, Verdict.STOPPED, Verdict.NO_RUN), ("■", "")),
+}
 PHASE_STYLES = {
     RunPhase.HUNG: "bold red",
     RunPhase.FAILED: "bold red",
-    RunPhase.TRAIN: "bold green",
+    RunPhase.TRAINING: "bold green",
     RunPhase.RUNNING: "bold green",
 }
 

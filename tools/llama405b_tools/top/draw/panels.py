@@ -18,7 +18,7 @@ from llama405b_tools.top.draw.marks import ODD, OLD, STYLES, pieced, style_of
 from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, known
 
 SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown values come last
-    "worst": lambda row: (-row.severity, -len(row.notes)),
+    "worst": lambda row: (not row.is_culprit, -row.severity, -len(row.notes)),
     "name": lambda _: (),
     "power": lambda row: (row.power_pct is None, row.power_pct or 0.0),
     "step": lambda row: (row.step is None, row.step or 0, -(row.step_age_s or 0.0)),

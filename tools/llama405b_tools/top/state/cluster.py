@@ -4,18 +4,22 @@
 """
 
 import collections
+import dataclasses
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from llama405b.contract import reader
+from llama405b.contract.phrases import given
 from llama405b.contract.reader import Json
 from llama405b.contract.records import GuardState
 from llama405b_tools.run import judge
 from llama405b_tools.text.clean import clean
+from llama405b_tools.text.fold import fold_names
 from llama405b_tools.top.state import overall, thresholds
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import NOT_AWAY, Away, Moment, nodes_of
+from llama405b_tools.top.state.moment import NOT_AWAY, Away, Moment, Past, nodes_of
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
     Change,
@@ -29,6 +33,7 @@ from llama405b_tools.top.state.picture import (
 from llama405b_tools.top.state.training import NOT_LOADING, LoadBegan, training
 from llama405b_tools.top.state.verdicts import BeatId, Note
 
+DIGITS = re.compile(r"\d+", re.ASCII)
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
 RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # trouble of the run on a host, not of the host
 LEVELS = {
@@ -68,6 +73,7 @@ class ClusterState:
         self.guard = GuardShown.NONE
         self.wanted = ""  # the run requested by --run
         self.away = NOT_AWAY
+        self.past = Past()  # of the run that is shown
         self.found = self._look(0.0)  # at the moment last advanced to
 
     def note(self, text: str, now: float) -> None:
@@ -98,8 +104,7 @@ class ClusterState:
             self.link(host, HostState.DOWN, f"its sampler sends frames that cannot be read ({error})", now)
             return
         self._over(host, "link", now)
-        for words in self.hosts[host].take(frame, now):
-            self._event(now, host, Level.BAD, words)
+        self.hosts[host].take(frame, now)
         if frame.run:
             metrics = self.metrics_of[frame.run.name]
             for each in frame.run.metrics:
@@ -113,11 +118,16 @@ class ClusterState:
         """Advance to a moment: choose the run to show, note what is new and what is over."""
         self._choose(now)
         found = self.found = self._look(now)
+        found.remember()
         self.hung = found.hang.beat if found.hang else None
         if not found.hang and not found.failures:
             self._tell_of_run(found.run_notes, now)
+        self._tell_if("others", given("also live on these hosts: {}", ", ".join(found.others)), now)
+        gone = self.guard is GuardShown.GONE and found.phase[0] not in (RunPhase.DONE, RunPhase.STOPPED)
+        self._tell_if("guard", "the run's guard is gone" if gone else "", now)
         for name, (state, why) in found.states.items():
             self._tell(name, state, why, found.notes[name], now)
+        self._fold_events(now)
         if found.phase[0] is not RunPhase.LOADING:
             self.load = NOT_LOADING
         elif self.load.total_bytes != found.loaded[1]:
@@ -138,7 +148,7 @@ class ClusterState:
         rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
         shown = training(found, self.guard, self.load)
         verdict, why = overall.verdict(found, rows, shown)
-        if self.wanted and not shown and verdict in (Verdict.HEALTHY, Verdict.DEGRADED):
+        if self.wanted and not shown and verdict in (Verdict.NO_RUN, Verdict.DEGRADED):
             verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"
         return Picture(
             time=found.now,
@@ -163,9 +173,10 @@ class ClusterState:
             self.hang_after_s,
             self.hosts,
             self.run,
-            self.metrics_of[self.run],
+            tuple(self.metrics_of[self.run]),
             self.hung,
             self.away,
+            self.past,
         )
 
     def first_rank(self, host: str) -> int:
@@ -196,6 +207,8 @@ class ClusterState:
             self.standing = {key: said for key, said in self.standing.items() if not said.of_run}
         if best.name == self.run and best.created > self.created and best.attempt > 1:
             self._event(now, "", Level.NOTE, f"{best.name}: attempt {best.attempt} began")
+        if best.name != self.run:
+            self.past = Past()
         self.load = NOT_LOADING
         self.run = best.name
         self.created = best.created
@@ -219,10 +232,17 @@ class ClusterState:
         """Note what is new about the run as a whole, and what is over."""
         keys = {note.key for note in notes}
         for host, kind in list(self.standing):
-            if not host and kind not in keys:
+            if not host and kind not in keys and self.standing[host, kind].of_run:
                 self._over("", kind, now)
         for note in notes:
             self._say("", note.key, Level.WARNING, note.key, note.words, now, of_run=True)
+
+    def _tell_if(self, kind: str, words: str, now: float) -> None:
+        """Note something about the run as a whole, if there are words for it; else that it is over."""
+        if words:
+            self._say("", kind, Level.WARNING, words, words, now)
+        else:
+            self._over("", kind, now)
 
     def _tell(self, name: str, state: HostState, why: str, notes: Sequence[Note], now: float) -> None:
         """Note what is new about a host."""
@@ -249,6 +269,17 @@ class ClusterState:
         """Note that something is no longer wrong."""
         if before := self.standing.pop((host, kind), None):
             self._event(now, host, Level.NOTE, f"no longer: {before.text}")
+
+    def _fold_events(self, now: float) -> None:
+        """Make one of what was noted now of several hosts alike, such as that they lost contact."""
+        alike: dict[tuple[Level, str], list[Change]] = {}
+        while self.events and self.events[-1].time == now:
+            event = self.events.pop()
+            alike.setdefault((event.level, DIGITS.sub("", event.text)), []).append(event)
+        for each in reversed(alike.values()):
+            first = each[-1]
+            names = fold_names(sorted(event.host for event in each))
+            self.events.append(first if len(each) == 1 else dataclasses.replace(first, host=names))
 
     def _event(self, now: float, host: str, level: Level, text: str) -> None:
         self.events.append(Change(now, host, level, clean(text).replace("\n", " ")))

@@ -5,12 +5,14 @@ metrics that are malformed.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import Blame, GuardState, NodeStatus
 from llama405b_tools.remote.messages.host_run import Beat
 
+RATE = re.compile(r"\s*(\d{1,6}(?:\.\d{1,3})?)", re.ASCII)  # of a port
 Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, number of ranks
 Processes = tuple[tuple[int, str, int, int, str, str], ...]  # pid, state, ticks, bytes, rank, command
 
@@ -54,6 +56,12 @@ class IbPort:
     def name(self) -> str:
         """The name, as the kernel and NCCL write it."""
         return f"{self.device}/{self.port}"
+
+    @property
+    def gbit_per_s(self) -> float:
+        """The rate, such as ``400 Gb/sec (4X NDR)``, in Gb/s; 0 if it cannot be read."""
+        match = RATE.match(self.rate)
+        return float(match[1]) if match else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +143,9 @@ class RunFrame:
     max_steps: int | None = None  # only from the head
     unsaved: str = ""  # only from the head: why the newest save failed
     checkpoint_step: int | None = None  # the newest in the directory of checkpoints; None: there is none
+    usual_s: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # only from the head: median seconds of a phase
     copied_step: int | None = None  # the newest of which the next host has this one's part; None: nothing is copied
 
 
@@ -157,6 +168,13 @@ class Frame:
     cwd: str = ""
     own: tuple[float, int] | None = None  # the sampler's CPU seconds (without nvidia-smi) and peak resident bytes
     procs: Processes | None = None  # None: unchanged
+    kernel_times: tuple[float, ...] = ()  # of ``kernel``, by the host's clock
+    foreign: tuple[tuple[int, str, str], ...] | None = (
+        None  # on its GPUs, not of the run: pid, user, command; None: unchanged
+    )
+    io: tuple[tuple[int, int], ...] | None = (
+        None  # of the run's processes: pid, bytes read and written; None: unchanged
+    )
 
 
 NO_FRAME = Frame(0.0, "", None, Cpu(0, 0, None), Ram(None, None, None), (), {}, (), None, SmiFrame(None, 0.0), None)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from llama405b.contract.phrases import given
 from llama405b_tools.machine import gpus
 from llama405b_tools.machine.gpus import GpuReport
 from llama405b_tools.remote.messages.host_run import Beat
@@ -24,6 +25,8 @@ from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, Hos
 from llama405b_tools.top.state.verdicts import Note
 
 HISTORY = 120
+MOST_XIDS = 20
+BUSY_STEPS, BUSY_LEAST = 5, 3  # kept of each rank; and needed to judge one
 _clean_command = functools.lru_cache(4096)(clean)  # commands repeat across hosts and frames
 WHOLE = re.compile(r"\d{1,9}", re.ASCII)
 SLACK = 1.1  # times all cores: the kernel's counters are not exact
@@ -32,11 +35,20 @@ Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU or rank, why 
 NOT_ODD = Note("", "")
 
 
+class Xid(NamedTuple):
+    """An error of a GPU in the kernel's log."""
+
+    time: float  # host's clock
+    gpu: int | None  # its index; None: it is not among those that nvidia-smi lists
+    words: str
+
+
 class Judged(NamedTuple):
     """What is judged about a host at one moment."""
 
     state: HostState
     why: str
+    is_culprit: bool
     notes: Sequence[Note]  # what stands out on it, worst first
     gpus: Odd
     ranks: Odd
@@ -54,13 +66,19 @@ class HostView:
     frame: Frame = NO_FRAME
     before: Frame = NO_FRAME  # the frame before
     earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # minutes
-    active_ports: set[str] = dataclasses.field(default_factory=set)  # ports that were ever active
+    best_rates: dict[str, float] = dataclasses.field(default_factory=dict)  # of ports that were ever active, in Gb/s
     gpus: list[GpuReport] = dataclasses.field(default_factory=list)
     gpus_before: list[GpuReport] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
     apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
     expected: frozenset[str] = frozenset()  # UUIDs of the GPUs that it has had since it was started
-    xids: list[str] = dataclasses.field(default_factory=list)
+    xids: collections.deque[Xid] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_XIDS))
+    foreign: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)  # pid -> user and command
+    io: Mapping[int, int] = dataclasses.field(default_factory=dict)  # pid -> bytes read and written
+    busy: dict[int, collections.deque[tuple[int, float]]] = dataclasses.field(
+        default_factory=dict
+    )  # by rank: step, seconds
+    moved_at: float = -math.inf  # when its processes were last seen to read or write much
     procs: Processes = ()
     procs_at: float = 0.0  # host's clock
     cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
@@ -68,8 +86,8 @@ class HostView:
     plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, the frame that had its nodes
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
-    def take(self, frame: Frame, now: float) -> list[str]:
-        """Take a frame; return the GPU errors that are new in the kernel log."""
+    def take(self, frame: Frame, now: float) -> None:
+        """Take a frame."""
         self.before = self.frame
         self.frame = frame
         self.heard_at = now
@@ -79,13 +97,42 @@ class HostView:
         if (run := frame.run) and run.nodes is not None:
             self.plans[run.name] = run
         self._expect()
-        new = [f"Xid {number} at {bus}: {words}" for bus, number, words in gpus.xids(frame.kernel or ())]
-        self.xids = [*self.xids, *new][-3:]
+        self._take_busy(frame.run.beats if frame.run else ())
+        self.xids.extend(self._new_xids(frame))
+        if frame.foreign is not None:
+            self.foreign = {pid: (user, command) for pid, user, command in frame.foreign}
+        if frame.io is not None:
+            self._take_io(dict(frame.io), now)
         if frame.procs is not None:
             self._take_processes(frame.procs, frame.now)
         self.processes = self._processes()
         self.history.extend(known([self._level()]))
-        return new
+
+    def _new_xids(self, frame: Frame) -> Iterator[Xid]:
+        index_of = {gpu.bus.partition(".")[0].upper(): gpu.index for gpu in self.gpus if gpu.bus}
+        lines = frame.kernel or ()
+        times = frame.kernel_times if len(frame.kernel_times) == len(lines) else [frame.now] * len(lines)
+        for line, moment in zip(lines, times, strict=True):
+            for bus, number, words in gpus.xids([line]):
+                index = next((i for full, i in index_of.items() if full.endswith(_bus(bus))), None)
+                yield Xid(moment, index, f"Xid {number}{given(' at {}', bus if index is None else '')}: {words}")
+
+    def _take_busy(self, beats: Sequence[Beat]) -> None:
+        for beat in beats:
+            known_of = self.busy.setdefault(beat.rank, collections.deque(maxlen=BUSY_STEPS))
+            if beat.busy_s is not None and (not known_of or known_of[-1][0] != beat.step):
+                known_of.append((beat.step, beat.busy_s))
+
+    def busy_s(self, rank: int) -> float | None:
+        """Return the median seconds that a rank computes in a step, over the last few; None: too few are known."""
+        took = [took_s for _, took_s in self.busy.get(rank, ())]
+        return statistics.median(took) if len(took) >= BUSY_LEAST else None
+
+    def _take_io(self, io: Mapping[int, int], now: float) -> None:
+        grown = [count - self.io[pid] for pid, count in io.items() if pid in self.io]
+        if max(grown, default=0) >= thresholds.MOVED_BYTES:
+            self.moved_at = now
+        self.io = io
 
     def _keep(self, frame: Frame, now: float) -> None:
         """Keep a frame, for what is counted over minutes."""
@@ -93,7 +140,9 @@ class HostView:
             self.earlier.append((now, frame))
         while len(self.earlier) > 1 and now - self.earlier[0][0] > thresholds.COUNTERS_S:
             self.earlier.popleft()
-        self.active_ports |= {port.name for port in frame.ib if "ACTIVE" in port.state}
+        for port in frame.ib:
+            if "ACTIVE" in port.state:
+                self.best_rates[port.name] = max(self.best_rates.get(port.name, 0.0), port.gbit_per_s)
 
     def _take_smi(self, smi: SmiFrame) -> None:
         """Take nvidia-smi's answer; while it is slow the last one holds, and when it hangs nothing is known."""
@@ -195,13 +244,54 @@ class HostView:
             ram_used_bytes=frame.memory.used,
             disk_free_bytes=min((free for _, free, _ in frame.disks), default=None),
             net_bytes_per_s=self._rate(_net),
-            ib_bytes_per_s=self._rate(_ib),
+            ib_bytes_per_s=self.ib_rate,
+            is_culprit=judged.is_culprit,
             notes=tuple(note.words for note in judged.notes),
             odd_in=tuple(sorted(fields)),
             history=tuple(self.history),
         )
 
-    def notes(self, odd: Odd) -> list[Note]:
+    @property
+    def ib_rate(self) -> float | None:
+        """Bytes per second that it sends and receives over RDMA."""
+        return self._rate(_ib)
+
+    def new_xids(self, run_name: str) -> list[Xid]:
+        """Return the Xids since the run's attempt began; without a run, those of the last minutes."""
+        run = self.run(run_name)
+        since = run.created if run else self.frame.now - thresholds.COUNTERS_S
+        return [xid for xid in self.xids if xid.time >= since]
+
+    def gpus_of(self, run_name: str, beat: Beat) -> list[GpuReport]:
+        """Return the GPU of a rank; all of the host's if it is not known which is its."""
+        run = self.run(run_name)
+        indices = [i for i, rank in self.rank_of(run).items() if rank == beat.rank] if run else []
+        return [gpu for gpu in self.gpus if gpu.index in indices] or self.gpus
+
+    def rank_of(self, run: RunFrame) -> dict[int, int]:
+        """Return the rank on each GPU, by the GPU's index: by nvidia-smi's processes, else (in a container) by order."""
+        ranks = {beat.pid: beat.rank for beat in run.beats}
+        index_of = {gpu.uuid: gpu.index for gpu in self.gpus}
+        by_pid = {index_of[uuid]: ranks[pid] for pid, uuid, _ in self.apps if pid in ranks and uuid in index_of}
+        plan = self.plans.get(run.name)
+        node = next((node for node in (plan.nodes or () if plan else ()) if node[0] == self.name), None)
+        if by_pid or node is None:
+            return by_pid
+        _, first, n_ranks = node
+        return {gpu.index: first + i for i, gpu in enumerate(self.gpus[:n_ranks])}
+
+    def _foreign_notes(self) -> Iterator[Note]:
+        """Yield the processes on its GPUs that are not of the run."""
+        index_of = {gpu.uuid: gpu.index for gpu in self.gpus}
+        for pid, uuid, mib in self.apps:
+            if pid in self.foreign and (mib is None or mib >= thresholds.FOREIGN_MIB):
+                user, command = self.foreign[pid]
+                size = "" if mib is None else f"{mib / 1024:.1f} GiB of "
+                who = _clean_command(f"{user}: {command}" if user else f"process {pid}")
+                where = f"gpu {index_of.get(uuid, '?')}"
+                yield Note(f"foreign {pid} {uuid}", f"{where}: {size}another program, {who}", ("used_mib",))
+
+    def notes(self, run_name: str, odd: Odd) -> list[Note]:
         """Return what stands out on it, worst first; GPUs with the same note share one."""
         if not self.is_heard:
             return []
@@ -217,14 +307,16 @@ class HostView:
                 alike.setdefault(note, []).append(gpu.index)
         for note, indices in alike.items():
             notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}", note.fields))
-        notes += [Note(words, words) for words in self.xids]
-        return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.active_ports)]
+        notes += [Note(xid.words, xid.words) for xid in self.new_xids(run_name) if xid.gpu is None]
+        notes += self._foreign_notes()
+        return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.best_rates)]
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
-        by_pid = {rank.pid: rank for rank in ranks}
-        rank_of = {uuid: by_pid[pid] for pid, uuid, _ in self.apps if pid in by_pid}
+        row_of = {rank.rank: rank for rank in ranks}
+        rank_of = self.rank_of(self.frame.run) if ranks and self.frame.run else {}
         return tuple(
-            self._cell(gpu, rank_of.get(gpu.uuid), odd.get((self.name, gpu.index), NOT_ODD)) for gpu in self.gpus
+            self._cell(gpu, row_of.get(rank_of.get(gpu.index, -1)), odd.get((self.name, gpu.index), NOT_ODD))
+            for gpu in self.gpus
         )
 
     @staticmethod
@@ -302,6 +394,11 @@ def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
             yield pid, words[1], _whole(words[2])
 
 
+def _bus(bus: str) -> str:
+    """Return a PCI address of the kernel's log in the form of nvidia-smi's end: ``PCI:0000:1b:00`` as ``0000:1B:00``."""
+    return bus.removeprefix("PCI:").partition(".")[0].upper()
+
+
 def _whole(text: str) -> int | None:
     return int(text) if WHOLE.fullmatch(text) else None
 
@@ -328,6 +425,7 @@ def _rank(host_now: float, beat: Beat, odd: Note) -> RankRow:
         beat.done_bytes,
         beat.total_bytes,
         beat.data_s,
+        beat.busy_s,
         beat.optimizer_s,
         odd.words,
         odd.fields,

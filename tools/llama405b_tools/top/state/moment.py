@@ -8,19 +8,24 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from llama405b.contract.records import NodeState, Phase
+from llama405b.contract.records import Blame, NodeState, Phase
 from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.text.clean import clean
-from llama405b_tools.top.state import steps, thresholds, verdicts
+from llama405b_tools.text.fold import fold_ranks
+from llama405b_tools.top.state import phases, steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
+from llama405b_tools.top.state.levels import Fall, Level
+from llama405b_tools.top.state.pace import Pace, n_recent, pace, slow_note, usual_s
+from llama405b_tools.top.state.phases import PhaseTimes, Stay
 from llama405b_tools.top.state.picture import LINK_STATES, HostState, RunPhase, known
 from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
 
-MOVING = (RunPhase.TRAIN, RunPhase.CKPT, RunPhase.EVAL)
+MOVING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
+LIVE = (RunPhase.STARTING, RunPhase.LOADING, *MOVING)
 
 
 class Away(NamedTuple):
@@ -40,6 +45,15 @@ class Away(NamedTuple):
 NOT_AWAY = Away(-math.inf, 0.0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Past:
+    """What was seen of the run before, and is judged against."""
+
+    times: PhaseTimes = dataclasses.field(default_factory=PhaseTimes)
+    power_w: Level = dataclasses.field(default_factory=Level)  # per GPU
+    ib_bytes_per_s: Level = dataclasses.field(default_factory=Level)  # per host
+
+
 @dataclasses.dataclass(frozen=True)
 class Moment:
     """The hosts at one moment; everything else is derived, once."""
@@ -52,6 +66,7 @@ class Moment:
     metrics: Sequence[StepMetrics]  # of the run, oldest first
     hung: BeatId | None  # the heartbeat already judged to be a hang
     away: Away
+    past: Past
 
     @functools.cached_property
     def fresh(self) -> Sequence[HostView]:
@@ -85,18 +100,22 @@ class Moment:
 
     @functools.cached_property
     def odd(self) -> Odd:
-        """The GPUs that also stood out in the frame before: frames of one moment are up to an interval apart."""
+        """The GPUs with an error, and those that also stood out in the frame before: frames are up to an interval apart."""
         hosts = self.ours or self.fresh
         now = verdicts.odd_gpus({host.name: host.gpus for host in hosts})
-        if not now:
-            return {}
-        before = verdicts.odd_gpus({host.name: host.gpus_before or host.gpus for host in hosts})
-        return {gpu: note for gpu, note in now.items() if gpu in before}
+        if now:
+            before = verdicts.odd_gpus({host.name: host.gpus_before or host.gpus for host in hosts})
+            now = {gpu: note for gpu, note in now.items() if gpu in before}
+        for host in hosts:
+            for xid in host.new_xids(self.run):
+                if xid.gpu is not None:
+                    now[host.name, xid.gpu] = Note(xid.words, xid.words)
+        return now
 
     @functools.cached_property
     def notes(self) -> Mapping[str, Sequence[Note]]:
         """What stands out, by host."""
-        found = {name: host.notes(self.odd) for name, host in self.hosts.items()}
+        found = {name: host.notes(self.run, self.odd) for name, host in self.hosts.items()}
         for name, rank, note in self.slow_ranks:
             found[name].append(Note(f"rank {rank} {note.key}", f"rank {rank}: {note.words}"))
         for name, note in self._beatless():
@@ -107,7 +126,10 @@ class Moment:
     def slow_ranks(self) -> Sequence[tuple[str, int, Note]]:
         """The ranks that delay the others, by host and number, and why."""
         beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
-        return list(verdicts.slow_ranks(beats, self.median("step_s")))
+        step_s = self.median("step_s")
+        found = list(verdicts.slow_ranks(beats, step_s))
+        busy = [(took_s, name, beat.rank) for name, beat in beats if (took_s := self.hosts[name].busy_s(beat.rank))]
+        return [*found, *verdicts.behind(busy, step_s)] if step_s else found
 
     @functools.cached_property
     def odd_ranks(self) -> Odd:
@@ -125,7 +147,35 @@ class Moment:
 
     def judged(self, name: str) -> Judged:
         """Return what is judged about a host."""
-        return Judged(*self.states[name], self.notes[name], self.odd, self.odd_ranks)
+        return Judged(*self.states[name], name == self.culprit, self.notes[name], self.odd, self.odd_ranks)
+
+    @functools.cached_property
+    def culprit(self) -> str:
+        """The host where a hang or failure began; "" if there is none, or if that is not known yet."""
+        if self.hang:
+            return self.hang.host
+        return judge.first_failure(self.failures).host if self.failures and not self.is_unblamed else ""
+
+    @functools.cached_property
+    def is_unblamed(self) -> bool:
+        """Whether ranks only lost contact with others so far, and the one that failed first may yet be heard of."""
+        if any(failure.origin for failure in self.failures):
+            return False
+        ends = [status.time for run in self.heard.values() if (status := run.status) and not run.alive]
+        failed = [beat.phase_since for beats in self.beats.values() for beat, _ in beats if beat.phase is Phase.FAILED]
+        began = min([*ends, *failed], default=self.now)
+        return self.now - began < thresholds.BLAME_S
+
+    @functools.cached_property
+    def others(self) -> Sequence[str]:
+        """The other runs that are live on its hosts."""
+        return sorted({name for run in self.heard.values() for name in run.others} - {self.run})
+
+    @functools.cached_property
+    def blamed(self) -> Blame | None:
+        """Why this attempt was ended, if whoever ended it has recorded that."""
+        recorded = [run.blame for run in self.heard.values() if run.blame]
+        return judge.blame_of(max((run.attempt for run in self.heard.values()), default=0), recorded)
 
     def _beatless(self) -> Iterator[tuple[str, Note]]:
         """Yield the hosts whose ranks have no heartbeat, or one that stands, while the run trains."""
@@ -141,17 +191,100 @@ class Moment:
     @functools.cached_property
     def run_notes(self) -> Sequence[Note]:
         """What stands out about the run as a whole, worst first; nothing once it hangs or has failed."""
+        found: list[Note] = []
+        if self.phase[0] in LIVE:
+            found += self._long_phase()
         if self.phase[0] not in MOVING:
-            return ()
-        found = list(self._stall())
+            return found
+        found += self.stall
+        found += self._falls()
+        found += slow_note(self.pace)
         if self.metrics:
             found += steps.unusual(self.metrics)
         knows_attempt = not self.metrics or self.metrics[-1].attempt
         if self.head and knows_attempt:
             found += steps.without_metrics(self.measured, self.beats.get(self.head.name, ()), self.patience_s)
-        if why := next((run.unsaved for run in self.told.values() if run.unsaved), ""):
-            found.append(Note("unsaved", f"not saved: {clean(why)}", ("checkpoint_step",)))
+        if self.unsaved:
+            found.append(Note("unsaved", f"not saved: {self.unsaved}", ("checkpoint_step",)))
         return found
+
+    @functools.cached_property
+    def unsaved(self) -> str:
+        """Why the newest save failed; "" if it did not."""
+        return clean(next((run.unsaved for run in self.told.values() if run.unsaved), ""))
+
+    @functools.cached_property
+    def planned_s(self) -> float | None:
+        """The step that was predicted; None if nothing was."""
+        plans = (plan for host in self.hosts.values() if (plan := host.plans.get(self.run)))
+        return max((plan.expected_step_s for plan in plans if plan.expected_step_s > 0), default=None)
+
+    @functools.cached_property
+    def pace(self) -> Pace | None:
+        """The pace of the last steps; None if it is not known yet."""
+        return pace(self.metrics, self.planned_s)
+
+    @functools.cached_property
+    def usual_step_s(self) -> float | None:
+        """What a step of this run usually takes."""
+        return usual_s(self.metrics)
+
+    @functools.cached_property
+    def stay(self) -> Stay | None:
+        """The phase that the others wait for and its time, while the run lives and does not train."""
+        clocks = {name: self.hosts[name].clock(self.now) for name in self.heard}
+        beats = [(name, beat) for name, run in self.heard.items() if run.alive for beat in run.beats]
+        phase = phases.waited_for({beat.phase for _, beat in beats})
+        if phase not in phases.ACTS or not beats:
+            return None
+        lasts_s = max(clocks[name] - beat.phase_since for name, beat in beats if beat.phase is phase)
+        told = self.heard[self.head.name].usual_s if self.head else {}
+        return Stay(phase, lasts_s, self.past.times.usual_s(phase, told))
+
+    @functools.cached_property
+    def still_s(self) -> float:
+        """Seconds since anything of the run moved: a heartbeat, a log line, or bytes that its processes read or write."""
+        beats = [age_s for each in self.beats.values() for _, age_s in each]
+        files = [self.now - host.moved_at for host in self.ours]
+        return min([*beats, *self._log_ages(), *files], default=0.0)
+
+    def _long_phase(self) -> Iterator[Note]:
+        """Yield that a phase lasts longer than it usually does; or, if that is not known, that nothing moves in it."""
+        if not self.stay or self.stay.lasts_s < self.stay.limit_s:
+            return
+        if self.stay.usual_s is not None or self.still_s >= self.hang_after_s:
+            yield Note(f"long {self.stay.phase}", self.stay.words, ("phase",))
+
+    @property
+    def power_w(self) -> float | None:
+        """What a GPU of the run draws in the mean, if enough of them tell."""
+        powers = known(gpu.power_w for host in self.ours for gpu in host.gpus)
+        return statistics.mean(powers) if powers else None
+
+    @property
+    def ib_bytes_per_s(self) -> float | None:
+        """What a host of the run sends and receives over RDMA in the mean."""
+        rates = known(host.ib_rate for host in self.ours)
+        return statistics.mean(rates) if rates else None
+
+    def _falls(self) -> Iterator[Note]:
+        """Yield that all GPUs draw less than before, or all links carry less."""
+        if power := self.past.power_w.fall(self.interval_s):
+            n_gpus = sum(len(host.gpus) for host in self.ours)
+            words = f"the power of all {n_gpus} GPUs fell from {_times(power, n_gpus / 1e3, '.1f')} kW"
+            yield Note("power fell", words, ("power_w",))
+        if flow := self.past.ib_bytes_per_s.fall(self.interval_s):
+            words = f"the RDMA traffic of all {len(self.ours)} hosts fell from {_times(flow, 8e-9 * len(self.ours), ',.0f')} Gb/s"
+            yield Note("rdma fell", words, ("ib_bytes_per_s",))
+
+    def remember(self) -> None:
+        """Add what is seen now to the past."""
+        if self.head and self.heard[self.head.name].alive:
+            for beat in self.heard[self.head.name].beats[:1]:
+                self.past.times.see(beat.phase, beat.phase_since)
+        if self.phase[0] is RunPhase.TRAINING:
+            self.past.power_w.add(self.now, self.power_w, self.interval_s)
+            self.past.ib_bytes_per_s.add(self.now, self.ib_bytes_per_s, self.interval_s)
 
     @functools.cached_property
     def states(self) -> Mapping[str, tuple[HostState, str]]:
@@ -177,8 +310,7 @@ class Moment:
             found += [Failure(name, judge.cause_of_rank(beat)) for beat, _ in beats if beat.phase is Phase.FAILED]
         if not found:
             return []
-        recorded = [run.blame for run in self.heard.values() if run.blame]
-        return judge.with_blame(found, judge.blame_of(max(run.attempt for run in self.heard.values()), recorded))
+        return judge.with_blame(found, self.blamed)
 
     @functools.cached_property
     def beats(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:
@@ -222,36 +354,68 @@ class Moment:
     @functools.cached_property
     def hang(self) -> Hang | None:
         """The rank that the others wait for, if that is a hang."""
+        return self._silence() or self._stuck_phase()
+
+    def _silence(self) -> Hang | None:
+        """Return the rank that has been silent for too long in training."""
         limit_s = max(self.hang_after_s, thresholds.HANG_STEPS * (self.median("step_s") or 0.0))
         found = judge.silent_rank(self.telling, limit_s, math.inf)
         if found is None:
             return None
         beat = (found.host, found.beat.rank, found.beat.time)
-        sure = beat == self.hung or found.age_s > thresholds.LONG_SILENCE * limit_s
-        log_ages = [
-            run.log_age_s + self.now - self.hosts[name].heard_at
-            for name, run in self.heard.items()
-            if run.log_age_s is not None
-        ]
-        gpus = self.hosts[found.host].gpus
-        if not verdicts.is_hang(found.beat, found.age_s, gpus, log_ages, sure=sure):
+        long = found.age_s > thresholds.LONG_SILENCE * limit_s
+        log_ages = self._log_ages()
+        gpus = self.hosts[found.host].gpus_of(self.run, found.beat)
+        if not verdicts.is_hang(found.beat, found.age_s, gpus, log_ages, sure=beat == self.hung, long=long):
             return None
         words = verdicts.hang_words(found.beat, found.age_s, gpus, log_ages)
-        if self.unheard:  # the rank may only be waiting for them
-            first = self.unheard[0]
-            why = first.state(None, self.now, self.interval_s)[1] or "it does not report the run"
-            return Hang(first.name, found.age_s, f"{why}; {found.host} waits: {words}", beat)
+        for name, why in self._absent():  # the rank may only be waiting for them
+            return Hang(name, found.age_s, f"{why}; {found.host} waits: {words}", beat)
         return Hang(found.host, found.age_s, words, beat)
 
-    def _stall(self) -> Iterator[Note]:
-        """Yield that no rank has moved for much longer than a step takes, which may become a hang."""
-        step_s = self.median("step_s")
+    def _absent(self) -> Iterator[tuple[str, str]]:
+        """Yield the hosts that are not heard, and those of which ranks have no heartbeat, each with why."""
+        for host in self.unheard:
+            yield host.name, host.state(None, self.now, self.interval_s)[1] or "it does not report the run"
+        for name, first, n_ranks in self.nodes:
+            there = {beat.rank for beat, _ in self.beats.get(name, ())}
+            if name in self.beats and (
+                missing := [rank for rank in range(first, first + n_ranks) if rank not in there]
+            ):
+                yield name, f"no heartbeat from {fold_ranks(missing)}"
+
+    def _stuck_phase(self) -> Hang | None:
+        """Return the rank that stays ten times the usual time in a phase other than training, while nothing moves."""
+        stay = self.stay
+        if not stay or stay.lasts_s < stay.hang_s or self.still_s < max(self.hang_after_s, stay.usual_s or 0.0):
+            return None
+        within = [(name, beat) for name, each in self.beats.items() for beat, _ in each if beat.phase is stay.phase]
+        if not within:
+            return None
+        name, beat = min(within, key=lambda entry: (judge.can_run(entry[1]), entry[1].phase_since, entry[1].rank))
+        n_ranks = sum(len(each) for each in self.beats.values())
+        who = f"rank {beat.rank}"
+        if len(within) > 1:
+            who = f"{len(within)} of {n_ranks} ranks"
+        words = f"{who}: {stay.words}, and nothing moves for {self.still_s:.0f} s"
+        return Hang(name, stay.lasts_s, words, (name, beat.rank, beat.time))
+
+    def _log_ages(self) -> list[float]:
+        """Return the seconds since the last log line of each host."""
+        runs = ((self.hosts[name], run.log_age_s) for name, run in self.heard.items())
+        return [age_s + self.now - host.heard_at for host, age_s in runs if age_s is not None]
+
+    @functools.cached_property
+    def stall(self) -> Sequence[Note]:
+        """That no rank has moved for twice what a step takes, which may become a hang."""
+        step_s = self.usual_step_s
         beats = list(itertools.chain.from_iterable(self.telling.values()))
         if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
-            return
+            return ()
         age_s = min((age_s for _, age_s in beats), default=0.0)
-        if age_s >= max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
-            yield Note("stall", f"no progress for {age_s:.0f} s (a step usually takes {step_s:.1f} s)", ("step",))
+        if age_s < max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
+            return ()
+        return [Note("stall", f"this step has run for {age_s:.0f} s, usually {step_s:.1f} s", ("step",))]
 
     @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:
@@ -270,7 +434,14 @@ class Moment:
             (self.hosts[name].frame.now - beat.phase_since for name, run in self.heard.items() for beat in run.beats),
             default=None,
         )
-        return verdicts.phase_of({beat.phase for run in self.heard.values() for beat in run.beats}), since_s
+        attempt = max(run.attempt for run in self.heard.values())
+        if (
+            not any(run.beats for run in self.heard.values())
+            and self.metrics
+            and self.metrics[-1].attempt in (0, attempt)
+        ):
+            return RunPhase.RUNNING, None
+        return phases.shown(beat.phase for run in self.heard.values() for beat in run.beats), since_s
 
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:
@@ -278,10 +449,14 @@ class Moment:
         beats = [beat for run in self.heard.values() for beat in run.beats if 0 <= beat.done_bytes <= beat.total_bytes]
         return sum(beat.done_bytes for beat in beats), sum(beat.total_bytes for beat in beats)
 
+    @functools.cached_property
+    def recent(self) -> Sequence[StepMetrics]:
+        """The last five steps; those of the last minute, if they are shorter."""
+        return [*itertools.islice(reversed(self.metrics), n_recent(reversed(self.metrics)))]
+
     def median(self, key: str) -> float | None:
         """Return the median of a metric over the last steps."""
-        recent = itertools.islice(reversed(self.metrics), thresholds.RECENT_STEPS)
-        values = known(getattr(metrics, key) for metrics in recent)
+        values = known(getattr(metrics, key) for metrics in self.recent)
         return statistics.median(values) if values else None
 
     def _over(self) -> RunPhase:
@@ -294,6 +469,11 @@ class Moment:
         if any(status.state is NodeState.STOPPED for status in statuses):
             return RunPhase.STOPPED
         return RunPhase.DONE
+
+
+def _times(fall: Fall, factor: float, form: str) -> str:
+    """Write a fall, of all together: ``43.1 to 8.5``."""
+    return f"{factor * fall.usual:{form}} to {factor * fall.now:{form}}"
 
 
 def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:

@@ -2,30 +2,80 @@
 
 from collections.abc import Sequence
 
-from llama405b.contract.phrases import given
-from llama405b_tools.run.judge import first_failure
+from llama405b.contract.phrases import counted, given
+from llama405b_tools.run import judge
+from llama405b_tools.run.judge import Failure, first_failure
+from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.moment import Moment
-from llama405b_tools.top.state.picture import HostRow, HostState, TrainingStatus, Verdict
+from llama405b_tools.top.state.picture import GuardShown, HostRow, HostState, RunPhase, TrainingStatus, Verdict
+
+OVER = (RunPhase.STOPPED, RunPhase.DONE)
+PHASES = {
+    RunPhase.RUNNING: Verdict.RUNNING,
+    RunPhase.STARTING: Verdict.STARTING,
+    RunPhase.LOADING: Verdict.LOADING,
+    RunPhase.SAVING: Verdict.SAVING,
+    RunPhase.EVALUATING: Verdict.EVALUATING,
+}
 
 
 def verdict(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | None) -> tuple[Verdict, str]:
-    """Return the verdict and why: what ends a run comes before what slows it, then what is not yet known."""
+    """Return the verdict and why: what ends a run comes before what slows it, then what is not yet known, then its phase."""
     if found.hang:
         return Verdict.HUNG, f"{found.hang.host}: {found.hang.words}"
     if found.failures:
-        worst = first_failure(found.failures)
-        return Verdict.FAILED, f"{worst.host}: {verdicts.trouble_words(worst)}"
+        return Verdict.FAILED, _failure(found)
     used = {name for name, _, _ in found.nodes} or {row.name for row in rows}
     if lost := [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity == 2 and row.name in used]:
         return Verdict.DOWN, _first(lost)
     if found.awaited:
         return Verdict.CONNECTING, str(found.away)
+    if training and training.phase in OVER:
+        return _end(found, training)
     if reasons := _reasons(found, rows, training):
         return Verdict.DEGRADED, _first(reasons)
     if waiting := [row for row in rows if row.state is HostState.CONNECTING]:
         return Verdict.CONNECTING, f"hosts that have not answered: {len(waiting)}"
-    return Verdict.HEALTHY, ""
+    return _phase(found, training)
+
+
+def _failure(found: Moment) -> str:
+    """Say where the run failed; as long as that may still turn out, only that it did."""
+    if found.is_unblamed:
+        ranks = counted(len(found.failures), "host")
+        return f"ranks on {ranks} lost contact with others; which one failed first is not known yet"
+    worst = first_failure(found.failures)
+    return f"{worst.host}: {verdicts.trouble_words(worst)}"
+
+
+def _end(found: Moment, run: TrainingStatus) -> tuple[Verdict, str]:
+    """Return the verdict on a run that has ended, and what it lost."""
+    if found.blamed and run.phase is RunPhase.STOPPED:
+        words = f"{found.blamed.host}: {clean(judge.failure_words(Failure(found.blamed.host, found.blamed.cause)))}"
+        if run.guard in (GuardShown.WATCHING, GuardShown.RECOVERING):
+            return Verdict.RESTARTING, f"attempt {run.attempt} was ended ({words}); its guard starts the next"
+        return Verdict.FAILED, words
+    by = next((status.cause.by for run in found.heard.values() if (status := run.status) and status.cause), "")
+    words = given("by {}", by) + given(" after step {:,}", run.step)
+    lost = f"{counted(run.lost_steps, 'step', grouped=True)} lost" if run.lost_steps else ""
+    if lost and (found.unsaved or run.checkpoint_step is not None):
+        return Verdict.LOST, f"{words}: {lost}{given('; not saved: {}', found.unsaved)}".strip()
+    if run.phase is RunPhase.DONE:
+        return Verdict.DONE, given("{:,} steps", run.step)
+    return Verdict.STOPPED, f"{words}{given('; {}', lost)}".strip()
+
+
+def _phase(found: Moment, run: TrainingStatus | None) -> tuple[Verdict, str]:
+    """Return what a run does in which nothing stands out. Only one that trains at the expected pace is healthy."""
+    if run is None:
+        return Verdict.NO_RUN, ""
+    if run.phase is RunPhase.TRAINING:
+        pace = found.pace
+        return (Verdict.HEALTHY, "") if pace else (Verdict.TRAINING, "too few steps to judge the pace")
+    if run.phase not in PHASES:
+        return Verdict.CONNECTING, "not all hosts of the run report"
+    return PHASES[run.phase], found.stay.words if found.stay else ""
 
 
 def _first(reasons: Sequence[str]) -> str:

@@ -49,9 +49,9 @@ class RunPhase(enum.StrEnum):
     STARTING = "STARTING"
     LOADING = "LOADING"
     RUNNING = "RUNNING"  # a program of the user's own, which does not say more
-    TRAIN = "TRAIN"
-    EVAL = "EVAL"
-    CKPT = "CKPT"
+    TRAINING = "TRAINING"
+    EVALUATING = "EVALUATING"
+    SAVING = "SAVING"
     HUNG = "HUNG"
     FAILED = "FAILED"
     STOPPED = "STOPPED"
@@ -63,19 +63,32 @@ OVER = (RunPhase.STOPPED, RunPhase.DONE, RunPhase.FAILED)
 
 
 class Verdict(enum.StrEnum):
-    """The overall verdict, in one word."""
+    """The overall verdict, in one word or two."""
 
-    HEALTHY = "HEALTHY"
-    DEGRADED = "DEGRADED"
+    HEALTHY = "HEALTHY"  # it trains, and at the expected pace
+    TRAINING = "TRAINING"  # too few steps to know the pace
+    RUNNING = "RUNNING"  # a program of the user's own, which does not say more
+    STARTING = "STARTING"
+    LOADING = "LOADING"
+    SAVING = "SAVING"
+    EVALUATING = "EVALUATING"
+    DONE = "DONE"
+    STOPPED = "STOPPED"
+    NO_RUN = "NO RUN"
     CONNECTING = "CONNECTING"
+    DEGRADED = "DEGRADED"
+    RESTARTING = "RESTARTING"  # its guard has ended a failed attempt, and starts the next
+    LOST = "STOPPED, STEPS LOST"  # its last save failed
     HUNG = "HUNG"
     FAILED = "FAILED"
     DOWN = "DOWN"
 
     @property
     def exit_code(self) -> int:
-        """The exit code that reports it to a script."""
-        return {Verdict.HEALTHY: 0, Verdict.DEGRADED: 1, Verdict.CONNECTING: 1}.get(self, 3)
+        """The exit code that reports it to a script: 0 as it should be, 1 degraded or not known, 3 useless."""
+        if self in (Verdict.HUNG, Verdict.FAILED, Verdict.DOWN):
+            return 3
+        return int(self in (Verdict.DEGRADED, Verdict.CONNECTING, Verdict.RESTARTING, Verdict.LOST))
 
 
 class GuardShown(enum.StrEnum):
@@ -126,6 +139,7 @@ class RankRow:
     done_bytes: int
     total_bytes: int
     data_s: float | None = None  # in its last step: time until it had its batch
+    busy_s: float | None = None  # in its last step: its own computing, without waiting for other ranks
     optimizer_s: float | None = None  # in its last step: time for clipping and the update
     odd: str = ""  # why it stands out; "" if it does not
     odd_in: tuple[str, ...] = ()  # the fields above that show it
@@ -166,6 +180,7 @@ class HostRow:
     ib_bytes_per_s: float | None = None  # both directions, all ports
     notes: tuple[str, ...] = ()  # what stands out on the host, worst first
     odd_in: tuple[str, ...] = ()  # the fields that show it; those of its GPUs too
+    is_culprit: bool = False  # the run failed or hangs, and it began here
     history: tuple[float, ...] = ()  # mean power or utilization in percent, oldest first; of the CPU if there is no GPU
 
     @property
@@ -206,6 +221,7 @@ class TrainingStatus:
     run: str
     phase: RunPhase
     phase_s: float | None
+    usual_phase_s: float | None  # what this phase usually takes; None: unknown, or it is training
     world: int
     attempt: int  # restarts + 1
     step: int | None = None
@@ -237,6 +253,7 @@ class TrainingStatus:
     network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "" if unknown
     guard: GuardShown = GuardShown.NONE
     others: tuple[str, ...] = ()  # other live runs on these hosts
+    is_stale: bool = False  # no step for long, or rank 0's host is not heard: what it says of steps is no longer so
     odd_in: tuple[str, ...] = ()  # the fields above that stand out
 
     @property
@@ -272,7 +289,7 @@ class Picture:
     badge: str  # "" live | RECORDED | SIMULATED
     verdict: Verdict
     why: str
-    exit_code: int  # 0 healthy, 1 degraded or connecting, 3 hung, failed or down
+    exit_code: int  # ``Verdict.exit_code``
     hosts: tuple[HostRow, ...]  # in the order of the hosts file
     training: TrainingStatus | None
     events: tuple[Change, ...]  # oldest first

@@ -16,7 +16,10 @@ FIELDS = (  # of the sampler's query, in its order
     "power.limit", "clocks.sm", "ecc.errors.uncorrected.volatile.total", "driver_version",
     "clocks_event_reasons.active",
 )  # fmt: skip
+RUN = "llama-405b"
 GPUS, STEP_S, STEPS, SAVE_EVERY = 8, 6.0, 5000, 10
+PLANNED_S, BUSY_S, SAVE_S = 5.8, 5.1, 12.0  # a step as predicted; what each rank computes in it; a save
+SICK_GPU = 5  # of the rank that hangs
 TOKENS_PER_GPU_S = 141  # what FSDP alone reaches with Llama 405B on H100s
 FLOPS_PER_TOKEN = 2_473_221_685_248  # of Llama 3.1 405B at 4,096 tokens
 BEGIN = 1_795_000_000.0  # seconds since the epoch
@@ -48,8 +51,40 @@ LOADS = _Stage("load", 0.17, 345, 0, "S", 0.3, 6e9)
 TRAINS = _Stage("train", 0.96, 1980, 100, "R", 0.09, 24e9)
 HANGS = _Stage("train", 0.19, 345, 100, "S", 0.03, 0.0)
 GONE = _Stage("train", 0.17, 345, 0, "S", 0.03, 0.0)
-# each stage with the moment at which it ends
-STAGES = ((LOADED, LOADS), (HUNG, TRAINS), (ENDED, HANGS), (AGAIN, GONE), (RELOADED, LOADS), (math.inf, TRAINS))
+
+
+class Script(NamedTuple):
+    """When what happens, in seconds from BEGIN."""
+
+    hot: float
+    cooled: float
+    hung: float
+    ended: float
+    again: float
+    reloaded: float
+
+    def stage(self, t: float) -> _Stage:
+        """Return what all hosts do at a moment."""
+        ends = ((LOADED, LOADS), (self.hung, TRAINS), (self.ended, HANGS), (self.again, GONE), (self.reloaded, LOADS))
+        return next((stage for end, stage in ends if t < end), TRAINS)
+
+    def loaded(self, t: float) -> float:
+        """Return the share of its weights that each rank has."""
+        for begin, end in ((0.0, LOADED), (self.again, self.reloaded)):
+            if begin <= t < end:
+                return (t - begin) / (end - begin)
+        return 1.0
+
+    def step(self, t: float) -> int:
+        """Return the last completed step."""
+        if t < self.again:
+            return FIRST_STEP + max(0, int((min(t, self.hung) - LOADED) / STEP_S))
+        saved = self.step(self.hung) // SAVE_EVERY * SAVE_EVERY
+        return saved + max(0, int((t - self.reloaded) / STEP_S))
+
+
+INCIDENT = Script(HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED)
+CALM = Script(*[math.inf] * 6)  # nothing happens
 
 
 def names(n_hosts: int) -> list[str]:
@@ -57,56 +92,43 @@ def names(n_hosts: int) -> list[str]:
     return [f"gpu-{i:0{len(str(n_hosts))}d}" for i in range(1, n_hosts + 1)]
 
 
-def incident(n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_S) -> Iterator[Event]:
+def sick_of(hosts: Sequence[str]) -> str:
+    """Return the host whose GPU gets hot, and whose rank hangs."""
+    return hosts[min(2, len(hosts) - 1)]
+
+
+def incident(
+    n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_S, script: Script = INCIDENT
+) -> Iterator[Event]:
     """Yield events in order of time: ``{"t", "host", "frame"}`` and ``{"t", "host", "entries"}``."""
     hosts = names(n_hosts)
-    sims = [_Host(i, host, hosts) for i, host in enumerate(hosts)]
+    sims = [_Host(i, host, hosts, script) for i, host in enumerate(hosts)]
     t, said = 0.0, FIRST_STEP
     while t < seconds:
-        step = _step(t)
+        step = script.step(t)
         for sim in sims:
             moment = BEGIN + t + 0.1 * sim.i / n_hosts
             yield {"t": moment, "host": sim.name, "frame": sim.frame(t, interval_s)}
             if step > said:
                 yield {"t": moment, "host": sim.name, "entries": sim.log_lines(step, t)}
         said = step
-        for begin, file, text in ENTRIES:
+        for begin, file, text in ENTRIES if script is INCIDENT else ENTRIES[:1]:
             if begin <= t < begin + interval_s:
                 host = next(sim.name for sim in sims if sim.sick)
                 yield {"t": BEGIN + t + 0.2, "host": host, "entries": [[BEGIN + t, f"{LOGS}/5/{file}", text]]}
         t += interval_s
 
 
-def _stage(t: float) -> _Stage:
-    return next(stage for end, stage in STAGES if t < end)
-
-
-def _loaded(t: float) -> float:
-    """Return the share of its weights that each rank has."""
-    for begin, end in ((0.0, LOADED), (AGAIN, RELOADED)):
-        if begin <= t < end:
-            return (t - begin) / (end - begin)
-    return 1.0
-
-
-def _step(t: float) -> int:
-    """Return the last completed step."""
-    if t < AGAIN:
-        return FIRST_STEP + max(0, int((min(t, HUNG) - LOADED) / STEP_S))
-    saved = _step(HUNG) // SAVE_EVERY * SAVE_EVERY
-    return saved + max(0, int((t - RELOADED) / STEP_S))
-
-
 class _Host:
-    def __init__(self, i: int, name: str, hosts: Sequence[str]) -> None:
-        self.i, self.name, self.hosts = i, name, hosts
-        self.sick = i == min(2, len(hosts) - 1)
+    def __init__(self, i: int, name: str, hosts: Sequence[str], script: Script) -> None:
+        self.i, self.name, self.hosts, self.script = i, name, hosts, script
+        self.sick = name == sick_of(hosts)
         self.random = random.Random(i)
         self.ib = self.busy = self.total = 0
         self.sent_plan, self.sent_metrics = 0, FIRST_STEP - 121  # attempt, step
 
     def frame(self, t: float, interval_s: float) -> dict[str, Json]:
-        stage = _stage(t)
+        stage = self.script.stage(t)
         self.total += int(100 * interval_s * 224)
         self.busy += int(100 * interval_s * 224 * stage.busy)
         self.ib += int(interval_s * stage.flow)
@@ -147,7 +169,7 @@ class _Host:
 
     def _gpu(self, gpu: int, t: float, stage: _Stage) -> str:
         power, clock, heat, slowed = stage.power, stage.clock_mhz, 34 + 35 * stage.power, 0
-        if self.sick and gpu == 3 and HOT <= t < COOLED:
+        if self.sick and gpu == 3 and self.script.hot <= t < self.script.cooled:
             power, clock, heat, slowed = 0.55, 1185, heat + 19, 0x40
         power_w = 700 * power + self.random.uniform(-8, 8)
         heat += self.random.uniform(-2, 2)
@@ -158,9 +180,9 @@ class _Host:
         return ", ".join(str(value) for value in values) + "\n"
 
     def _run(self, t: float, stage: _Stage) -> dict[str, Json]:
-        step, attempt, created = _step(t), 1, BEGIN - 60
-        if t >= AGAIN:
-            attempt, created = 2, BEGIN + AGAIN - 4
+        step, attempt, created = self.script.step(t), 1, BEGIN - 60
+        if t >= self.script.again:
+            attempt, created = 2, BEGIN + self.script.again - 4
         status: dict[str, Json] = {
             "host": self.name,
             "state": "running",
@@ -172,7 +194,7 @@ class _Host:
         if stage is GONE:
             status |= {"state": "stopped", "cause": {"kind": "stopped", "by": "the guard"}}
         run: dict[str, Json] = {
-            "name": "llama-405b",
+            "name": RUN,
             "created": created,
             "attempt": attempt,
             "alive": stage is not GONE,
@@ -181,23 +203,52 @@ class _Host:
             "log_age_s": self._log_age_s(t),
             "net": "IB",
             "checkpoint_step": step // SAVE_EVERY * SAVE_EVERY,
+            "guard": self._guard(t),
         }
+        if t >= self.script.ended:
+            run["blame"] = {"attempt": 1, "host": sick_of(self.hosts), "cause": self._cause()}
         if self.sent_plan != attempt:
             self.sent_plan = attempt
             run["nodes"] = [[name, i * GPUS, GPUS] for i, name in enumerate(self.hosts)]
+            run["expected_step_s"] = PLANNED_S
             run["nccl"] = {"NCCL_IB_HCA": ",".join(f"mlx5_{port}" for port in range(8))}
         if self.i == 0:
             new = range(self.sent_metrics + 1, step + 1)
             run["metrics"] = [self._metrics(each, attempt, BEGIN + t - STEP_S * (step - each)) for each in new]
             self.sent_metrics = max(self.sent_metrics, step)
             run["max_steps"] = STEPS
+            run["usual_s"] = {"checkpoint": SAVE_S}
         return run
+
+    def _guard(self, t: float) -> dict[str, Json]:
+        recovers = self.script.ended <= t < self.script.again
+        guard: dict[str, Json] = {
+            "run": RUN,
+            "pid": 4711,
+            "pid_start": 1,
+            "machine": "ops",
+            "limit": 5,
+            "time": BEGIN + t,
+        }
+        return guard | {"state": "recovering" if recovers else "watching"}
+
+    def _cause(self) -> dict[str, Json]:
+        rank, age_s = GPUS * self.hosts.index(sick_of(self.hosts)) + SICK_GPU, self.script.ended - self.script.hung
+        step = self.script.step(self.script.hung) - 1
+        return {
+            "kind": "hung",
+            "host": sick_of(self.hosts),
+            "rank": rank,
+            "phase": "train",
+            "step": step,
+            "age_s": age_s,
+        }
 
     def _log_age_s(self, t: float) -> float:
         """Return the age of its last line: of a step, or of the hung rank's watchdog."""
-        if not HUNG <= t < AGAIN:
+        if not self.script.hung <= t < self.script.again:
             return 0.5
-        last = LOADED + (_step(t) - FIRST_STEP) * STEP_S
+        last = LOADED + (self.script.step(t) - FIRST_STEP) * STEP_S
         if self.sick and t >= WARNED:
             last = WARNED
         return round(t - last, 1)
@@ -205,18 +256,20 @@ class _Host:
     def _beats(self, t: float, stage: _Stage) -> list[dict[str, Json]]:
         if stage is GONE:
             return []
-        step, total = _step(t), 812_000_000_000 // (GPUS * len(self.hosts))
-        since = max(moment for moment in (0.0, LOADED, AGAIN, RELOADED) if moment <= t)
-        hangs, moved, done = stage is HANGS, t, int(total * _loaded(t))
-        if hangs:
-            moved = HUNG
+        script, step, total = self.script, self.script.step(t), 812_000_000_000 // (GPUS * len(self.hosts))
+        since = max(moment for moment in (0.0, LOADED, script.again, script.reloaded) if moment <= t)
+        hangs, moved, done = stage is HANGS, t, int(total * script.loaded(t))
+        if stage is TRAINS:
+            moved = max(since, t - (t - since) % STEP_S)
+        elif hangs:
+            moved = script.hung
         return [
             {
                 "rank": self.i * GPUS + gpu,
                 "host": self.name,
                 "pid": self._pid(gpu),
                 "time": BEGIN + moved - (0.4 if gpu else 0.2),
-                "step": step - int(hangs and self.sick and gpu == 5),
+                "step": step - int(hangs and self.sick and gpu == SICK_GPU),
                 "phase": stage.phase,
                 "phase_since": BEGIN + since,
                 "done_bytes": done,
@@ -224,6 +277,7 @@ class _Host:
                 "state": "S",
                 "data_s": 0.03,
                 "optimizer_s": 0.6,
+                "busy_s": round(BUSY_S + 0.02 * math.sin(step * 7.3 + 8 * self.i + gpu), 3),
             }
             for gpu in range(GPUS)
         ]

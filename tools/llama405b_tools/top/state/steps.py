@@ -1,7 +1,6 @@
-"""How the steps of a run go: loss and time against what was usual, and whether heartbeats and metrics agree. Pure."""
+"""How the steps of a run go: their loss against what was usual, and whether heartbeats and metrics agree. Pure."""
 
 import bisect
-import itertools
 import operator
 import statistics
 from collections.abc import Iterator, Sequence
@@ -43,22 +42,32 @@ def seconds_since(metrics: Sequence[StepMetrics], step: int) -> float:
 
 
 def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
-    """Yield what stands out about the last steps: their loss, and how long they take."""
+    """Yield what stands out about the last steps, other than how long they take."""
     last = metrics[-1]
     if last.step_s is None:
         return
-    if last.loss is None:
-        yield Note("loss", f"the loss of step {last.step} is not a finite number", ("loss",))
-    elif usual := _exceeded([each.loss for each in metrics], thresholds.HIGH_LOSS, thresholds.HIGH_LOSS_STEPS):
-        above = f"for {thresholds.HIGH_LOSS_STEPS} steps above {thresholds.HIGH_LOSS:g} times its median of {usual:.4g}"
-        yield Note("loss", f"the loss is {last.loss:.4g}, {above}", ("loss",))
-    seconds = known(each.step_s for each in metrics)
-    if usual := _exceeded(seconds, thresholds.SLOW_STEP, _n_last(seconds, thresholds.SLOW_STEPS, thresholds.SLOW_S)):
-        yield Note("step_s", f"a step takes {last.step_s:.2f} s where the median was {usual:.2f} s", ("step_s",))
+    recent = [each for each in metrics[-thresholds.RECENT_STEPS :] if each.step_s is not None]
+    if bad := [each.step for each in recent if each.loss is None]:
+        yield Note("loss", f"the loss of {_steps(bad)} was not a finite number", ("loss",))
+    else:
+        yield from _high_loss([each.loss for each in metrics if each.step_s is not None])
     if retries := _retries(metrics):
         shown = counted(retries, "allocator retry", "allocator retries")
         why = "GPU memory is short, and each makes a step slower; `llama405b plan` says what helps"
         yield Note("retries", f"{shown} in the last {thresholds.RECENT_STEPS} steps: {why}", ("step_s",))
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" + given(" and {} more", len(steps) - 1)
+
+
+def _high_loss(losses: Sequence[float | None]) -> Iterator[Note]:
+    """Yield that the loss stays above its median: the higher it is, the sooner that is told."""
+    for times, n in thresholds.HIGH_LOSS:
+        if usual := _exceeded(losses, times, n):
+            words = f"the loss is {losses[-1]:.4g}, for {n} steps above {times:g} times its median of {usual:.4g}"
+            yield Note("loss", words, ("loss",))
+            return
 
 
 def _retries(metrics: Sequence[StepMetrics]) -> int:
@@ -68,16 +77,10 @@ def _retries(metrics: Sequence[StepMetrics]) -> int:
     return max(0, counts[-1] - counts[0]) if counts else 0
 
 
-def _n_last(seconds: Sequence[float], n: int, least_s: float) -> int:
-    """Return how many of the last steps are ``n`` or more, and together take so long; one more than there are if too few."""
-    sums = enumerate(itertools.accumulate(reversed(seconds)), 1)
-    return next((i for i, sum_s in sums if i >= n and sum_s >= least_s), len(seconds) + 1)
-
-
 def _exceeded(values: Sequence[float | None], times: float, n: int) -> float | None:
     """Return the median of the values before the last ``n``, if each of these exceeds so many times the median."""
     before, recent = known(values[:-n]), known(values[-n:])
-    if len(before) < n or not recent:
+    if len(before) < thresholds.USUAL_LOSS_STEPS or not recent:
         return None
     median = statistics.median(before)
     return median if 0 < times * median < min(recent) else None

@@ -36,20 +36,21 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> TrainingStatu
     if not runs:
         return None
     phase, phase_s = found.phase
-    others = {name for run in found.heard.values() for name in run.others} - {found.run}
     shown = TrainingStatus(
         run=found.run,
         phase=phase,
         phase_s=phase_s,
+        usual_phase_s=found.stay.usual_s if found.stay else None,
         world=sum(ranks for _, _, ranks in found.nodes),
         attempt=max(run.attempt for run in runs),
         steps=_steps(found),
         checkpoint_step=max(known(run.checkpoint_step for run in found.heard.values() or runs), default=None),
         copied_step=min(known(run.copied_step for run in found.heard.values() or runs), default=None),
         network=_network(found),
-        expected_step_s=max((plan.expected_step_s for plan in _plans(found) if plan.expected_step_s > 0), default=None),
+        expected_step_s=found.planned_s,
         guard=guard,
-        others=tuple(sorted(others)),
+        others=tuple(found.others),
+        is_stale=_is_stale(found),
         odd_in=tuple(field for note in found.run_notes for field in note.fields),
     )
     if found.metrics:
@@ -79,16 +80,20 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
         shown = dataclasses.replace(shown, evaluation_loss=evaluated.evaluation_loss, evaluated_step=evaluated.step)
     if last.step_s is None:  # no step was taken, and none is at risk
         return dataclasses.replace(shown, step=last.step)
-    if phase in MOVING:
+    step = last.step
+    if shown.is_stale:  # what the other hosts' ranks say is newer
+        beats = [beat.step for each in found.beats.values() for beat, _ in each]
+        step = max(step, min(beats, default=0))
+    if phase in MOVING and not shown.is_stale:
         tokens_per_s = found.median("tokens_per_s")
         if shown.steps and step_s:
-            eta_s = (shown.steps - last.step) * step_s
+            eta_s = (shown.steps - step) * step_s
     if phase is RunPhase.DONE and shown.steps and last.step < shown.steps:
         phase = RunPhase.STOPPED
     return dataclasses.replace(
         shown,
         phase=phase,
-        step=last.step,
+        step=step,
         loss=last.loss,
         losses=tuple(known(metrics.loss for metrics in found.metrics)),
         step_s=step_s,
@@ -107,6 +112,13 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
         lost_steps=max(0, last.step - saved),
         lost_rank_hours=steps.seconds_since(found.metrics, saved) * shown.world / 3600,
     )
+
+
+def _is_stale(found: Moment) -> bool:
+    """Whether a live run's steps are no longer as they were: none came for long, or the host that tells them is not heard."""
+    if found.phase[0] not in (*MOVING, RunPhase.HUNG):
+        return False
+    return found.hang is not None or bool(found.stall) or found.head is None
 
 
 def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:

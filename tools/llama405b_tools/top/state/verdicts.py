@@ -6,34 +6,20 @@ values are never judged.
 
 import math
 import statistics
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.capacity.disk import nearly_full
 from llama405b.contract.causes import STUCK, said_by_rank
 from llama405b.contract.phrases import given
-from llama405b.contract.records import Phase
 from llama405b_tools.machine.gpus import GpuReport
 from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import Frame, Ram
-from llama405b_tools.top.state.picture import RunPhase, known
+from llama405b_tools.top.state.picture import known
 
-PHASES = {
-    Phase.FAILED: RunPhase.FAILED,
-    Phase.START: RunPhase.STARTING,
-    Phase.DATA: RunPhase.LOADING,
-    Phase.LOAD: RunPhase.LOADING,
-    Phase.PIN: RunPhase.LOADING,
-    Phase.RESUME: RunPhase.LOADING,
-    Phase.CHECKPOINT: RunPhase.CKPT,
-    Phase.EVAL: RunPhase.EVAL,
-    Phase.UPDATE: RunPhase.TRAIN,
-    Phase.TRAIN: RunPhase.TRAIN,
-    Phase.DONE: RunPhase.DONE,
-}  # a rank's phase -> the run's, in the order in which other ranks wait for it
 ALONE = {"data_s": "its batch", "optimizer_s": "clipping and update"}  # what each rank does alone
 IB_ERRORS = {
     "symbol_error": "symbol errors",
@@ -105,6 +91,8 @@ def _oddities(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
     hot = gpu.temperature_c
     if hot is not None and hot >= thresholds.HOT_C and hot > usual.heat + thresholds.HOTTER_C:
         yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}", ("temperature_c",))
+    elif hot is not None and hot >= thresholds.TOO_HOT_C:
+        yield Note("heat", f"{hot} °C", ("temperature_c",))
 
 
 def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
@@ -136,6 +124,19 @@ def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> It
                 yield host, rank, Note(what, words, (key,))
 
 
+def behind(busy: Sequence[tuple[float, str, int]], step_s: float) -> Iterator[tuple[str, int, Note]]:
+    """Yield the rank that computes longer than the median rank, and what that costs: the others wait for it in every step.
+
+    ``busy``: seconds of each rank in a step, its host and number.
+    """
+    median = _median((busy_s for busy_s, _, _ in busy), math.inf)
+    busy_s, host, rank = max(busy, default=(0.0, "", 0))
+    behind_s = busy_s - median
+    if behind_s > max(thresholds.BEHIND_S, thresholds.BEHIND * step_s):
+        words = f"it is {behind_s:.2f} s behind in every step: it costs {100 * behind_s / step_s:.0f}%"
+        yield host, rank, Note("behind", words, ("busy_s",))
+
+
 def _share(gpu: GpuReport) -> float | None:
     return gpu.power_w / gpu.power_limit_w if gpu.power_w is not None and gpu.power_limit_w else None
 
@@ -146,12 +147,13 @@ def _median(values: Iterable[float | None], otherwise: float) -> float:
     return statistics.median(told) if len(told) >= thresholds.FEW else otherwise
 
 
-def host_notes(frame: Frame, before: Frame, active: Container[str]) -> list[Note]:
+def host_notes(frame: Frame, before: Frame, best: Mapping[str, float]) -> list[Note]:
     """Return what stands out on a host other than its GPUs.
 
-    ``before``: an earlier frame, for counters that have grown since; ``active``: RDMA ports that were ever active.
+    ``before``: an earlier frame, for counters that have grown since; ``best``: of RDMA ports that were ever active, the best
+    rate in Gb/s.
     """
-    return [*_memory_notes(frame.memory, before.memory), *_disk_notes(frame), *_port_notes(frame, before, active)]
+    return [*_memory_notes(frame.memory, before.memory), *_disk_notes(frame), *_port_notes(frame, before, best)]
 
 
 def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
@@ -169,7 +171,7 @@ def _disk_notes(frame: Frame) -> Iterator[Note]:
             yield Note(f"disk {path}", words, ("disk_free_bytes",))
 
 
-def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator[Note]:
+def _port_notes(frame: Frame, before: Frame, best: Mapping[str, float]) -> Iterator[Note]:
     earlier = {port.name: port.counters for port in before.ib}
     for port in frame.ib:
         counters = earlier.get(port.name, {})
@@ -177,17 +179,22 @@ def _port_notes(frame: Frame, before: Frame, active: Container[str]) -> Iterator
         said = [f"{count} {IB_ERRORS[key]}" for key, count in grown.items() if count > 0]
         if said:
             yield Note(f"{port.name} errors", f"{port.name}: {', '.join(said)}", ("ib_bytes_per_s",))
-        if port.name in active and "ACTIVE" not in port.state:
+        if port.name in best and "ACTIVE" not in port.state:
             yield Note(f"{port.name} down", f"{port.name} is down", ("ib_bytes_per_s",))
+        elif port.gbit_per_s < best.get(port.name, 0.0):
+            words = f"{port.name} runs at {port.gbit_per_s:g} Gb/s, and ran at {best[port.name]:g}"
+            yield Note(f"{port.name} rate", words, ("ib_bytes_per_s",))
 
 
-def is_hang(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequence[float], *, sure: bool) -> bool:
-    """Whether a silence is a hang: it may not be one if the GPUs are busy or log lines arrive.
+def is_hang(
+    beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequence[float], *, sure: bool, long: bool
+) -> bool:
+    """Whether a silence is a hang: it may not be one if the rank's GPUs are busy or log lines arrive.
 
-    ``ages``: seconds since the last log line on each host. ``sure``: it already was a hang, or the silence is so long
-    that log lines are no excuse.
+    ``ages``: seconds since the last log line on each host. ``sure``: it already was a hang. ``long``: the silence is so
+    long that nothing is an excuse: NCCL keeps a GPU busy while it waits.
     """
-    if beat.state in STUCK:
+    if long or beat.state in STUCK:
         return True
     works = max(known(map(_share, gpus)), default=0.0) > thresholds.IDLE + 0.25
     talks = min(ages, default=math.inf) < age_s / 4
@@ -199,15 +206,10 @@ def hang_words(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequen
     words = f"rank {beat.rank} is silent for {age_s:.0f} s at step {beat.step} in phase {beat.phase}"
     words += given("; {}", STUCK.get(beat.state, ""))
     if shares := known(map(_share, gpus)):
-        words += f"; its host's GPUs draw {100 * statistics.mean(shares):.0f}% of their power"
+        words += f"; its GPU draws {100 * statistics.mean(shares):.0f}% of its power"
     if ages:
         words += f"; no log line for {min(ages):.0f} s"
     return words
-
-
-def phase_of(phases: Container[Phase]) -> RunPhase:
-    """Return one phase for all ranks: the one that the others wait for."""
-    return next((shown for phase, shown in PHASES.items() if phase in phases), RunPhase.STARTING)
 
 
 def trouble_words(failure: Failure) -> str:
