@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -24,6 +25,7 @@ ENV = (
 
 
 MOST = 1000  # characters of an error
+ENDS_WITHIN_S = 2.0  # once its stream is closed; then a local command is killed
 
 
 class HostError(RunError):
@@ -60,10 +62,10 @@ class Stream(Protocol):
         """
 
     def end_input(self) -> None:
-        """Close the command's standard input; its output can still be read."""
+        """Close the command's standard input; its output can still be read, and it may take as long as it needs."""
 
     def close(self) -> None:
-        """Close the command's standard input, which ends it; safe from another thread."""
+        """Close the command's standard input, which ends it, and soon its output; safe from another thread."""
 
 
 class Tunnel(Protocol):
@@ -167,11 +169,23 @@ class _LocalStream:
             raise HostError("the command ended before it read the answer") from None
 
     def end_input(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         with contextlib.suppress(OSError):
             self.stdin.close()
+
+    def close(self) -> None:
+        if self.stdin.closed:  # it was told to end before, and may have something to finish
+            return
+        self.end_input()
+        # Not a daemon: this process must not end before the command has, or has been killed.
+        threading.Thread(target=self._see_to_its_end).start()
+
+    def _see_to_its_end(self) -> None:
+        """Kill the command if it does not end: one that is stopped never notices that its input was closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(ENDS_WITHIN_S)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
 
     def _write(self, text: str) -> None:
         self.stdin.write(text)
