@@ -24,6 +24,7 @@ SLOWED = {  # bits of clocks_event_reasons.active (nvml.h) that mean something i
     0x80: "hardware power brake",
 }
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b,? ?(.*)", re.ASCII)
+ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\b", re.IGNORECASE)
 XIDS = {  # from NVIDIA's list of Xid errors: those that end a training run
     13: "a kernel went out of bounds",
     31: "a memory page fault",
@@ -176,6 +177,16 @@ def xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:
     """Return the Xid errors in the kernel log: PCI address, number, meaning."""
     matches = [match for line in lines if (match := XID.search(line))]
     return [(match[1], int(match[2]), XIDS.get(int(match[2]), "see NVIDIA's list of Xid errors")) for match in matches]
+
+
+def address_of(text: str) -> tuple[int, int, int] | None:
+    """Return domain, bus and device of a PCI address, however it is written; None if there is none.
+
+    The kernel log has ``PCI:0000:1b:00``, in MIG mode with the instance after it; nvidia-smi has ``00000000:1B:00.0``.
+    """
+    if match := ADDRESS.search(text):
+        return int(match[1], 16), int(match[2], 16), int(match[3], 16)
+    return None
 
 
 def foreign(apps: str | None) -> list[tuple[int, str]]:

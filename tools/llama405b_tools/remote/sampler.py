@@ -7,8 +7,10 @@ Counters and nvidia-smi's text are sent as they are: what they mean is decided a
 in a thread of its own, so that a driver that hangs delays no frame.
 """
 
+import collections
 import errno
 import fcntl
+import functools
 import glob
 import json
 import os
@@ -33,6 +35,12 @@ MOST_STUCK = 3  # processes that hang in the driver and cannot be killed
 MOST_SMI_BYTES = 256 << 10  # of one answer; eight GPUs take 1 KiB
 MOST_FILE_BYTES = 2 << 20  # the kernel gives nothing of /proc/sys to who asks for more than 4 MiB
 MOST_PROCESSES = 1000
+MOST_KERNEL_LINES = 200
+FIRST_KERNEL_RECORDS, MOST_KERNEL_RECORDS = 1 << 17, 1000  # of any kind that are read at once: a whole log at first
+MOST_PARENTS = 100  # between a process and the run's that started it
+MOST_COMMAND = 200  # characters
+USER_WAIT_S = 1.0  # for the name of one user
+MOST_SAVE_S = 1e9  # longer ones are not believed
 SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 FIRST_METRICS_BYTES = 256 << 10
 LAST_EVENTS_BYTES = 64 << 10
@@ -166,7 +174,9 @@ class Smi:
     def state(self):
         """The newest answer, its age, and how long there has been none."""
         if self.query and self.query.done.wait(SMI_WAIT_S):
-            self.answer, self.apps = self.query.answer, self.query.apps or self.apps
+            self.answer = self.query.answer
+            if self.query.apps is not None:  # "": no process is on a GPU any more
+                self.apps = self.query.apps
             self.answered, self.took_s = time.monotonic(), self.query.took_s
             self.query = self.silent_since = None
         now = time.monotonic()
@@ -183,32 +193,56 @@ class Smi:
 
 
 class KernelLog:
-    """New lines of the kernel's log about GPUs and memory, if this user may read it."""
+    """Lines of the kernel's log about GPUs and memory since the boot, if this user may read it."""
 
-    WORDS = re.compile(r"NVRM: Xid|Out of memory: Killed process|oom-kill")
+    WORDS = re.compile(rb"NVRM: Xid|Out of memory: Killed process|oom-kill")
+    RECORD = re.compile(rb"\d+,\d+,(\d+),[^;]*;(.*)")  # priority, number, microseconds, flags; text
 
-    def __init__(self):
+    def __init__(self, path="/dev/kmsg"):
         try:
-            self.file = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-            os.lseek(self.file, 0, os.SEEK_END)
+            self.file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             self.file = None
+        self.most = FIRST_KERNEL_RECORDS
+        self.read_at = 0.0  # all that was logged until then has been read
 
     def new(self):
-        """Lines since the last call; None if this user may not read them."""
+        """Lines since the last call, at first since the boot, the newest if they are many; None if this user may not read them.
+
+        Each with its time in seconds since the epoch, by the host's clock.
+        """
         if self.file is None:
             return None
-        found = []
-        for _ in range(1000):
-            try:
-                line = os.read(self.file, 8192).decode("utf-8", "replace")
-            except BlockingIOError:
-                break
-            except OSError:  # overwritten before it was read
-                continue
-            if self.WORDS.search(line):
-                found.append(line.partition(";")[2].strip()[:300])
+        records, until = collections.deque(maxlen=MOST_KERNEL_LINES), time.time()
+        for record in self._records():
+            if self.WORDS.search(record):
+                records.append(record)
+        found = [self._timed(match, until) for match in map(self.RECORD.match, records) if match]
+        self.most, self.read_at = MOST_KERNEL_RECORDS, until
         return found
+
+    def _records(self):
+        for _ in range(self.most):
+            try:
+                record = os.read(self.file, 8192)
+            except BrokenPipeError:  # overwritten before it was read
+                continue
+            except OSError:  # BlockingIOError: there are no more
+                return
+            if not record:
+                return
+            yield record
+
+    def _timed(self, match, now):
+        """The time and the text of a record.
+
+        The kernel stamps records with its scheduler's clock, which like CLOCK_MONOTONIC starts with the boot and stands while
+        the machine sleeps. No clock corrects it, so it may part from CLOCK_MONOTONIC by seconds in weeks. That does not matter
+        for lines from before, which belong to an attempt of hours or to none; newer lines came since the last look.
+        """
+        logged = now - time.monotonic() + int(match.group(1)) / 1e6
+        text = match.group(2).decode("utf-8", "replace").strip()
+        return min(max(logged, self.read_at), now), text[:300]
 
 
 class Run:
@@ -222,6 +256,7 @@ class Run:
         self.guard = None  # what the run's guard last told this host
         self.saved_step = None  # of the newest checkpoint
         self.unsaved = ""  # why the newest save failed
+        self.usual_s = {}  # seconds in the median by phase
         self.logs, self.net = [], ""
         self.stay, self.said = (
             request.get("stay"),
@@ -243,13 +278,16 @@ class Run:
         if slow:
             self._look_at_logs()
             self.guard = self._guard()
-            self.unsaved = self._unsaved()
+            self._look_at_events()
+            if self.request.get("run"):  # else they are known already
+                self.others = self._others()
         if slow or self.node["first_rank"] == 0:  # often by one host alone: all others read the same directory
             self.saved_step = self._checkpoint_step()
         ranks = range(self.node["first_rank"], self.node["first_rank"] + self.node["slots"])
         found = {
             "name": os.path.basename(self.path),
             "created": self.plan["created"],
+            "run_created": self._first_launched(),
             "attempt": self.plan["attempt"],
             "alive": self._is_alive(),
             "status": self._status(".json") or None,
@@ -279,20 +317,30 @@ class Run:
             "metrics": self._metrics(),
             "max_steps": next(map(int, steps), None),
             "unsaved": self.unsaved,
+            "usual_s": self.usual_s,
         }
 
-    def _unsaved(self):
-        """Why the newest save failed; "" if it did not."""
+    def _look_at_events(self):
+        """Find why the newest save failed, and how long saves take; of rank 0's host alone, which tells that."""
+        if self.node["first_rank"] == 0:
+            saves = [event for event in self._newest_events() if event.get("kind") in SAVES]
+            self.unsaved, self.usual_s = unsaved(saves, self.plan["attempt"]), usual_s(saves)
+
+    def _newest_events(self):
         try:
             with open(self.path + "/events/rank-0.jsonl", "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_EVENTS_BYTES))
                 lines = file.read(LAST_EVENTS_BYTES).decode("utf-8", "replace").splitlines()
         except OSError:
-            return ""
-        events = [event for event in map(parse_object, lines) if event and event.get("kind") in SAVES]
-        if not events or events[-1]["kind"] == "saved" or events[-1].get("attempt") != self.plan["attempt"]:
-            return ""
-        return "step %s: %s" % (events[-1].get("step"), str(events[-1].get("detail"))[:300])
+            return []
+        return filter(None, map(parse_object, lines))
+
+    def _first_launched(self):
+        """When its first attempt began here: its node runner made the lock, into which nothing is ever written."""
+        try:
+            return os.stat(self._lock(self.path)).st_mtime
+        except OSError:
+            return None
 
     def _status(self, suffix):
         """Return a file that the node runner wrote; {} if there is none."""
@@ -335,14 +383,16 @@ class Run:
         for entry in plans:
             if os.path.basename(entry[2]) == self.stay:
                 best = entry
-        self.others = sorted(os.path.basename(entry[2]) for entry in plans if entry[0] and entry is not best)
+        if not self.request.get("run"):
+            self.others = sorted(os.path.basename(entry[2]) for entry in plans if entry[0] and entry is not best)
         _, _, path, mark, plan, node = best
         if mark != self.plan_mark:
             if path != self.path:
                 self.metrics_at = None
             self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
-            self.logs, self.net, self.guard, self.unsaved = [], "", self._guard(), self._unsaved()
+            self.logs, self.net, self.guard, self.unsaved, self.usual_s = [], "", self._guard(), "", {}
             self._look_at_logs()
+            self._look_at_events()
             self.saved_step = self._checkpoint_step()
 
     def _plans(self):
@@ -363,10 +413,19 @@ class Run:
                 continue
         return found
 
+    def _others(self):
+        """The other runs that are alive here."""
+        locks = glob.glob("runs/*/status/%s.lock" % glob.escape(self.request["host"]))
+        names = {lock.split("/")[1] for lock in locks} - {os.path.basename(self.path)}
+        return sorted(name for name in names if self._held("runs/" + name))
+
+    def _lock(self, path):
+        return "%s/status/%s.lock" % (path, self.request["host"])
+
     def _held(self, path):
         """Whether the node runner (or its guardian) holds the run's lock here."""
         try:
-            handle = os.open("%s/status/%s.lock" % (path, self.request["host"]), os.O_RDWR)
+            handle = os.open(self._lock(path), os.O_RDWR)
         except OSError:
             return False
         try:
@@ -449,6 +508,20 @@ class Run:
         except OSError:
             return None
         return next((int(name[5:]) for name in names if os.path.exists("%s/%s/manifest.json" % (root, name))), None)
+
+
+def unsaved(saves, attempt):
+    """Why the newest save failed; "" if it did not, or this attempt has not saved yet."""
+    if not saves or saves[-1]["kind"] == "saved" or saves[-1].get("attempt") != attempt:
+        return ""
+    return "step %s: %s" % (saves[-1].get("step"), str(saves[-1].get("detail"))[:300])
+
+
+def usual_s(saves):
+    """Seconds in the median (the upper one of two) that saves have taken, as the phase in which training waits for one."""
+    took_s = [event.get("took_s") for event in saves if event["kind"] == "saved"]
+    took_s = sorted(each for each in took_s if isinstance(each, (int, float)) and 0 < each < MOST_SAVE_S)
+    return {"checkpoint": took_s[len(took_s) // 2]} if took_s else {}
 
 
 def pci_gpus():
@@ -538,17 +611,90 @@ def processes(marker):
                 environ = file.read().split(b"\0")
             if MARKER + marker not in environ:
                 continue
-            with open("/proc/%s/cmdline" % pid, "rb") as file:
-                command = file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+            command = command_of(pid)
         except OSError:
             continue
         words = read("/proc/%s/stat" % pid).rpartition(") ")[2].split()
         if len(words) > 21:
             ranks = [item[5:].decode() for item in environ if item.startswith(b"RANK=")]
             ticks, pages = int(words[11]) + int(words[12]), int(words[21])
-            found.append(
-                [int(pid), words[0], ticks, pages * os.sysconf("SC_PAGE_SIZE"), "".join(ranks[:1]), command[:200]]
-            )
+            found.append([int(pid), words[0], ticks, pages * os.sysconf("SC_PAGE_SIZE"), "".join(ranks[:1]), command])
+    return found
+
+
+def command_of(pid):
+    """The beginning of a process's command line."""
+    with open("/proc/%s/cmdline" % pid, "rb") as file:
+        return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:MOST_COMMAND]
+
+
+def moved(pids):
+    """Bytes that each process has read and written so far; without those of which the kernel does not tell.
+
+    ``rchar`` and ``wchar`` are what it asked for by read and write, from wherever that came; ``read_bytes`` is what was fetched
+    from a disk for it, which is all that tells of a file that is memory-mapped, as weights are. What is in both counts twice:
+    the sum only says whether it moves. It does not count what goes through sockets by send and recv.
+    """
+    found = []
+    for pid in pids:
+        counts = re.findall(r"^(?:rchar|wchar|read_bytes): (\d+)$", read("/proc/%d/io" % pid), re.M)
+        if counts:
+            found.append([pid, sum(map(int, counts))])
+    return found
+
+
+def foreign(apps, ours):
+    """Processes that nvidia-smi lists on GPUs and that are not of the run: pid, user, command; None if it has listed none yet.
+
+    ``ours``: pids of the run. What nobody here knows (it has ended, or is of another pid namespace) has no user and no command.
+    """
+    if apps is None:
+        return None
+    pids = {int(pid) for pid in re.findall(r"^\s*(\d{1,9})\s*,", apps, re.M)}
+    return [[pid] + user_and_command(pid) for pid in sorted(pids)[:MOST_PROCESSES] if not is_of(pid, ours)]
+
+
+def user_and_command(pid):
+    """The user and the command of a process; empty if it is not known here."""
+    try:
+        return [user_name(os.stat("/proc/%d" % pid).st_uid), command_of(pid)]
+    except OSError:
+        return ["", ""]
+
+
+@functools.lru_cache(1000)
+def user_name(uid):
+    """A user's name, wherever this host looks names up; the number if that does not answer soon."""
+    try:
+        done = subprocess.run(
+            ["getent", "passwd", str(uid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=USER_WAIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return str(uid)
+    return done.stdout.partition(b":")[0].decode("utf-8", "replace") or str(uid)
+
+
+def is_of(pid, ours):
+    """Whether a process is one of these, or was started by one of them, at whatever depth."""
+    for _ in range(MOST_PARENTS):
+        if pid in ours or pid <= 1:
+            return pid in ours
+        words = read("/proc/%d/stat" % pid).rpartition(") ")[2].split()
+        pid = int(words[1]) if len(words) > 1 else 0
+    return False
+
+
+def pids_of(procs, state):
+    """The run's processes here: those with its mark, and, as another user cannot read that, those that its files name."""
+    found = {process[0] for process in procs}
+    if state and state["alive"]:
+        found.update(beat.get("pid") for beat in state["beats"])
+        found.add((state["status"] or {}).get("pid"))
     return found
 
 
@@ -568,6 +714,7 @@ class Machine:
 
     def frame(self):
         """Its part of a frame."""
+        lines = self.kernel.new()
         return {
             "machine": self.name,
             "pci_gpus": self.pci_gpus,
@@ -575,15 +722,19 @@ class Machine:
             "memory": memory(),
             "net": network(),
             "ib": infiniband(),
-            "kernel": self.kernel.new(),
+            "kernel": lines and [text for _, text in lines],
+            "kernel_times": [round(logged, 3) for logged, _ in lines or []],
             "smi": self.smi.state(),
         }
 
-    def processes(self, run):
-        """The processes of the run."""
-        if run.plan is None:
-            return []
-        return processes(("%s:%s" % (run.path, run.request["host"])).encode())
+    def slow_frame(self, run, state):
+        """Its part of a frame that costs more: the processes of the run, what they move, and what else is on the GPUs."""
+        procs = [] if run.plan is None else processes(("%s:%s" % (run.path, run.request["host"])).encode())
+        return {
+            "procs": procs,
+            "io": moved(process[0] for process in procs if process[4]),
+            "foreign": foreign(self.smi.apps, pids_of(procs, state)),
+        }
 
 
 class Elsewhere:
@@ -608,9 +759,9 @@ class Elsewhere:
             "smi": {"text": None, "hung_s": 0.0},
         }
 
-    def processes(self, run):  # noqa: ARG002
-        """None are on this machine."""
-        return []
+    def slow_frame(self, run, state):  # noqa: ARG002
+        """Its part of a frame that costs more: no process is on this machine."""
+        return {"procs": []}
 
 
 def main():
@@ -619,7 +770,7 @@ def main():
     smi = Smi(request["smi_retry_s"])
 
     def leave(*_):
-        raise BrokenPipeError
+        sys.exit()  # no OSError, which what is interrupted may take for its own
 
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, leave)
@@ -662,7 +813,7 @@ def write_frames(request, smi):
         }
         if slow:
             slow_at = time.monotonic() + SLOW_EVERY_S
-            frame["procs"] = machine.processes(run)
+            frame.update(machine.slow_frame(run, state))
         sys.stdout.write(json.dumps(frame) + "\n")
         sys.stdout.flush()
         tick = max(tick + request["interval_s"], time.monotonic())

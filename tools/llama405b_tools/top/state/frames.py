@@ -122,7 +122,13 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFrame:
-    """What a host reports about the run."""
+    """What a host reports about the run.
+
+    ``usual_s``: by ``Phase``, the seconds in the median that this run's took before; the trainer records only saves, so only
+    ``checkpoint`` is there, from the beginning of a save. ``run_created``: when this host first ran the run, whatever the
+    attempt, by the clock of the file system that has the run's directory (the host's, or its file server's), in seconds since
+    the epoch; None if it never has.
+    """
 
     name: str
     created: float
@@ -142,16 +148,24 @@ class RunFrame:
     metrics: SoundOnly[tuple[StepMetrics, ...]] = ()  # only from the head
     max_steps: int | None = None  # only from the head
     unsaved: str = ""  # only from the head: why the newest save failed
+    usual_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # only from the head
     checkpoint_step: int | None = None  # the newest in the directory of checkpoints; None: there is none
-    usual_s: Mapping[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # only from the head: median seconds of a phase
     copied_step: int | None = None  # the newest of which the next host has this one's part; None: nothing is copied
+    run_created: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One host at one moment."""
+    """One host at one moment.
+
+    ``kernel_times``: when each line of ``kernel`` was logged, seconds since the epoch by the host's clock; () in recordings of
+    before. The first frame of a sampler has this boot's lines from before it began.
+
+    ``foreign``: processes on the GPUs that are not of the run: pid, user (a number if it has no name here), command. Both are ""
+    if nothing is known of the pid: it has just ended, or belongs to another pid namespace, as it may if one of both is a
+    container. ``io``: bytes that each process that has a rank has read and written so far; without those of which the kernel
+    does not tell. Both None: unchanged.
+    """
 
     now: float  # host's clock, seconds since the epoch
     machine: str
@@ -168,13 +182,18 @@ class Frame:
     cwd: str = ""
     own: tuple[float, int] | None = None  # the sampler's CPU seconds (without nvidia-smi) and peak resident bytes
     procs: Processes | None = None  # None: unchanged
-    kernel_times: tuple[float, ...] = ()  # of ``kernel``, by the host's clock
-    foreign: tuple[tuple[int, str, str], ...] | None = (
-        None  # on its GPUs, not of the run: pid, user, command; None: unchanged
-    )
-    io: tuple[tuple[int, int], ...] | None = (
-        None  # of the run's processes: pid, bytes read and written; None: unchanged
-    )
+    kernel_times: tuple[float, ...] = ()
+    foreign: tuple[tuple[int, str, str], ...] | None = None
+    io: tuple[tuple[int, int], ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse times without lines.
+
+        Raises:
+            ValueError: Some line has a time, and not all of them.
+        """
+        if self.kernel_times and len(self.kernel_times) != len(self.kernel or ()):
+            raise ValueError
 
 
 NO_FRAME = Frame(0.0, "", None, Cpu(0, 0, None), Ram(None, None, None), (), {}, (), None, SmiFrame(None, 0.0), None)
