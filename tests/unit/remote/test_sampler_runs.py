@@ -12,6 +12,7 @@ import pytest
 
 from llama405b_tools.remote import processes, sampler, standalone
 from llama405b_tools.remote.guarding import machine_id
+from llama405b_tools.remote.locks import take_lock
 
 
 @pytest.fixture
@@ -88,11 +89,14 @@ def test_the_newest_that_lives_is_told_of_until_it_is_to_stay_with_another(runs,
     assert hear('{"stay": ""}\n') == ("lives", [])
 
 
-def test_a_run_that_is_asked_for_is_the_only_one(runs, told):
+def test_a_run_that_is_asked_for_is_stayed_with_and_the_others_that_live_are_told(runs, told):
     runs("old", 1.0, alive=False)
+    runs("ended", 3.0, alive=False)
     runs("lives", 2.0, alive=True)
-    assert told(run="old")('{"stay": "lives"}\n') == ("old", [])
-    assert told(run="none")() == ["lives", "old"]  # those it could have been
+    assert told(run="old")('{"stay": "lives"}\n') == ("old", ["lives"])
+    assert told(run="lives")() == ("lives", [])
+    assert told(run="old", host="b")() == ["ended", "lives", "old"]  # another host's locks are not this one's
+    assert told(run="none")() == ["ended", "lives", "old"]  # those it could have been
 
 
 def test_what_is_said_together_with_the_request_is_heard(runs, told):
@@ -135,29 +139,63 @@ def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
     assert run._metrics() == [{"step": 4}]
 
 
-def test_why_the_newest_save_failed(runs, tmp_path):
+def test_why_the_newest_save_failed_and_how_long_they_take(runs, tmp_path):
     runs("r", 1.0, alive=True)
     run = sampler.Run({"host": "a"})
-    run.path, run.plan = str(tmp_path / "runs/r"), {"attempt": 2}
-    assert run._unsaved() == ""
+    run.path, run.plan, run.node = str(tmp_path / "runs/r"), {"attempt": 2}, {"first_rank": 0}
+
+    def look():
+        run._look_at_events()
+        return run.unsaved, run.usual_s.get("checkpoint")
+
+    assert look() == ("", None)
     events = tmp_path / "runs/r/events/rank-0.jsonl"
     events.parent.mkdir()
     full = {"kind": "not saved", "step": 30, "detail": "No space left on device"}
     for told, said in (
-        ({"kind": "saved", "step": 20}, ""),
-        (full, "step 30: No space left on device"),
-        ({"kind": "skipped", "step": 35}, "step 30: No space left on device"),
-        ({"kind": "saved", "step": 40}, ""),
-        (full | {"step": 50}, "step 50: No space left on device"),
+        ({"kind": "saved", "step": 20, "took_s": 9.0}, ("", 9.0)),
+        (full, ("step 30: No space left on device", 9.0)),
+        ({"kind": "skipped", "step": 35, "took_s": 1.0}, ("step 30: No space left on device", 9.0)),
+        ({"kind": "saved", "step": 40, "took_s": 700.0}, ("", 700.0)),
+        ({"kind": "saved", "step": 45, "took_s": 12.0, "attempt": 1}, ("", 12.0)),
+        (full | {"step": 50}, ("step 50: No space left on device", 12.0)),
     ):
         with events.open("a") as file:
             file.write(json.dumps({"attempt": 2} | told) + "\n")
-        assert run._unsaved() == said
+        assert look() == said
     with events.open("a") as file:
         file.write("no event\n[1]\n" + json.dumps({"kind": "started"}) + "\n" + '{"kind": "saved"')
-    assert run._unsaved() == "step 50: No space left on device"
+    assert look() == ("step 50: No space left on device", 12.0)
     run.plan = {"attempt": 3}  # which has not saved yet
-    assert run._unsaved() == ""
+    assert look() == ("", 12.0)
+
+
+@pytest.mark.parametrize("took_s", [0.0, -1.0, float("nan"), float("inf"), 1e300, "12", None])
+def test_a_save_that_took_no_time_that_can_be_true_is_not_counted(took_s):
+    event = json.loads(json.dumps({"kind": "saved", "took_s": took_s}))
+    assert sampler.usual_s([event]) == {}
+    assert sampler.usual_s([event, {"kind": "saved", "took_s": 3}, {"kind": "saved"}]) == {"checkpoint": 3}
+
+
+def test_only_the_head_tells_how_long_saves_take(runs, told, tmp_path):
+    for first_rank, name in enumerate(("head", "next")):
+        runs(name, 1.0, alive=False, first_rank=first_rank)
+        (tmp_path / f"runs/{name}/events").mkdir()
+        event = {"kind": "saved", "took_s": 5.5, "attempt": 1}
+        (tmp_path / f"runs/{name}/events/rank-0.jsonl").write_text(json.dumps(event) + "\n")
+    assert told(run="head")(of=lambda run: run["usual_s"]) == {"checkpoint": 5.5}
+    assert told(run="next")(of=lambda run: "usual_s" in run) is False
+
+
+def test_a_run_was_created_when_its_first_attempt_began_here(runs, told, tmp_path):
+    runs("r", 2e9, alive=False, attempt=7)
+    hear = told()
+    assert hear(of=lambda run: run["run_created"]) is None  # it never ran here
+    lock = take_lock(tmp_path / "runs/r/status/a.lock")
+    os.close(lock)
+    os.utime(tmp_path / "runs/r/status/a.lock", (5.0, 1e9))
+    os.close(take_lock(tmp_path / "runs/r/status/a.lock"))  # the next attempt's node runner
+    assert hear(of=lambda run: (run["created"], run["run_created"])) == (2e9, 1e9)
 
 
 def test_every_host_tells_of_the_newest_whole_checkpoint(runs, told, tmp_path):
