@@ -216,6 +216,12 @@ def foreign(frame: Frame, t: float) -> None:
     frame["foreign"] = [[99999, "bob", "python other.py"]]
 
 
+def other_pids(frame: Frame, t: float) -> None:
+    """In a container, nvidia-smi lists the machine's pids, which nobody knows there."""
+    frame["smi"]["apps"] = "".join(f"{900_000 + i}, GPU-{i:03d}, 70000\n" for i in range(8))
+    frame["foreign"] = [[900_000 + i, "", ""] for i in range(8)]
+
+
 def steps_of(seconds: float) -> Callable[[Frame, float], None]:
     return lambda frame, t: metrics(frame, step_s=seconds, tokens_per_s=9024 * 6 / seconds)
 
@@ -576,6 +582,7 @@ SITUATIONS = (
         culprit=SICK,
         check=lambda pic: [(row.name, gpu.index) for row in pic.hosts for gpu in row.gpus if gpu.odd] == [(SICK, 5)],
     ),
+    Situation("in a container with pids of its own", on_all(other_pids), (("HEALTHY", "", 0),), "right"),
     Situation(
         "NCCL uses TCP",
         on_all(lambda frame, t: frame["run"].update(net="SOCKET")),

@@ -109,12 +109,13 @@ class HostView:
         self.history.extend(known([self._level()]))
 
     def _new_xids(self, frame: Frame) -> Iterator[Xid]:
-        index_of = {gpu.bus.partition(".")[0].upper(): gpu.index for gpu in self.gpus if gpu.bus}
+        index_of = {address: gpu.index for gpu in self.gpus if (address := gpus.address_of(gpu.bus))}
         lines = frame.kernel or ()
-        times = frame.kernel_times if len(frame.kernel_times) == len(lines) else [frame.now] * len(lines)
+        times = frame.kernel_times or [frame.now] * len(lines)
         for line, moment in zip(lines, times, strict=True):
             for bus, number, words in gpus.xids([line]):
-                index = next((i for full, i in index_of.items() if full.endswith(_bus(bus))), None)
+                address = gpus.address_of(bus)
+                index = index_of.get(address) if address else None
                 yield Xid(moment, index, f"Xid {number}{given(' at {}', bus if index is None else '')}: {words}")
 
     def _take_busy(self, beats: Sequence[Beat]) -> None:
@@ -281,11 +282,15 @@ class HostView:
         return {gpu.index: first + i for i, gpu in enumerate(self.gpus[:n_ranks])}
 
     def _foreign_notes(self) -> Iterator[Note]:
-        """Yield the processes on its GPUs that are not of the run."""
+        """Yield the processes on its GPUs that are not of the run.
+
+        In a container, pids of the machine may mean nothing, not even those of the run: then unknown ones are left out.
+        """
         index_of = {gpu.uuid: gpu.index for gpu in self.gpus}
+        told = {pid for pid, *_ in self.procs} & {pid for pid, *_ in self.apps}
         for pid, uuid, mib in self.apps:
-            if pid in self.foreign and (mib is None or mib >= thresholds.FOREIGN_MIB):
-                user, command = self.foreign[pid]
+            user, command = self.foreign.get(pid, ("", ""))
+            if pid in self.foreign and (user or told) and (mib is None or mib >= thresholds.FOREIGN_MIB):
                 size = "" if mib is None else f"{mib / 1024:.1f} GiB of "
                 who = _clean_command(f"{user}: {command}" if user else f"process {pid}")
                 where = f"gpu {index_of.get(uuid, '?')}"
@@ -392,11 +397,6 @@ def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
         words = [word.strip() for word in line.split(",")]
         if len(words) == 3 and (pid := _whole(words[0])) is not None:
             yield pid, words[1], _whole(words[2])
-
-
-def _bus(bus: str) -> str:
-    """Return a PCI address of the kernel's log in the form of nvidia-smi's end: ``PCI:0000:1b:00`` as ``0000:1B:00``."""
-    return bus.removeprefix("PCI:").partition(".")[0].upper()
 
 
 def _whole(text: str) -> int | None:
