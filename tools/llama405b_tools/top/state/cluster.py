@@ -30,6 +30,7 @@ from llama405b_tools.top.state.picture import (
     RunPhase,
     Verdict,
 )
+from llama405b_tools.top.state.run_notes import remember, run_notes
 from llama405b_tools.top.state.training import NOT_LOADING, LoadBegan, training
 from llama405b_tools.top.state.verdicts import BeatId, Note
 
@@ -118,10 +119,10 @@ class ClusterState:
         """Advance to a moment: choose the run to show, note what is new and what is over."""
         self._choose(now)
         found = self.found = self._look(now)
-        found.remember()
+        remember(found)
         self.hung = found.hang.beat if found.hang else None
         if not found.hang and not found.failures:
-            self._tell_of_run(found.run_notes, now)
+            self._tell_of_run(run_notes(found), now)
         self._tell_if("others", given("also live on these hosts: {}", ", ".join(found.others)), now)
         gone = self.guard is GuardShown.GONE and found.phase[0] not in (RunPhase.DONE, RunPhase.STOPPED)
         self._tell_if("guard", "the run's guard is gone" if gone else "", now)

@@ -17,15 +17,12 @@ from llama405b_tools.text.fold import fold_ranks
 from llama405b_tools.top.state import phases, steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
-from llama405b_tools.top.state.levels import Fall, Level
-from llama405b_tools.top.state.pace import Pace, n_recent, pace, slow_note, usual_s
+from llama405b_tools.top.state.levels import Level
+from llama405b_tools.top.state.pace import Pace, n_recent, pace, usual_s
 from llama405b_tools.top.state.phases import PhaseTimes, Stay
 from llama405b_tools.top.state.picture import LINK_STATES, HostState, RunPhase, known
 from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
-
-MOVING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
-LIVE = (RunPhase.STARTING, RunPhase.LOADING, *MOVING)
 
 
 class Away(NamedTuple):
@@ -189,26 +186,6 @@ class Moment:
                     yield name, note
 
     @functools.cached_property
-    def run_notes(self) -> Sequence[Note]:
-        """What stands out about the run as a whole, worst first; nothing once it hangs or has failed."""
-        found: list[Note] = []
-        if self.phase[0] in LIVE:
-            found += self._long_phase()
-        if self.phase[0] not in MOVING:
-            return found
-        found += self.stall
-        found += self._falls()
-        found += slow_note(self.pace)
-        if self.metrics:
-            found += steps.unusual(self.metrics)
-        knows_attempt = not self.metrics or self.metrics[-1].attempt
-        if self.head and knows_attempt:
-            found += steps.without_metrics(self.measured, self.beats.get(self.head.name, ()), self.patience_s)
-        if self.unsaved:
-            found.append(Note("unsaved", f"not saved: {self.unsaved}", ("checkpoint_step",)))
-        return found
-
-    @functools.cached_property
     def unsaved(self) -> str:
         """Why the newest save failed; "" if it did not."""
         return clean(next((run.unsaved for run in self.told.values() if run.unsaved), ""))
@@ -247,44 +224,6 @@ class Moment:
         beats = [age_s for each in self.beats.values() for _, age_s in each]
         files = [self.now - host.moved_at for host in self.ours]
         return min([*beats, *self._log_ages(), *files], default=0.0)
-
-    def _long_phase(self) -> Iterator[Note]:
-        """Yield that a phase lasts longer than it usually does; or, if that is not known, that nothing moves in it."""
-        if not self.stay or self.stay.lasts_s < self.stay.limit_s:
-            return
-        if self.stay.usual_s is not None or self.still_s >= self.hang_after_s:
-            yield Note(f"long {self.stay.phase}", self.stay.words, ("phase",))
-
-    @property
-    def power_w(self) -> float | None:
-        """What a GPU of the run draws in the mean, if enough of them tell."""
-        powers = known(gpu.power_w for host in self.ours for gpu in host.gpus)
-        return statistics.mean(powers) if powers else None
-
-    @property
-    def ib_bytes_per_s(self) -> float | None:
-        """What a host of the run sends and receives over RDMA in the mean."""
-        rates = known(host.ib_rate for host in self.ours)
-        return statistics.mean(rates) if rates else None
-
-    def _falls(self) -> Iterator[Note]:
-        """Yield that all GPUs draw less than before, or all links carry less."""
-        if power := self.past.power_w.fall(self.interval_s):
-            n_gpus = sum(len(host.gpus) for host in self.ours)
-            words = f"the power of all {n_gpus} GPUs fell from {_times(power, n_gpus / 1e3, '.1f')} kW"
-            yield Note("power fell", words, ("power_w",))
-        if flow := self.past.ib_bytes_per_s.fall(self.interval_s):
-            words = f"the RDMA traffic of all {len(self.ours)} hosts fell from {_times(flow, 8e-9 * len(self.ours), ',.0f')} Gb/s"
-            yield Note("rdma fell", words, ("ib_bytes_per_s",))
-
-    def remember(self) -> None:
-        """Add what is seen now to the past."""
-        if self.head and self.heard[self.head.name].alive:
-            for beat in self.heard[self.head.name].beats[:1]:
-                self.past.times.see(beat.phase, beat.phase_since)
-        if self.phase[0] is RunPhase.TRAINING:
-            self.past.power_w.add(self.now, self.power_w, self.interval_s)
-            self.past.ib_bytes_per_s.add(self.now, self.ib_bytes_per_s, self.interval_s)
 
     @functools.cached_property
     def states(self) -> Mapping[str, tuple[HostState, str]]:
@@ -406,18 +345,6 @@ class Moment:
         return [age_s + self.now - host.heard_at for host, age_s in runs if age_s is not None]
 
     @functools.cached_property
-    def stall(self) -> Sequence[Note]:
-        """That no rank has moved for twice what a step takes, which may become a hang."""
-        step_s = self.usual_step_s
-        beats = list(itertools.chain.from_iterable(self.telling.values()))
-        if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
-            return ()
-        age_s = min((age_s for _, age_s in beats), default=0.0)
-        if age_s < max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
-            return ()
-        return [Note("stall", f"this step has run for {age_s:.0f} s, usually {step_s:.1f} s", ("step",))]
-
-    @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:
         """The run's phase, and the seconds it has been in it."""
         if self.hang:
@@ -469,11 +396,6 @@ class Moment:
         if any(status.state is NodeState.STOPPED for status in statuses):
             return RunPhase.STOPPED
         return RunPhase.DONE
-
-
-def _times(fall: Fall, factor: float, form: str) -> str:
-    """Write a fall, of all together: ``43.1 to 8.5``."""
-    return f"{factor * fall.usual:{form}} to {factor * fall.now:{form}}"
 
 
 def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:

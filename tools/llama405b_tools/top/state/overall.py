@@ -9,6 +9,7 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import GuardShown, HostRow, HostState, RunPhase, TrainingStatus, Verdict
+from llama405b_tools.top.state.run_notes import run_notes
 
 OVER = (RunPhase.STOPPED, RunPhase.DONE)
 PHASES = {
@@ -87,7 +88,7 @@ def _reasons(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | 
     reasons = []
     if training and training.network == "SOCKET":
         reasons.append("training runs over TCP sockets")
-    reasons += [note.words for note in found.run_notes]
+    reasons += [note.words for note in run_notes(found)]
     if training and training.is_unguarded:
         reasons.append("its guard is gone, so nothing restarts this run")
     reasons += [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity]

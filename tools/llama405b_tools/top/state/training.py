@@ -9,8 +9,9 @@ from llama405b_tools.machine import gpus
 from llama405b_tools.top.state import steps
 from llama405b_tools.top.state.frames import RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import MOVING, Moment
+from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import GuardShown, RunPhase, TrainingStatus, known
+from llama405b_tools.top.state.run_notes import MOVING, run_notes, stall
 
 
 class LoadBegan(NamedTuple):
@@ -51,7 +52,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> TrainingStatu
         guard=guard,
         others=tuple(found.others),
         is_stale=_is_stale(found),
-        odd_in=tuple(field for note in found.run_notes for field in note.fields),
+        odd_in=tuple(field for note in run_notes(found) for field in note.fields),
     )
     if found.metrics:
         shown = _stepping(shown, found, found.metrics[-1])
@@ -118,7 +119,7 @@ def _is_stale(found: Moment) -> bool:
     """Whether a live run's steps are no longer as they were: none came for long, or the host that tells them is not heard."""
     if found.phase[0] not in (*MOVING, RunPhase.HUNG):
         return False
-    return found.hang is not None or bool(found.stall) or found.head is None
+    return found.hang is not None or any(stall(found)) or found.head is None
 
 
 def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:
