@@ -77,7 +77,9 @@ class Heartbeat:
     cause: Cause | None = None  # why it failed, and in which phase
     data_s: float | None = None  # this rank's wait for its batch in the last step
     optimizer_s: float | None = None  # clipping and the update, in the last step
-    busy_s: float | None = None  # its own computing in the forward and backward of the last step, without waiting for others
+    busy_s: float | None = (
+        None  # its own computing in the forward and backward of the last step, without waiting for others
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.

@@ -127,7 +127,7 @@ def test_status_logs_and_a_stop_that_saves(type_in):
     assert state.stdout.count("running") == 2
     top = type_in("top --once")
     assert top.returncode == 0, top.stdout + top.stderr
-    assert re.search(r"^s TRAIN .* hosts 2/2 ", top.stdout)
+    assert re.search(r"^s TRAINING .* hosts 2/2 ", top.stdout)
     assert re.search(r"^step \d+/100000 .* loss \d", top.stdout, re.MULTILINE)
     assert len(re.findall(r"^  node-\d +OK +— GPU +(— +){5}\d+ +\d", top.stdout, re.MULTILINE)) == 2, top.stdout
     stopped = type_in("stop --run s")

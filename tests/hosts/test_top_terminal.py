@@ -46,7 +46,7 @@ def test_a_screen_needs_all_three_streams(terminal, tmp_path):
 
 def test_a_character_set_without_our_symbols(terminal):
     top = terminal("--replay", "demo", "--speed", "20", env=ENV | ASCII)
-    shown = top.shows(r"TRAIN \S+ \| hosts 8/8 \|", 30)
+    shown = top.shows(r"TRAINING \S+ \| hosts 8/8 \|", 30)
     assert "\\u" not in shown
     assert "-- EVENTS ---" in shown
 

@@ -335,7 +335,7 @@ def test_a_failed_host_and_a_restart():
     assert (pic.verdict, pic.exit_code, pic.training.phase) == ("FAILED", 3, "FAILED")
     assert pic.why == "gpu-2: exited 1: rank 9 was killed by SIGKILL"
     _, whole = play(seconds=simulate.LENGTH_S)
-    assert (whole.training.attempt, whole.training.phase, whole.verdict) == (2, "TRAINING", "TRAINING")
+    assert (whole.training.attempt, whole.training.phase, whole.verdict) == (2, "TRAINING", "HEALTHY")
     assert whole.training.step == 1209
     assert "llama-405b: attempt 2 began" in [event.text for event in whole.events]
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from llama405b.contract.phrases import counted
 from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
-from llama405b_tools.top.draw.marks import ODD
+from llama405b_tools.top.draw.marks import ODD, OLD
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, TrainingStatus, Verdict, known
 
 Part = tuple[int, Text]  # the highest number is omitted first
@@ -73,7 +73,7 @@ def _parts(run: TrainingStatus, pic: Picture, width: int) -> Iterator[Part]:
     if run.attempt > 1:
         yield 3, Text(f"restarts {run.attempt - 1}", "yellow")
     if run.others:
-        yield 3, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")
+        yield 1, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")
     if run.guard:
         yield 2, _alarm(f"guard {run.guard}", when=run.guard is GuardShown.GONE)
 
@@ -118,8 +118,6 @@ def _progress(run: TrainingStatus, width: int) -> Text:
     first = _marked(f"step {done}", run, "step")
     first.append("  ").append_text(_marked(f"loss {number(run.loss, '.4f')}", run, "loss"))
     first.append(f" {sparkline(run.losses, 16 if width >= WIDE else 8)}")
-    if run.evaluated_step is not None:
-        first.append(f"  eval {number(run.evaluation_loss, '.4f')} @{run.evaluated_step}")
     times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
     split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
     if run.update_s is not None:
@@ -131,9 +129,19 @@ def _progress(run: TrainingStatus, width: int) -> Text:
         (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
         (2, Text(f"MFU {number(run.mfu_pct and run.mfu_pct / 100, '.0%')}")),
         (0, Text(f"ETA {span(run.eta_s)}")),
+        (2, Text(_evaluated(run))),
         (4, Text(_moved(run))),
     ]
-    return _joined(first, [part for part in parts if part[1].plain], width, "  ")
+    line = _joined(first, [part for part in parts if part[1].plain], width, "  ")
+    if run.is_stale:
+        line.stylize_before(OLD)
+    return line
+
+
+def _evaluated(run: TrainingStatus) -> str:
+    if run.evaluated_step is None:
+        return ""
+    return f"eval {number(run.evaluation_loss, '.4f')} @{run.evaluated_step}"
 
 
 def _moved(run: TrainingStatus) -> str:

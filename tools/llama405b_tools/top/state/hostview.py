@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import functools
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -20,17 +19,14 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import share
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.top.state import thresholds, verdicts
-from llama405b_tools.top.state.frames import NO_FRAME, Frame, Processes, RunFrame, SmiFrame
-from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, ProcessRow, RankRow, known
+from llama405b_tools.top.state.frames import NO_FRAME, Frame, RunFrame, SmiFrame
+from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, RankRow, known
+from llama405b_tools.top.state.programs import Programs
 from llama405b_tools.top.state.verdicts import Note
 
 HISTORY = 120
 MOST_XIDS = 20
 BUSY_STEPS, BUSY_LEAST = 5, 3  # kept of each rank; and needed to judge one
-_clean_command = functools.lru_cache(4096)(clean)  # commands repeat across hosts and frames
-WHOLE = re.compile(r"\d{1,9}", re.ASCII)
-SLACK = 1.1  # times all cores: the kernel's counters are not exact
-TICKS = 100  # per second, as Linux reports CPU time to user space
 Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU or rank, why it stands out
 NOT_ODD = Note("", "")
 
@@ -70,19 +66,12 @@ class HostView:
     gpus: list[GpuReport] = dataclasses.field(default_factory=list)
     gpus_before: list[GpuReport] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
-    apps: Sequence[tuple[int, str, int | None]] = ()  # processes on its GPUs: pid, the GPU's uuid, MiB
     expected: frozenset[str] = frozenset()  # UUIDs of the GPUs that it has had since it was started
+    programs: Programs = dataclasses.field(default_factory=Programs)
     xids: collections.deque[Xid] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_XIDS))
-    foreign: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)  # pid -> user and command
-    io: Mapping[int, int] = dataclasses.field(default_factory=dict)  # pid -> bytes read and written
     busy: dict[int, collections.deque[tuple[int, float]]] = dataclasses.field(
         default_factory=dict
     )  # by rank: step, seconds
-    moved_at: float = -math.inf  # when its processes were last seen to read or write much
-    procs: Processes = ()
-    procs_at: float = 0.0  # host's clock
-    cpu_of: dict[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
-    processes: tuple[ProcessRow, ...] = ()
     plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, the frame that had its nodes
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
@@ -99,13 +88,7 @@ class HostView:
         self._expect()
         self._take_busy(frame.run.beats if frame.run else ())
         self.xids.extend(self._new_xids(frame))
-        if frame.foreign is not None:
-            self.foreign = {pid: (user, command) for pid, user, command in frame.foreign}
-        if frame.io is not None:
-            self._take_io(dict(frame.io), now)
-        if frame.procs is not None:
-            self._take_processes(frame.procs, frame.now)
-        self.processes = self._processes()
+        self.programs.take(frame, self.gpus, now)
         self.history.extend(known([self._level()]))
 
     def _new_xids(self, frame: Frame) -> Iterator[Xid]:
@@ -129,12 +112,6 @@ class HostView:
         took = [took_s for _, took_s in self.busy.get(rank, ())]
         return statistics.median(took) if len(took) >= BUSY_LEAST else None
 
-    def _take_io(self, io: Mapping[int, int], now: float) -> None:
-        grown = [count - self.io[pid] for pid, count in io.items() if pid in self.io]
-        if max(grown, default=0) >= thresholds.MOVED_BYTES:
-            self.moved_at = now
-        self.io = io
-
     def _keep(self, frame: Frame, now: float) -> None:
         """Keep a frame, for what is counted over minutes."""
         if not self.earlier or now - self.earlier[-1][0] > thresholds.COUNTERS_S / 10:
@@ -152,7 +129,7 @@ class HostView:
             self.gpus = [_unknown(gpu) for gpu in self.gpus]
         elif smi.text is not None or not smi.hung_s:
             self.gpus, fault = gpus.read_smi(smi.text, smi.fields)
-            self.apps = list(_apps(smi.apps or ""))
+            self.programs.take_apps(smi.apps or "")
             self.smi_fault = clean(fault)[:200]
 
     def _expect(self) -> None:
@@ -167,13 +144,6 @@ class HostView:
     def expected_gpus(self) -> int:
         """How many GPUs it should have: as many as it had, or as the kernel sees."""
         return max(len(self.expected), len(self.gpus), self.frame.pci_gpus or 0)
-
-    def _take_processes(self, procs: Processes, host_now: float) -> None:
-        before = {pid: ticks for pid, _, ticks, *_ in self.procs}
-        seconds, cores = max(0.1, host_now - self.procs_at), self.frame.cpu.cores or math.inf
-        cores_of = {pid: (ticks - before[pid]) / TICKS / seconds for pid, _, ticks, *_ in procs if pid in before}
-        self.cpu_of = {pid: 100 * used for pid, used in cores_of.items() if 0 <= used <= SLACK * cores}
-        self.procs, self.procs_at = procs, host_now
 
     def run(self, name: str) -> RunFrame | None:
         """Return what it reports about a run; None if it does not know it."""
@@ -238,7 +208,7 @@ class HostView:
             gpus=self._cells(ranks, judged.gpus),
             has_gpu=None if frame.pci_gpus is None else bool(self.expected_gpus),
             ranks=ranks,
-            processes=self.processes,
+            processes=self.programs.rows,
             cpu_pct=self._cpu_pct(),
             cores=frame.cpu.cores,
             ram_bytes=frame.memory.total,
@@ -266,35 +236,18 @@ class HostView:
     def gpus_of(self, run_name: str, beat: Beat) -> list[GpuReport]:
         """Return the GPU of a rank; all of the host's if it is not known which is its."""
         run = self.run(run_name)
-        indices = [i for i, rank in self.rank_of(run).items() if rank == beat.rank] if run else []
+        indices = [i for i, rank in self._rank_of(run).items() if rank == beat.rank] if run else []
         return [gpu for gpu in self.gpus if gpu.index in indices] or self.gpus
 
-    def rank_of(self, run: RunFrame) -> dict[int, int]:
+    def _rank_of(self, run: RunFrame) -> dict[int, int]:
         """Return the rank on each GPU, by the GPU's index: by nvidia-smi's processes, else (in a container) by order."""
-        ranks = {beat.pid: beat.rank for beat in run.beats}
-        index_of = {gpu.uuid: gpu.index for gpu in self.gpus}
-        by_pid = {index_of[uuid]: ranks[pid] for pid, uuid, _ in self.apps if pid in ranks and uuid in index_of}
+        by_pid = self.programs.rank_of(run.beats, self.gpus)
         plan = self.plans.get(run.name)
         node = next((node for node in (plan.nodes or () if plan else ()) if node[0] == self.name), None)
         if by_pid or node is None:
             return by_pid
         _, first, n_ranks = node
         return {gpu.index: first + i for i, gpu in enumerate(self.gpus[:n_ranks])}
-
-    def _foreign_notes(self) -> Iterator[Note]:
-        """Yield the processes on its GPUs that are not of the run.
-
-        In a container, pids of the machine may mean nothing, not even those of the run: then unknown ones are left out.
-        """
-        index_of = {gpu.uuid: gpu.index for gpu in self.gpus}
-        told = {pid for pid, *_ in self.procs} & {pid for pid, *_ in self.apps}
-        for pid, uuid, mib in self.apps:
-            user, command = self.foreign.get(pid, ("", ""))
-            if pid in self.foreign and (user or told) and (mib is None or mib >= thresholds.FOREIGN_MIB):
-                size = "" if mib is None else f"{mib / 1024:.1f} GiB of "
-                who = _clean_command(f"{user}: {command}" if user else f"process {pid}")
-                where = f"gpu {index_of.get(uuid, '?')}"
-                yield Note(f"foreign {pid} {uuid}", f"{where}: {size}another program, {who}", ("used_mib",))
 
     def notes(self, run_name: str, odd: Odd) -> list[Note]:
         """Return what stands out on it, worst first; GPUs with the same note share one."""
@@ -313,12 +266,12 @@ class HostView:
         for note, indices in alike.items():
             notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}", note.fields))
         notes += [Note(xid.words, xid.words) for xid in self.new_xids(run_name) if xid.gpu is None]
-        notes += self._foreign_notes()
+        notes += self.programs.foreign_notes(self.gpus)
         return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.best_rates)]
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
         row_of = {rank.rank: rank for rank in ranks}
-        rank_of = self.rank_of(self.frame.run) if ranks and self.frame.run else {}
+        rank_of = self._rank_of(self.frame.run) if ranks and self.frame.run else {}
         return tuple(
             self._cell(gpu, row_of.get(rank_of.get(gpu.index, -1)), odd.get((self.name, gpu.index), NOT_ODD))
             for gpu in self.gpus
@@ -344,18 +297,6 @@ class HostView:
             odd_in=note.fields,
         )
 
-    def _processes(self) -> tuple[ProcessRow, ...]:
-        on = {pid: (uuid, mib) for pid, uuid, mib in self.apps}
-        index_of = {gpu.uuid: gpu.index for gpu in self.gpus}
-        rows = []
-        for pid, state, _, rss, rank, command in self.procs:
-            uuid, mib = on.get(pid, ("", None))
-            cpu = self.cpu_of.get(pid)
-            gpu = index_of.get(uuid)
-            words = _clean_command(command)
-            rows.append(ProcessRow(pid, state, cpu, rss, _whole(rank), gpu, mib, words))
-        return tuple(rows)
-
     def _level(self) -> float | None:
         """Return its GPUs' mean power (else utilization) in percent; its CPU's utilization if it has none."""
         powers = known(share(gpu.power_w, gpu.power_limit_w) for gpu in self.gpus)
@@ -369,7 +310,7 @@ class HostView:
         if self.before is NO_FRAME or ticks <= 0:
             return None
         busy = 1 - (new.idle - old.idle) / ticks
-        return 100 * min(1.0, max(0.0, busy)) if 1 - SLACK <= busy <= SLACK else None
+        return 100 * min(1.0, max(0.0, busy)) if 1 - thresholds.SLACK <= busy <= thresholds.SLACK else None
 
     def _rate(self, bytes_of: Callable[[Frame], dict[str, int]]) -> float | None:
         """Return bytes per second between the last two frames, of the busiest entry."""
@@ -389,18 +330,6 @@ def _unknown(gpu: GpuReport) -> GpuReport:
 
 def _uuids(found: Sequence[GpuReport]) -> frozenset[str]:
     return frozenset(gpu.uuid or str(gpu.index) for gpu in found)
-
-
-def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
-    """Parse nvidia-smi's list of processes on GPUs."""
-    for line in answer[: gpus.MOST_TEXT].splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 3 and (pid := _whole(words[0])) is not None:
-            yield pid, words[1], _whole(words[2])
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if WHOLE.fullmatch(text) else None
 
 
 def _net(frame: Frame) -> dict[str, int]:

@@ -222,7 +222,7 @@ class Moment:
     def still_s(self) -> float:
         """Seconds since anything of the run moved: a heartbeat, a log line, or bytes that its processes read or write."""
         beats = [age_s for each in self.beats.values() for _, age_s in each]
-        files = [self.now - host.moved_at for host in self.ours]
+        files = [self.now - host.programs.moved_at for host in self.ours]
         return min([*beats, *self._log_ages(), *files], default=0.0)
 
     @functools.cached_property

@@ -42,15 +42,19 @@ def _blocks(took: Sequence[float]) -> Iterator[Sequence[float]]:
 
 
 def pace(metrics: Sequence[StepMetrics], planned_s: float | None) -> Pace | None:
-    """Return the pace of the last five steps, or of the last minute if they are shorter; None: too few in this attempt."""
-    if not metrics:
+    """Return the pace of the last five steps, or of the last minute if they are shorter; None if it is not known yet.
+
+    The first step of an attempt, which connects and compiles, is not judged. A run without a plan is judged against its own
+    first steps as soon as there are as many of them.
+    """
+    attempt = list(itertools.takewhile(lambda each: each.attempt == metrics[-1].attempt, reversed(metrics)))[:-1]
+    n = n_recent(attempt)
+    if planned_s is None:
+        n = min(n, len(metrics) // 2)
+    recent = [each.step_s for each in attempt[:n] if each.step_s]
+    if len(recent) < thresholds.PACE_STEPS or sum(recent) < thresholds.PACE_LEAST_S:
         return None
-    attempt = [*itertools.takewhile(lambda each: each.attempt == metrics[-1].attempt, reversed(metrics))]
-    recent = [each.step_s for each in attempt[: n_recent(attempt)] if each.step_s]
-    if len(recent) < 2 or len(recent) == len(attempt):  # an attempt's first step, which connects, is not judged
-        return None
-    before = metrics[: len(metrics) - len(recent)]
-    own_s = usual_s(before)
+    own_s = usual_s(metrics[: len(metrics) - n])
     expected = [(value_s, is_planned) for value_s, is_planned in ((planned_s, True), (own_s, False)) if value_s]
     if not expected:
         return None

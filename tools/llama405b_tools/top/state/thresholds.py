@@ -24,6 +24,7 @@ SMI_RETRY_S = 30.0  # and until it is started again: without persistence mode an
 # a host's memory and counters
 LOW_RAM = 0.03  # of all
 COUNTERS_S = 600.0  # errors are counted over this time
+SLACK = 1.1  # times all cores: the kernel's counters of CPU time are not exact
 
 # GPUs, links and power of the whole run, against their own last minutes
 LEVEL_S = 600.0
@@ -34,7 +35,8 @@ LONGER = 1.5  # times the longest fall in that time: longer than what every step
 # steps
 RECENT_STEPS = 20  # of which the shown median is taken
 PACE = 0.85  # of the expected pace; slower is not healthy
-PACE_STEPS, PACE_S = 5, 60.0  # the last steps that are judged: so many, and so long, at least
+PACE_STEPS, PACE_S = 5, 60.0  # the last steps that are judged: so many, and so long
+PACE_LEAST_S = 10.0  # or as long as this, if an attempt has no more: a busy laptop is no news
 BLOCK_S, BLOCK_STEPS = 600.0, 20  # the median of which is a run's usual step
 HIGH_LOSS = ((10.0, 2), (3.0, 5), (1.5, 20))  # times its median, for this many steps
 USUAL_LOSS_STEPS = 20  # before these, of which that median is taken

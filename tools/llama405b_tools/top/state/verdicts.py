@@ -28,6 +28,7 @@ IB_ERRORS = {
     "out_of_sequence": "packets out of order",
     "packet_seq_err": "sequence errors",
 }
+BEHIND = "behind"  # the key of the note on the rank that computes longest
 STEP_AND_AGE = ("step", "step_age_s")  # fields of a host's row
 BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
 
@@ -134,7 +135,7 @@ def behind(busy: Sequence[tuple[float, str, int]], step_s: float) -> Iterator[tu
     behind_s = busy_s - median
     if behind_s > max(thresholds.BEHIND_S, thresholds.BEHIND * step_s):
         words = f"it is {behind_s:.2f} s behind in every step: it costs {100 * behind_s / step_s:.0f}%"
-        yield host, rank, Note("behind", words, ("busy_s",))
+        yield host, rank, Note(BEHIND, words, ("busy_s",))
 
 
 def _share(gpu: GpuReport) -> float | None:
