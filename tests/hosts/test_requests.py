@@ -1,6 +1,7 @@
 """Operators' requests to a training run: all ranks carry them out between two steps, and an event answers them."""
 
 import json
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import RequestKind
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
-from llama405b_tools.remote.messages.stop_request import AskReply, AskRequest
+from llama405b_tools.remote.messages.ask_request import AskReply, AskRequest
 from ops_rig import heartbeat, settings, wait_for
 
 
@@ -40,12 +41,15 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
     assert cli(work, "launch", "--run", "asked", *flags, "--checkpoint.every", 90_000).returncode == 0
     wait_for(lambda: heartbeat(work, "asked", 0)["step"] > 2)
 
-    saved = ask("asked", RequestKind.SAVE)
-    assert (saved.kind, saved.detail) == (EventKind.ANSWERED, "")
-    assert (work / saved.path / "manifest.json").exists()
-    assert saved.path.endswith(f"step-{saved.step:08d}")
+    typed = cli(work, "ask", "asked", "save")
+    step, path = re.fullmatch(r"saved step (\d+): (\S+) on node-a\n", typed.stdout).groups()
+    assert (work / path / "manifest.json").exists()
+    assert path.endswith(f"step-{int(step):08d}")
 
-    profile = ask("asked", RequestKind.PROFILE, steps=2)
+    typed = cli(work, "ask", "asked", "profile", "--steps", 2)
+    others = "and beside it those of the other 1 rank, each on its host"
+    assert re.fullmatch(rf"a profile of 2 steps: \S+/profile-rank-0\S+ on node-a, {others}\n", typed.stdout), typed
+    profile = next(event for event in reversed(ask.events("asked")) if event.kind is EventKind.ANSWERED)
     traces = sorted((work / "runs/asked/diagnosis").glob("profile-rank-*"))
     assert [path.name.split("-step-")[0] for path in traces] == ["profile-rank-0", "profile-rank-1"]
     names = {each.get("name") for each in json.loads((work / profile.path).read_text())["traceEvents"]}
@@ -62,6 +66,8 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
     assert kinds[0] is EventKind.STARTED
     assert kinds[-1] is EventKind.STOPPED
     assert ask("asked", RequestKind.SAVE) is None  # it no longer lives
+    late = cli(work, "ask", "asked", "save")
+    assert (late.returncode, "run asked is not running" in late.stderr) == (2, True)
 
 
 def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, corpus, ask):
@@ -70,6 +76,9 @@ def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, co
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)
     refused = ask("none", RequestKind.SAVE)
     assert (refused.path, refused.detail) == ("", "checkpoint.every is 0: this run saves no checkpoints")
+    typed = cli(work, "ask", "none", "save")
+    assert typed.returncode == 1
+    assert "run none: checkpoint.every is 0: this run saves no checkpoints" in typed.stderr
     (work / "runs/none/diagnosis").write_text("in the way")
     for kind in (RequestKind.MEMORY, RequestKind.STACKS, RequestKind.PROFILE):
         lost = ask("none", kind)

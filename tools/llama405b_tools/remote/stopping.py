@@ -1,8 +1,7 @@
-"""End a run's processes on this host and check that none is left; pass a request to a training run. Standard library."""
+"""End a run's processes on this host and check that none is left. Standard library."""
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -13,16 +12,14 @@ from llama405b.contract import reader
 from llama405b.contract.files import append_line, read_record, read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import NO_PLAN, REHEARSAL, read_plan
-from llama405b.contract.records import Blame, NodeStatus, RunRequest, StopMark
+from llama405b.contract.records import Blame, NodeStatus, StopMark
 from llama405b_tools.remote import hostprobe, processes
-from llama405b_tools.remote.describe import checkpoints_of, describe, lives, stopped_by
+from llama405b_tools.remote.describe import checkpoints_of, describe, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
 from llama405b_tools.remote.messages.stop_request import (
     CUT,
     RUNNER_ENDS_S,
-    AskReply,
-    AskRequest,
     Orphan,
     OrphansReply,
     OrphansRequest,
@@ -121,15 +118,3 @@ def orphans(request: OrphansRequest) -> OrphansReply:
             _, left = processes.sweep(value)
         found.append(Orphan(value, tuple(pids), what, tuple(left)))
     return OrphansReply(tuple(found))
-
-
-def ask(request: AskRequest) -> AskReply:
-    """Write a request for the trainer; called on the head, whose rank 0 looks for requests."""
-    run = run_of(request.run)
-    plan = read_plan(run)
-    if not plan.nodes or not lives(run, plan, plan.nodes[0].name):
-        return AskReply("")
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-    record = RunRequest(name, request.kind, request.by, time.time(), request.steps)
-    write_json(run.requests / f"{name}.json", record)
-    return AskReply(name)

@@ -1,9 +1,9 @@
-"""Messages for ending a run on a host, finding what others left, and passing a request to one that trains. Pure."""
+"""Messages for ending a run on a host, and finding what others left. Pure."""
 
 import dataclasses
 
 from llama405b.contract.phrases import given
-from llama405b.contract.records import Blame, RequestKind
+from llama405b.contract.records import Blame
 from llama405b_tools.remote.messages.host_run import HostRun
 
 KILL_AFTER_S = 10.0  # between SIGTERM and SIGKILL
@@ -68,20 +68,3 @@ class OrphansReply:
     """What is left, by run."""
 
     orphans: tuple[Orphan, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AskRequest:
-    """Pass a request to a run that trains; sent to the head."""
-
-    run: str
-    kind: RequestKind
-    by: str
-    steps: int = 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AskReply:
-    """The request was written."""
-
-    id: str  # its answer is an event with this id; "": the run is not alive here

@@ -1,0 +1,119 @@
+"""Ask a live run for something, between two of its steps, and wait for it; the run goes on.
+
+save: a checkpoint now. profile: a trace of the next steps of each rank, for Perfetto. memory: what each rank's memory holds.
+stacks: the stack of every thread of each rank. A run that hangs takes no step, and does not answer.
+Exits with 1 if the run ended, did not answer in time, or could not do it.
+"""
+
+import getpass
+import socket
+import time
+from collections.abc import Sequence
+
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import GOOD, RunError, UserError
+from llama405b.contract.events import RunEvent
+from llama405b.contract.phrases import counted
+from llama405b.contract.plan import Plan, check_run_name
+from llama405b.contract.records import RequestKind
+from llama405b.contract.units import seconds
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies
+from llama405b_tools.remote.messages.ask_request import AnswerReply, AnswerRequest, AskReply, AskRequest
+from llama405b_tools.remote.messages.host_run import PlanRequest
+from llama405b_tools.run import screen
+from llama405b_tools.run.backends import backend_of
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
+from llama405b_tools.text.figures import span
+from llama405b_tools.verbs.arguments import add_hosts
+
+MOST_STEPS = 100  # of a profile: a longer trace cannot be opened
+LOOK_EVERY_S = 1.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = OneLineParser(prog="llama405b ask", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+    parser.add_argument("kind", metavar="WHAT", choices=[*RequestKind], help="save, profile, memory or stacks")
+    add_hosts(parser)
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps to profile, 100 at most [1]")
+    parser.add_argument("--wait", default="10m", metavar="TIME", help="for the answer; a step comes first [10m]")
+    args = parser.parse(argv)
+    kind, wait_s = RequestKind(args.kind), seconds(args.wait, "--wait")
+    if not 1 <= args.steps <= MOST_STEPS:
+        raise UserError(f"--steps: {args.steps}; use 1 to {MOST_STEPS}")
+    if args.steps != 1 and kind is not RequestKind.PROFILE:
+        raise UserError(f"--steps: only a profile has steps; remove it, or ask for {RequestKind.PROFILE}")
+    backend = backend_of(check_run_name(args.run), args.hosts)
+    with Fleet(backend.hosts()) as fleet:
+        head, plan = find_head(fleet, args.run)
+        answer = request(fleet, head, AskRequest(args.run, kind, by(), args.steps), wait_s)
+    print(words_of(kind, answer, head, plan.world, args.steps))
+    return GOOD
+
+
+def by() -> str:
+    """Who asks: user@machine."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def find_head(fleet: Fleet, run: str) -> tuple[str, Plan]:
+    """Return the host of a live run's rank 0, and the run's plan.
+
+    Raises:
+        UserError: The run is not live, takes no requests, or its first host is not among these.
+    """
+    _, seen = ask_hosts(fleet, run)
+    told = {name: found for name, found in replies(seen).items() if found}
+    live = [name for name, found in told.items() if found.alive]
+    if not live:
+        raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
+    plan = fleet.ask(live[0], "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
+    if not plan.trains:
+        raise UserError(f"run {run} is a program of your own, which takes no requests")
+    head = next((name for name, found in told.items() if found.first_rank == 0), None)
+    if head is None:
+        raise UserError(
+            f"run {run} begins on {plan.nodes[0].name}, which is not among these hosts; name a hosts file with it"
+        )
+    return head, plan
+
+
+def request(fleet: Fleet, head: str, wanted: AskRequest, wait_s: float) -> RunEvent:
+    """Pass a request to a run, and return its answer.
+
+    Raises:
+        RunError: The run ended, did not answer in time, or could not do it.
+    """
+    asked = fleet.ask(head, "ask", wanted, AskReply, STATUS_TIMEOUT_S)
+    if not asked.id:
+        raise RunError(f"run {wanted.run} is not running on {head}, where its rank 0 is")
+    screen.show(f"asked; run {wanted.run} answers after the step that it is in", error=True)
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until:
+        found = fleet.ask(head, "answer", AnswerRequest(wanted.run, asked.id), AnswerReply, STATUS_TIMEOUT_S)
+        if found.answer and found.answer.detail:
+            raise RunError(f"run {wanted.run}: {found.answer.detail}")
+        if found.answer:
+            return found.answer
+        if not found.alive:
+            raise RunError(
+                f"run {wanted.run} ended before it answered; `{fleet.command_to_type('status', wanted.run)}` says why"
+            )
+        time.sleep(LOOK_EVERY_S)
+    raise RunError(
+        f"run {wanted.run} has not answered for {span(wait_s)}: its step is longer than that, or it hangs; "
+        f"`{fleet.command_to_type('status', wanted.run)}` tells. It answers in its events even so"
+    )
+
+
+def words_of(kind: RequestKind, answer: RunEvent, head: str, world: int, steps: int) -> str:
+    """Say what was done, and where it is."""
+    if kind is RequestKind.SAVE:
+        return f"saved step {answer.step}: {answer.path} on {head}"
+    what = (
+        f"a profile of {counted(steps, 'step')}" if kind is RequestKind.PROFILE else f"{kind} after step {answer.step}"
+    )
+    others = f", and beside it those of the other {counted(world - 1, 'rank')}, each on its host" if world > 1 else ""
+    return f"{what}: {answer.path} on {head}{others}"
