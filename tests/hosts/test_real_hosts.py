@@ -354,4 +354,13 @@ def test_a_disk_that_fills_up_does_not_end_the_run(hosts, operator):
     finally:
         hosts.exec(3, "rm", "-f", "/var/tmp/fill", "/var/tmp/more")
     wait_for(lambda: "not saved" not in verdict()["why"], 60)
-    assert operator("stop", "--run", "full", "--grace", "0").returncode == 0
+    place = f"{hosts.workdir(3)}/runs/full/checkpoints"
+    hosts.exec(3, "mount", "-t", "tmpfs", "-o", "size=16k,mode=777", "other", place)
+    try:
+        operator("stop", "--run", "full")
+        wait_for(lambda: verdict()["verdict"] != "FAILED", 30)
+        lost = verdict()
+        assert (lost["verdict"], lost["exit_code"]) == ("STOPPED, STEPS LOST", 1), lost["why"]
+        assert re.search(r"after step [\d,]+: \d+ steps? lost; not saved: step \d+: .* on node-3; mount it again", lost["why"])
+    finally:
+        hosts.exec(3, "umount", "-l", place)

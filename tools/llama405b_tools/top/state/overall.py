@@ -9,7 +9,7 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import GuardShown, HostRow, HostState, RunPhase, TrainingStatus, Verdict
-from llama405b_tools.top.state.run_notes import run_notes
+from llama405b_tools.top.state.run_notes import UNSAVED, run_notes
 from llama405b_tools.top.state.verdicts import BEHIND
 
 OVER = (RunPhase.STOPPED, RunPhase.DONE)
@@ -85,15 +85,15 @@ def _first(reasons: Sequence[str]) -> str:
 
 
 def _reasons(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | None) -> list[str]:
-    """Return what slows the run, or may slow it, worst first."""
-    reasons = [
-        f"{name}: rank {rank}: {note.words}" for name, rank, note in found.slow_ranks if note.key == BEHIND
-    ]  # the cause of slow steps comes before them
+    """Return what slows the run, or may slow it, worst first; the cause of slow steps comes before them."""
+    notes = run_notes(found)
+    reasons = [note.words for note in notes if note.key == UNSAVED]
     if training and training.network == "SOCKET":
         reasons.append("training runs over TCP sockets")
-    reasons += [note.words for note in run_notes(found)]
+    reasons += [f"{name}: rank {rank}: {note.words}" for name, rank, note in found.slow_ranks if note.key == BEHIND]
+    reasons += [note.words for note in notes if note.key != UNSAVED]
     if training and training.is_unguarded:
         reasons.append("its guard is gone, so nothing restarts this run")
     reasons += [f"{row.name}: {row.state} {row.why}" for row in rows if row.severity]
-    notes = [f"{row.name}: {row.notes[0]}" for row in rows if row.notes]
-    return [*reasons, *(words for words in notes if words not in reasons)]
+    of_hosts = [f"{row.name}: {row.notes[0]}" for row in rows if row.notes]
+    return [*reasons, *(words for words in of_hosts if words not in reasons)]

@@ -13,6 +13,7 @@ from llama405b_tools.top.state.picture import RunPhase, known
 from llama405b_tools.top.state.verdicts import Note
 
 MOVING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
+UNSAVED = "unsaved"  # the key of the note on a save that failed
 LIVE = (RunPhase.STARTING, RunPhase.LOADING, *MOVING)
 
 
@@ -22,6 +23,8 @@ def run_notes(found: Moment) -> Sequence[Note]:
     notes = list(_long_phase(found)) if phase in LIVE else []
     if phase not in MOVING:
         return notes
+    if found.unsaved:  # it loses work, while all else costs time
+        notes.append(Note(UNSAVED, f"not saved: {found.unsaved}", ("checkpoint_step",)))
     notes += stall(found)
     notes += _falls(found)
     notes += slow_note(found.pace)
@@ -30,8 +33,6 @@ def run_notes(found: Moment) -> Sequence[Note]:
     knows_attempt = not found.metrics or found.metrics[-1].attempt
     if found.head and knows_attempt:
         notes += steps.without_metrics(found.measured, found.beats.get(found.head.name, ()), found.patience_s)
-    if found.unsaved:
-        notes.append(Note("unsaved", f"not saved: {found.unsaved}", ("checkpoint_step",)))
     return notes
 
 
