@@ -22,6 +22,7 @@ from llama405b.distributed.numa import bind
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.offload_all import pin_for_gradients
 from llama405b.optim.updater import Updater
+from llama405b.parallel.busy import BusyMeter
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.build_data import open_data
 from llama405b.training.build_model import build_model
@@ -62,6 +63,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     allocate_staging(config.checkpoint, saving, updater, context)
     if saving.replication:
         saving.replication.begin(done)
+    busy = build_busy_meter(config.parallel, module, context)
     start = begin(chosen.found)
     log_reading(config, batches, start, context)
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
@@ -81,6 +83,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         ),
         requests=Requests(context, stop),
         evaluator=build_evaluator(config.evaluation, config.training, module, held_out, context),
+        busy=busy,
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
     )
@@ -90,6 +93,15 @@ def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
     """Have this rank's threads run near its GPU, unless the settings forbid it."""
     if parallel.numa == "auto" and (bound := bind(context.me)):
         context.log(bound)
+
+
+def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:
+    """Measure this rank's own computing; FSDP1 gathers where no hook of a layer can tell its wait from computing."""
+    if parallel.fsdp != "fsdp2":
+        return None
+    meter = BusyMeter(context.me.device)
+    meter.attach(module)
+    return meter
 
 
 def build_update(config: Config, module: nn.Module, master: nn.Module, context: RankContext) -> Updater:

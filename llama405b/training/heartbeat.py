@@ -47,9 +47,11 @@ class HeartbeatWriter:
             self.record = dataclasses.replace(self.before, time=time.time())
             self._write()
 
-    def finished_step(self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None) -> None:
+    def finished_step(
+        self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None, busy_s: float | None = None
+    ) -> None:
         """Record a finished or skipped step; how long the parts of a skipped one took is not known."""
-        self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s)
+        self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s, busy_s=busy_s)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Record how much of the weights is loaded."""

@@ -16,6 +16,7 @@ from llama405b.distributed.step_timer import StepTimer
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_step
 from llama405b.optim.updater import Updater
+from llama405b.parallel.busy import BusyMeter
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
@@ -38,8 +39,10 @@ class Trainer:
     checkpointer: Checkpointer
     requests: Requests
     evaluator: Evaluator | None  # None: nothing is held out
+    busy: BusyMeter | None = None  # None: not measured
     evaluates_first: bool = False  # the weights that the run begins with
     tokens: int = 0  # target tokens so far, over all ranks
+    busy_s: float | None = None  # this rank's own computing in the last step
 
     def take_steps(self) -> None:
         """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
@@ -68,7 +71,9 @@ class Trainer:
                 metrics, evaluated = self.evaluated(metrics)
                 # A slow disk, on one rank, may hold up the update there.
                 ranks.set_timeout(timeouts.load if self.checkpointer.step else timeouts.step)
-                heartbeat.finished_step(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s)
+                heartbeat.finished_step(
+                    step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s, busy_s=self.busy_s
+                )
                 journal.metrics(metrics)
                 if evaluated:
                     journal.log(evaluated)
@@ -97,9 +102,11 @@ class Trainer:
         set_lr(self.updater.optimizer, lr)
         result = self.learn(step, timer)
         if result is None:
+            self.busy_s = self.busy.seconds() if self.busy else None
             return None
         self.bad_steps.check_spike(step, result)
         seconds, work = timer.seconds(), self.updater.work()
+        self.busy_s = self.busy.seconds() if self.busy else None  # the timer has waited for the device
         step_s = sum(seconds.values())
         self.tokens += result.n_targets
         return Metrics(

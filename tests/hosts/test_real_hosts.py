@@ -361,6 +361,8 @@ def test_a_disk_that_fills_up_does_not_end_the_run(hosts, operator):
         wait_for(lambda: verdict()["verdict"] != "FAILED", 30)
         lost = verdict()
         assert (lost["verdict"], lost["exit_code"]) == ("STOPPED, STEPS LOST", 1), lost["why"]
-        assert re.search(r"after step [\d,]+: \d+ steps? lost; not saved: step \d+: .* on node-3; mount it again", lost["why"])
+        assert re.search(
+            r"after step [\d,]+: \d+ steps? lost; not saved: step \d+: .* on node-3; mount it again", lost["why"]
+        )
     finally:
         hosts.exec(3, "umount", "-l", place)

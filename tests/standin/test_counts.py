@@ -1,6 +1,7 @@
 """What a run asks of the device, counted: waits, copies from memory that is not pinned, allocations, communicators."""
 
 import itertools
+import json
 
 import pytest
 
@@ -42,6 +43,12 @@ def test_a_step_waits_only_for_what_decides(place, later_steps):
     assert len(later_steps) == 4
     assert _calls(later_steps, "stream_sync") == {WAITS[place]}
     assert _calls(later_steps, "device_sync") == {DEVICE_WAITS}
+
+
+def test_each_rank_measures_what_it_computes_without_waiting_for_that(trained):
+    beats = [json.loads(path.read_text()) for path in sorted(trained.run.glob("heartbeat/rank-*.json"))]
+    assert len(beats) == 2
+    assert all(beat["busy_s"] > 0 for beat in beats)
 
 
 def test_no_step_copies_from_or_to_pageable_memory(later_steps):
