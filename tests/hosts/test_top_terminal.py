@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from conftest import ROOT
+from llama405b_tools.top.state import simulate
 from ops_rig import Terminal, wait_for
 
 TOP = [sys.executable, "-m", "llama405b_tools.cli", "top"]
@@ -22,8 +23,8 @@ def terminal(tmp_path):
     (tmp_path / "hosts").write_text("node-a address=localhost\n")
     opened = []
 
-    def start(*args, env=ENV, before=()):
-        opened.append(Terminal([*before, *TOP, *args], tmp_path, env))
+    def start(*args, env=ENV, before=(), **more):
+        opened.append(Terminal([*before, *TOP, *args], tmp_path, env, **more))
         return opened[-1]
 
     yield start
@@ -66,6 +67,27 @@ def test_the_mouse_stays_with_the_terminal(terminal):
     assert top.run("display", "-p", "-t", "t", "#{alternate_on} #{mouse_any_flag}").strip() == "1 0"
 
 
+def test_q_leaves_one_level_and_the_selection_stays_on_the_screen(terminal, tmp_path):
+    recording = tmp_path / "many.jsonl"
+    names = simulate.names(64)
+    frames = [event for event in simulate.incident(64, seconds=3.0) if "frame" in event]
+    header = {"llama405b_recording": 1, "hosts": names, "interval_s": 2.0}
+    recording.write_text("".join(json.dumps(line) + "\n" for line in (header, *frames)))
+    top = terminal("--replay", str(recording), "--sort", "name", size=(80, 24))
+    top.shows(r"page 1 of", 30)
+    top.keys(*["j"] * 50)
+    top.shows(r"▶ gpu-51", 10)
+    top.keys("Enter")
+    top.shows(r"── gpu-51 ", 10)
+    assert "PROCESSES" not in top.screen()
+    top.keys("NPage")
+    top.shows(r"── PROCESSES", 10)  # which 24 lines have no room for
+    top.keys("q")
+    top.shows(r"▶ gpu-51", 10)
+    top.keys("q")
+    top.shows(r"^rc=0$", 10)
+
+
 @pytest.mark.parametrize("agent", [f'sleep 1; exec {sys.executable} "$@"', "exec sleep 600"])
 def test_leaving_while_the_first_error_is_looked_for(terminal, tmp_path, agent):
     slow = tmp_path / "slow"
@@ -76,7 +98,7 @@ def test_leaving_while_the_first_error_is_looked_for(terminal, tmp_path, agent):
     top.shows(r"hosts 1/1", 30)
     top.keys("e")
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 30)
-    top.keys("q")
+    top.keys("q", "q")  # back, then out
     try:
         shown = top.shows(r"^rc=0$", 30)
     finally:

@@ -143,9 +143,9 @@ def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(mode):
 def pieces(pic, name, width=120, **more):
     """The pieces of a host's line that have a style, and their style."""
     lines = panels.screen(pic, panels.Ui(sort="name", **more), [], width, 40)
-    line = next(line for line in lines if re.match(rf"(▶ |  ){name} ", line.plain))
+    line = next(line for line in lines if re.match(rf"[▶ ][✖ ]{name} ", line.plain))
     found = [(line.plain[span.start : span.end].strip(), str(span.style).strip()) for span in line.spans]
-    return [(text, style) for text, style in found if text not in ("", "▶")]
+    return [(text, style) for text, style in found if text not in ("", "▶", "✖")]
 
 
 def without_gpus(pic):
@@ -171,6 +171,31 @@ def test_the_culprit_is_marked_with_its_gpu_and_its_numbers():
     gpu = next(line for line in detail if line.plain.startswith("  gpu 3"))
     marked = {gpu.plain[span.start : span.end].strip() for span in gpu.spans if str(span.style) == "bold yellow"}
     assert {text.split()[-1] for text in marked} >= {"W", "°C", "MHz"}
+
+
+def test_where_a_run_failed_is_first_and_marked_and_the_others_are_dim():
+    pic, _ = played(8, HOT)
+    failed = [
+        dataclasses.replace(row, state=HostState.FAILED, why="why", is_culprit=row.name == "gpu-6") for row in pic.hosts
+    ]
+    pic = dataclasses.replace(pic, hosts=tuple(failed))
+    for width in (120, 80):
+        lines = [line.plain for line in panels.screen(pic, panels.Ui(), [], width, 40)]
+        hosts = [line for line in lines if re.match(r"[▶ ][✖ ]gpu-\d ", line)]
+        assert hosts[0].startswith("▶✖gpu-6 ")
+        assert "✖" not in "".join(hosts[1:])
+    assert "bold red" in {style for _, style in pieces(pic, "gpu-6")}
+    assert {style for _, style in pieces(pic, "gpu-2")} == {"dim"}
+
+
+def test_the_selected_host_is_on_the_page():
+    many, logs = played(64, 4.0)
+    ui = panels.Ui(sort="name", selected="gpu-50")
+    ui.page = panels.page_of(many, ui, 80, 24)
+    assert any(
+        line.plain.startswith("▶ gpu-50") or "  ▶ gpu-50" in line.plain
+        for line in panels.screen(many, ui, logs, 80, 24)
+    )
 
 
 @pytest.mark.parametrize("state", [HostState.STALE, HostState.TIMEOUT, HostState.CONNECTING])

@@ -19,6 +19,7 @@ from textual.widgets import Static
 from llama405b_tools.logs import first_error
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw.detail import detail
 from llama405b_tools.top.leaving import leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import HostRow, Picture, Verdict
@@ -109,7 +110,7 @@ class TopApp(App[int]):
         for name in [key] if key == event.key else ["escape", key]:
             if self.ui.typing:
                 self._type(name, event.character)
-            elif name in ("q", "Q"):
+            elif name in ("q", "Q") and self.ui.mode == "cluster":
                 self.action_leave()
                 return
             else:
@@ -130,7 +131,7 @@ class TopApp(App[int]):
     def _press(self, key: str) -> None:
         ui = self.ui
         rows = panels.ordered(self.pic, ui)
-        if key == "escape":
+        if key in ("escape", "q", "Q"):
             if ui.mode == "cluster":
                 ui.filter, ui.odd_only = "", False
             ui.mode, ui.back = "cluster", 0
@@ -167,6 +168,9 @@ class TopApp(App[int]):
         elif row := panels.selected_row(rows, self.ui):
             at = min(len(rows) - 1, max(0, rows.index(row) + by))
             self.ui.selected = rows[at].name
+            self.ui.page = panels.page_of(self.pic, self.ui, self.size.width, self.size.height)
+            if self.ui.mode == "host":
+                self.ui.back = 0
 
     def _page(self, key: str) -> None:
         if self.ui.mode == "cluster":
@@ -178,11 +182,15 @@ class TopApp(App[int]):
             self._scroll({"pageup": -page, "pagedown": page, "home": -FAR, "end": FAR}[key])
 
     def _scroll(self, down: int) -> None:
-        """Scroll by lines: a text counts from its beginning, logs and events from the newest."""
-        most, up = len(self.session.logs.shown()), -down
-        if self.ui.mode != "logs":
+        """Scroll by lines: a text or host counts from its beginning, logs and events from the newest."""
+        logs, up = self.session.logs.shown(), -down
+        most = len(logs)
+        if self.ui.mode == "host":
+            row = panels.selected_row(panels.ordered(self.pic, self.ui), self.ui)
+            most = len(detail(row, logs, self.size.width, self.size.height - 6)) if row else 0
+        elif self.ui.mode != "logs":
             most = len(panels.whole_text(self.pic, self.ui, self.size.width))
-        if self.ui.mode == "text":
+        if self.ui.mode in ("text", "host"):
             up = down
         self.ui.back = min(max(0, most - 3), max(0, self.ui.back + up))
 

@@ -14,7 +14,7 @@ from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, mid
 from llama405b_tools.top.draw.detail import detail, gpu_lines
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
-from llama405b_tools.top.draw.marks import ODD, OLD, STYLES, pieced, style_of
+from llama405b_tools.top.draw.marks import ODD, OLD, pieced, row_style, style_of
 from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, known
 
 SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown values come last
@@ -29,7 +29,7 @@ VERDICT_LINES = 2  # on a screen
 MAX_CELLS = 8  # GPUs shown as numbers; more are shown as bars
 WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether the host has any
 KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
-SHORT_KEYS, BACK_KEYS = "↑↓ ⏎ / s o l e ? q", "Esc back  PgUp PgDn  q quit"
+SHORT_KEYS, BACK_KEYS = "↑↓ ⏎ / s o l v e ? q", "Esc q back  ↑↓ PgUp PgDn"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
 
   ↑ ↓ j k      choose a host          PgUp PgDn  a page of hosts (of logs, in the log view)
@@ -40,10 +40,11 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   l            the logs on the whole screen; again: back
   v            all events on the whole screen; again: back
   e            the first error across all hosts, with its traceback; again: back
-  ? h          this page              q Ctrl-C  quit; nothing is left on any host
+  ? h          this page              q Ctrl-C  back, or quit (Ctrl-C: quit); nothing is left on any host
 
 Cells are power in percent of the limit (u: utilization, where power is not told). — is unknown, never 0.
 Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interface. STEP and AGE: of the slowest rank.
+Where the run failed or hangs: ✖ before the name; hosts that only lost contact are dim.
 Many hosts share a line: a bar a GPU, the least power, the hottest GPU, ! where something stands out (H hung, F failed), STEP.
   !  the GPU deviates from the median of all GPUs, has an error or a throttle reason, or its rank delays the others
 Bold yellow or red: what stands out, and where it shows. Dim: the last values of a host that is not heard.
@@ -63,7 +64,7 @@ class Ui:
     filter: str = ""
     typing: bool = False
     page: int = 0
-    back: int = 0  # lines scrolled up from the newest, in the log view
+    back: int = 0  # lines scrolled: up from the newest in the logs and events, else down from the beginning
     title: str = ""
     lines: Sequence[str] = ()  # in mode "text"
 
@@ -78,7 +79,7 @@ def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: in
         body = log_pane(logs, room, width, ui.back)
     elif ui.mode == "host":
         row = selected_row(ordered(pic, ui), ui)
-        body = detail(row, logs, width, room) if row else [Text("no host", "dim")]
+        body = detail(row, logs, width, room)[ui.back :] if row else [Text("no host", "dim")]
     else:
         body = _cluster(pic, ui, logs, width, room)
     shown = [*top, *body[:room]]
@@ -169,12 +170,12 @@ def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
     lines = [Text(f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}", "bold")]
     for row in rows:
         line = _named(row, name_width, is_selected=row is selected)
-        line.append(f"{row.state:11}", STYLES[row.severity])
+        line.append(f"{row.state:11}", row_style(row))
         before = line.cell_len
         line.append_text(_cells(row, area))
         line.append(" " * (before + area - line.cell_len))
         line.append_text(_figures(row)).append("  ")
-        line.append(row.why or next(iter(row.notes), ""), STYLES[row.severity] or "yellow")
+        line.append(row.why or next(iter(row.notes), ""), row_style(row) or "yellow")
         lines.append(line)
     return lines
 
@@ -205,7 +206,8 @@ def _name_width(rows: Sequence[HostRow], most: int) -> int:
 def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
     """Begin a host's line, up to its name."""
     style = style_of(row, odd=bool(row.severity or row.notes))
-    line = Text().append("▶ " if is_selected else "  ", "bold cyan")
+    line = Text().append("▶" if is_selected else " ", "bold cyan")
+    line.append("✖" if row.is_culprit else " ", "bold red")
     line.append(f"{middle(row.name, name_width):{name_width}}", style or ("bold" if is_selected else ""))
     return line.append(" ")
 
@@ -258,6 +260,13 @@ def _columns(rows: Sequence[HostRow], width: int) -> tuple[int, int, int, int]:
     return n_gpus, name_width, cell, max(1, (width + 2) // (cell + 2))
 
 
+def page_of(pic: Picture, ui: Ui, width: int, height: int) -> int:
+    """Return the page on which the selected host is."""
+    rows, (room, _) = ordered(pic, ui), _rooms(pic, height - len(headline(pic, width, VERDICT_LINES)) - 1)
+    row = selected_row(rows, ui)
+    return rows.index(row) // (_columns(rows, width)[3] * room) if row else 0
+
+
 def n_pages(pic: Picture, ui: Ui, width: int, height: int) -> int:
     """Return how many pages the hosts take."""
     rows, (room, _) = ordered(pic, ui), _rooms(pic, height - len(headline(pic, width, VERDICT_LINES)) - 1)
@@ -297,7 +306,7 @@ def _grid(pic: Picture, ui: Ui, rows: Sequence[HostRow], selected: HostRow | Non
 
 def _short(row: HostRow, name_width: int, n_gpus: int, *, is_selected: bool) -> Text:
     """``gpu-03 ▇▇▇▂▇▇▇▇ min 12% 84C ! 1204``."""
-    line, style = _named(row, name_width, is_selected=is_selected), STYLES[row.severity]
+    line, style = _named(row, name_width, is_selected=is_selected), row_style(row)
     if row.state is HostState.STALE:
         line.append(f"{row.state} {span(row.age_s)}", style)
         return line
