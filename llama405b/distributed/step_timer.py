@@ -12,11 +12,11 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = [("", self._now())]
+        self.marks: list[tuple[str, Any]] = [("", moment(cuda=self.cuda))]
 
     def mark(self, part: str) -> None:
         """Mark the end of ``part``."""
-        self.marks.append((part, self._now()))
+        self.marks.append((part, moment(cuda=self.cuda)))
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds by part; waits for the device."""
@@ -24,12 +24,21 @@ class StepTimer:
             torch.cuda.synchronize()
         total: dict[str, float] = defaultdict(float)
         for (_, begin), (part, end) in zip(self.marks, self.marks[1:], strict=False):
-            total[part] += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+            total[part] += seconds_between(begin, end)
         return total
 
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def moment(*, cuda: bool) -> Any:
+    """Return the time; with ``cuda`` an event, whose time is when the current stream gets there."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments; events must have happened, and torch refuses those that have not."""
+    if isinstance(begin, torch.cuda.Event):
+        return begin.elapsed_time(end) / 1000
+    return float(end - begin)

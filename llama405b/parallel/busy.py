@@ -1,79 +1,89 @@
 """How long a rank itself computes in a step, without waiting for the others: FSDP2's gathers wait for the slowest rank.
 
-Counted are the decoder layers: the forward from where a layer's weights are gathered to its output, and the backward from where they
-are gathered again to the gradient of its input, with what is recomputed. Not counted are the embedding, the head and the loss.
-On a GPU the marks are events on the stream that computes, which waits for each gather before them; gaps within a layer, in
-which the host is too slow to launch kernels, count as well.
+Counted are the forward and the backward of the whole model with its loss, and what is recomputed; not, before and after each unit, FSDP2's
+part: the gather of its weights, the reduction of its gradients and the copies for both. Neither are the wait for an update
+of a unit's weights and the collectives of loss and norm.
+On a GPU the marks are events on the stream that computes, which waits for each gather before them. Gaps in which the host is too slow
+to launch kernels count as well, but for those in FSDP2's part.
 """
 
-import time
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from llama405b.distributed.step_timer import moment, seconds_between
 
 
 class BusyMeter:
-    """Adds up the spans of a step. Attach it after sharding, since its hooks must run within those of FSDP2."""
+    """Adds up the spans of a step. Attach it after the updater, whose hooks wait for updates: its own must come before those."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.spans: list[tuple[Any, Any]] = []
-        self.begin: Any = None  # of the span that is under way
-        self.in_backward = False  # then a forward is a recomputation, within a span
+        self.moments: list[Any] = []  # a span's begin, its end, the next one's begin, …
 
     def attach(self, model: nn.Module) -> None:
-        """Watch every decoder layer of a model that is sharded."""
-        for layer in model.modules():
-            if isinstance(layer, LlamaDecoderLayer):
-                layer.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which gathers
-                layer.register_forward_hook(self._forward_ends, prepend=True)  # before FSDP2's
-                layer.register_forward_hook(
-                    self._watch_backward
-                )  # after FSDP2's, so that its wait for the gather comes first
+        """Watch a model that FSDP2 has sharded.
+
+        FSDP2's part of a backward is its own methods, which it looks up when it calls them. Hooks on tensors cannot tell it: recomputing
+        a unit calls its forward hooks again within its backward, and of the embedding, whose input has no gradient, FSDP2
+        reduces the gradient in a callback at the backward's end.
+
+        Raises:
+            AttributeError: This version of torch has no such methods.
+        """
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            module.register_forward_pre_hook(self._pause, prepend=True)
+            module.register_forward_pre_hook(self._gathered)
+        for state in {id(state): state for state in map(fully_shard.state, modules)}.values():
+            if group := state._fsdp_param_group:
+                group.pre_backward = self._left_out(group.pre_backward)
+                group.post_backward = self._left_out(group.post_backward)
+            end = state._root_post_backward_final_callback
+            state._root_post_backward_final_callback = functools.partial(self._end_backward, end)
 
     def seconds(self) -> float | None:
         """Return the seconds since the last call, and begin anew; None if no span has ended.
 
         On a GPU, call it where the step has waited for the device: it does not wait itself.
         """
-        spans, self.spans, self.begin, self.in_backward = self.spans, [], None, False
-        if not spans:
-            return None
-        return sum(begin.elapsed_time(end) / 1000 if self.cuda else end - begin for begin, end in spans)
+        begins, ends = self.moments[::2], self.moments[1::2]
+        self.moments = []
+        return sum(map(seconds_between, begins, ends)) if ends else None
 
-    def _forward_begins(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled() or self.in_backward:  # an evaluation; a recomputation
-            return
-        if isinstance(args[0], Tensor) and args[0].requires_grad:
-            args[0].register_hook(self._backward_ends)  # FSDP2's reduction hangs on the tensor that this one is made of
-        self.begin = self._now()
+    def _gathered(self, *_: object) -> None:
+        if torch.is_grad_enabled():  # else it is an evaluation
+            self._resume()
 
-    def _forward_ends(self, *_: Any) -> None:
-        if not self.in_backward:
-            self._end()
+    def _left_out(self, part: Callable[..., None]) -> Callable[..., None]:
+        """Return a part of FSDP2 during which nothing is counted."""
 
-    def _watch_backward(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        hidden = output if isinstance(output, Tensor) else output[0]
-        if hidden.requires_grad and not self.in_backward:
-            hidden.register_hook(self._backward_begins)
+        @functools.wraps(part)
+        def call(*args: object) -> None:
+            counts = self._counts
+            self._pause()
+            part(*args)
+            if counts:
+                self._resume()
 
-    def _backward_begins(self, _: Tensor) -> None:
-        self.in_backward, self.begin = True, self._now()
+        return call
 
-    def _backward_ends(self, _: Tensor) -> None:
-        self._end()
-        self.in_backward = False
+    def _end_backward(self, end: Callable[[], None]) -> None:
+        self._pause()
+        end()
 
-    def _end(self) -> None:
-        if self.begin is not None:
-            self.spans.append((self.begin, self._now()))
-            self.begin = None
+    @property
+    def _counts(self) -> bool:
+        return len(self.moments) % 2 == 1
 
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _pause(self, *_: object) -> None:
+        if self._counts:
+            self.moments.append(moment(cuda=self.cuda))
+
+    def _resume(self) -> None:
+        if not self._counts:
+            self.moments.append(moment(cuda=self.cuda))

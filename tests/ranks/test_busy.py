@@ -6,47 +6,114 @@ import pytest
 import torch
 
 from ranks_rig import run_ranks
-from update_rig import build, take
+from update_rig import build, slow, take
 
 SLOW_S, SLOW_RANK = 0.1, 1
-FORMS = [
-    {"offload": "none", "overlap": False},
-    {"offload": "optimizer", "overlap": True},
-    {"offload": "all", "overlap": True},
-]
+FORMS = {
+    "none": {"offload": "none", "overlap": False},
+    "optimizer": {"offload": "optimizer", "overlap": True},
+    "all": {"offload": "all", "overlap": True},
+    "units within layers": {"offload": "none", "overlap": False, "wrap": ("LlamaAttention", "LlamaMLP", "Embedding")},
+    "embedding in the root": {"offload": "none", "overlap": False, "wrap": ("LlamaDecoderLayer",)},
+}
+SLEEPS = {"layers": SLOW_S, "head": 4 * SLOW_S, "embedding": 4 * SLOW_S}  # how long what is slow takes, each time
 
 
-def _steps(me, directory, accumulation, form):
-    """Train, with one rank slow in every layer; returns what was measured, the layers, and whether the losses are those of without."""
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+def _slow_down(model, place):
+    """Have a rank sleep in the forward of each layer or of the head, or in the embedding's backward."""
 
+    def sleep(*_):
+        time.sleep(SLEEPS[place])
+
+    def sleep_in_backward(_, __, x):
+        x.register_hook(sleep)
+
+    if place == "layers":
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(sleep)
+    elif place == "head":
+        model.lm_head.register_forward_pre_hook(sleep)
+    else:
+        model.model.embed_tokens.register_forward_hook(sleep_in_backward)
+
+
+def _measured(me, directory, form, place, accumulation):
+    """Train, with one rank slow; returns what was measured in each step, and whether the losses are those of without."""
     from llama405b.parallel.busy import BusyMeter
 
-    plain, updater = build(me, directory, **form)
+    plain, updater = build(me, directory, **FORMS[form])
     expected = [take(me, plain, updater, step, accumulation) for step in (1, 2)]
-    module, updater = build(me, directory, **form)
+    module, updater = build(me, directory, **FORMS[form])
     meter = BusyMeter(me.device)
     meter.attach(module)
-    layers = [layer for layer in module.modules() if isinstance(layer, LlamaDecoderLayer)]
     if me.rank == SLOW_RANK:
-        for layer in layers:
-            layer.mlp.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
+        _slow_down(module, place)
     seen, busy = [], []
     for step in (1, 2):
         seen.append(take(me, module, updater, step, accumulation))
-        with torch.no_grad():  # an evaluation is no part of a step
-            module(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
         busy.append(meter.seconds())
     updater.wait()
-    return busy, len(layers), seen == expected, meter.seconds()
+    return busy, seen == expected
 
 
-@pytest.mark.parametrize(("form", "accumulation"), [(FORMS[0], 1), (FORMS[1], 2), (FORMS[2], 1)])
-def test_a_slow_rank_is_told_from_those_that_wait_for_it(tiny, form, accumulation):
-    (fast, n_layers, same, after), (slow, *_) = run_ranks(2, _steps, tiny, accumulation, form)
+@pytest.mark.parametrize(
+    ("form", "place", "accumulation"),
+    [
+        ("none", "layers", 1),
+        ("optimizer", "layers", 2),
+        ("all", "layers", 1),
+        ("units within layers", "layers", 1),
+        ("embedding in the root", "layers", 1),
+        ("none", "head", 2),  # in the backward, the others wait where they gather the last layer again
+        ("none", "embedding", 2),  # and where FSDP2 ends it
+    ],
+)
+def test_a_slow_rank_is_told_from_those_that_wait_for_it(tiny, form, place, accumulation):
+    (fast, same), (slowed, same_there) = run_ranks(2, _measured, tiny, form, place, accumulation)
     assert same
-    assert after is None
-    slept_s = 2 * SLOW_S * n_layers * accumulation  # in the forward, and where the backward computes it again
-    for fast_s, slow_s in zip(fast, slow, strict=True):
+    assert same_there
+    times = 2 * 4 if place == "layers" else 1  # of 4 layers, in the forward and where the backward computes it again
+    slept_s = times * SLEEPS[place] * accumulation
+    for fast_s, slow_s in zip(fast, slowed, strict=True):
         assert slept_s <= slow_s < 1.9 * slept_s  # once each
         assert 0 < fast_s < slept_s / 2  # although its step takes as long
+
+
+def _between(me, directory):
+    """Train with slow updates, and a pause after each backward; returns what was measured in the second step, and what it waited."""
+    from llama405b.parallel.busy import BusyMeter
+
+    module, updater = build(me, directory, **FORMS["all"])
+    meter = BusyMeter(me.device)
+    meter.attach(module)
+    slow(updater, SLOW_S)
+    take(me, module, updater, 1)
+    meter.seconds()
+    updater.work()
+    take(me, module, updater, 2, accumulation=2, lap=lambda part: time.sleep(4 * SLOW_S * (part == "backward")))
+    return meter.seconds(), updater.work().exposed_s
+
+
+def test_a_rank_is_not_busy_before_a_unit_is_updated_nor_after_a_backward(tiny):
+    (busy_s, waited_s), *_ = run_ranks(2, _between, tiny)
+    assert waited_s > 3 * SLOW_S
+    assert busy_s < 2 * SLOW_S
+
+
+def _looked(me, directory):
+    from llama405b.parallel.busy import BusyMeter
+
+    module, updater = build(me, directory, **FORMS["none"])
+    meter = BusyMeter(me.device)
+    meter.attach(module)
+    take(me, module, updater, 1)
+    measured = meter.seconds()
+    with torch.no_grad():
+        module(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+    return measured, meter.seconds()
+
+
+def test_an_evaluation_is_no_part_of_a_step(tiny):
+    measured, looked = run_ranks(1, _looked, tiny)[0]
+    assert measured > 0
+    assert looked is None

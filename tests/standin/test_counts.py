@@ -49,6 +49,9 @@ def test_each_rank_measures_what_it_computes_without_waiting_for_that(trained):
     beats = [json.loads(path.read_text()) for path in sorted(trained.run.glob("heartbeat/rank-*.json"))]
     assert len(beats) == 2
     assert all(beat["busy_s"] > 0 for beat in beats)
+    last = [json.loads(line) for line in (trained.run / "metrics.jsonl").read_text().splitlines()][-1]
+    assert beats[0]["step"] == last["step"]
+    assert beats[0]["busy_s"] < last["forward_s"] + last["backward_s"]
 
 
 def test_no_step_copies_from_or_to_pageable_memory(later_steps):
