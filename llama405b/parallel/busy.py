@@ -33,18 +33,18 @@ class BusyMeter:
         reduces the gradient in a callback at the backward's end.
 
         Raises:
-            AttributeError: This version of torch has no such methods.
+            AttributeError: This version of torch has no such methods; then nothing is measured.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in modules:
-            module.register_forward_pre_hook(self._pause, prepend=True)
-            module.register_forward_pre_hook(self._gathered)
         for state in {id(state): state for state in map(fully_shard.state, modules)}.values():
             if group := state._fsdp_param_group:
                 group.pre_backward = self._left_out(group.pre_backward)
                 group.post_backward = self._left_out(group.post_backward)
             end = state._root_post_backward_final_callback
             state._root_post_backward_final_callback = functools.partial(self._end_backward, end)
+        for module in modules:
+            module.register_forward_pre_hook(self._pause, prepend=True)
+            module.register_forward_pre_hook(self._gathered)
 
     def seconds(self) -> float | None:
         """Return the seconds since the last call, and begin anew; None if no span has ended.

@@ -96,11 +96,15 @@ def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
 
 
 def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:
-    """Measure this rank's own computing; FSDP1 gathers where no hook of a layer can tell its wait from computing."""
+    """Measure this rank's own computing, where torch has the parts of FSDP2 that are to be left out; FSDP1 has none."""
     if parallel.fsdp != "fsdp2":
         return None
     meter = BusyMeter(context.me.device)
-    meter.attach(module)
+    try:
+        meter.attach(module)
+    except AttributeError as error:
+        context.log(f"how long each rank itself computes is not measured: torch has changed ({error})")
+        return None
     return meter
 
 

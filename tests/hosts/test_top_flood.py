@@ -59,7 +59,7 @@ def test_a_flood_of_lines_does_not_freeze_the_screen(top, work, end):
         # one line for both ranks where they printed it within the window in which equals are folded
         shown = top.shows(r"── PROCESSES(.|\n)*node-b r(0-)?1 │ quiet", 20)
         assert "NCCL" not in shown
-        top.keys("q")
+        top.keys("q", "q")  # back, then out
     else:
         os.kill(pid, getattr(signal, f"SIG{end}"))
     wait_for(lambda: processes.start_time(pid) is None, 2)

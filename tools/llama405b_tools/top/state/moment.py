@@ -18,7 +18,7 @@ from llama405b_tools.top.state import phases, steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
 from llama405b_tools.top.state.levels import Level
-from llama405b_tools.top.state.pace import Pace, n_recent, pace, usual_s
+from llama405b_tools.top.state.pace import Pace, Paces, n_recent
 from llama405b_tools.top.state.phases import PhaseTimes, Stay
 from llama405b_tools.top.state.picture import LINK_STATES, HostState, RunPhase, known
 from llama405b_tools.top.state.steps import Measured
@@ -47,6 +47,7 @@ class Past:
     """What was seen of the run before, and is judged against."""
 
     times: PhaseTimes = dataclasses.field(default_factory=PhaseTimes)
+    paces: Paces = dataclasses.field(default_factory=Paces)
     power_w: Level = dataclasses.field(default_factory=Level)  # per GPU
     ib_bytes_per_s: Level = dataclasses.field(default_factory=Level)  # per host
 
@@ -158,10 +159,13 @@ class Moment:
         """Whether ranks only lost contact with others so far, and the one that failed first may yet be heard of."""
         if any(failure.origin for failure in self.failures):
             return False
-        ends = [status.time for run in self.heard.values() if (status := run.status) and not run.alive]
-        failed = [beat.phase_since for beats in self.beats.values() for beat, _ in beats if beat.phase is Phase.FAILED]
-        began = min([*ends, *failed], default=self.now)
-        return self.now - began < thresholds.BLAME_S
+        ends = [
+            self.hosts[name].clock(self.now) - run.status.time
+            for name, run in self.heard.items()
+            if run.status and not run.alive
+        ]
+        failed = [age_s for beats in self.beats.values() for beat, age_s in beats if beat.phase is Phase.FAILED]
+        return max([*ends, *failed], default=0.0) < thresholds.BLAME_S
 
     @functools.cached_property
     def others(self) -> Sequence[str]:
@@ -199,12 +203,12 @@ class Moment:
     @functools.cached_property
     def pace(self) -> Pace | None:
         """The pace of the last steps; None if it is not known yet."""
-        return pace(self.metrics, self.planned_s)
+        return self.past.paces.look(self.metrics, self.planned_s).pace
 
     @functools.cached_property
     def usual_step_s(self) -> float | None:
         """What a step of this run usually takes."""
-        return usual_s(self.metrics)
+        return self.past.paces.look(self.metrics, self.planned_s).usual_s
 
     @functools.cached_property
     def stay(self) -> Stay | None:

@@ -1,5 +1,6 @@
 """How fast the steps of a run are, against the plan and against the same run before. Pure."""
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,22 @@ class Pace(NamedTuple):
     def is_slow(self) -> bool:
         """Whether the last steps are slower than they should be."""
         return self.expected_s < thresholds.PACE * self.recent_s
+
+
+@dataclasses.dataclass(slots=True)
+class Paces:
+    """The pace and the usual step, computed anew only when there is a new step: both look at thousands of them."""
+
+    key: tuple[int, StepMetrics | None, float | None] = (0, None, None)
+    pace: Pace | None = None
+    usual_s: float | None = None
+
+    def look(self, metrics: Sequence[StepMetrics], planned_s: float | None) -> "Paces":
+        """Return them for these steps."""
+        key = len(metrics), metrics[-1] if metrics else None, planned_s
+        if key != self.key:
+            self.key, self.pace, self.usual_s = key, pace(metrics, planned_s), usual_s(metrics)
+        return self
 
 
 def usual_s(metrics: Sequence[StepMetrics]) -> float | None:
