@@ -213,6 +213,9 @@ class RequestKind(enum.StrEnum):
     STACKS = "stacks"  # the stack of every thread of each rank
 
 
+MOST_PROFILED_STEPS = 100  # by one request: a longer trace cannot be opened
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
     """An operator's request to a run: a file in ``requests/``, written by the head's agent.

@@ -63,7 +63,6 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     allocate_staging(config.checkpoint, saving, updater, context)
     if saving.replication:
         saving.replication.begin(done)
-    busy = build_busy_meter(config.parallel, module, context)
     start = begin(chosen.found)
     log_reading(config, batches, start, context)
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
@@ -83,7 +82,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         ),
         requests=Requests(context, stop),
         evaluator=build_evaluator(config.evaluation, config.training, module, held_out, context),
-        busy=busy,
+        busy=build_busy_meter(config.parallel, module, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
     )

@@ -42,7 +42,6 @@ class Trainer:
     busy: BusyMeter | None = None  # None: not measured
     evaluates_first: bool = False  # the weights that the run begins with
     tokens: int = 0  # target tokens so far, over all ranks
-    busy_s: float | None = None  # this rank's own computing in the last step
 
     def take_steps(self) -> None:
         """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
@@ -65,15 +64,14 @@ class Trainer:
             except (NonFiniteError, SpikeError):  # on every rank
                 self.checkpointer.finish()
                 raise
+            busy_s = self.busy.seconds() if self.busy else None  # the step has waited for the device
             if metrics is None:
                 heartbeat.finished_step(step)
             else:
                 metrics, evaluated = self.evaluated(metrics)
                 # A slow disk, on one rank, may hold up the update there.
                 ranks.set_timeout(timeouts.load if self.checkpointer.step else timeouts.step)
-                heartbeat.finished_step(
-                    step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s, busy_s=self.busy_s
-                )
+                heartbeat.finished_step(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s, busy_s=busy_s)
                 journal.metrics(metrics)
                 if evaluated:
                     journal.log(evaluated)
@@ -102,11 +100,9 @@ class Trainer:
         set_lr(self.updater.optimizer, lr)
         result = self.learn(step, timer)
         if result is None:
-            self.busy_s = self.busy.seconds() if self.busy else None
             return None
         self.bad_steps.check_spike(step, result)
         seconds, work = timer.seconds(), self.updater.work()
-        self.busy_s = self.busy.seconds() if self.busy else None  # the timer has waited for the device
         step_s = sum(seconds.values())
         self.tokens += result.n_targets
         return Metrics(

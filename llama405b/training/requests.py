@@ -13,13 +13,12 @@ from pathlib import Path
 from llama405b.contract.events import EventKind
 from llama405b.contract.files import read_record
 from llama405b.contract.phrases import reason_of
-from llama405b.contract.records import RequestKind, RunRequest
+from llama405b.contract.records import MOST_PROFILED_STEPS, RequestKind, RunRequest
 from llama405b.distributed import collectives
 from llama405b.training.context import RankContext
 from llama405b.training.diagnostics import Profile, write_memory, write_stacks
 
 LOOK_EVERY_S = 1.0  # listing a directory on a network disk costs time
-MAX_STEPS = 100  # per profile: a longer trace cannot be opened
 
 
 class StopSignal:
@@ -78,7 +77,7 @@ class Requests:
         """Return what this rank wants for these."""
         steps = dict.fromkeys(RequestKind, 0)
         for request in requests:
-            steps[request.kind] = max(steps[request.kind], 1, min(request.steps, MAX_STEPS))
+            steps[request.kind] = max(steps[request.kind], 1, min(request.steps, MOST_PROFILED_STEPS))
         return AfterStep(stop=int(self.stop.received), **{kind.value: n for kind, n in steps.items()})
 
     def after_step(self, step: int, wishes: AfterStep, requests: Sequence[RunRequest], *, ending: bool) -> None:

@@ -350,3 +350,38 @@ def test_what_is_wrong_is_said_once_while_its_numbers_change():
     for moment in range(1, 5):
         cluster.advance(now + moment)
     assert len(cluster.events) == said
+
+
+def test_an_xid_that_is_told_before_nvidia_smi_answers_is_on_its_gpu_once_it_does():
+    def change(host, frame):
+        if host == "gpu-3" and frame["now"] < T0 + 1:
+            frame["smi"] = {"text": None, "hung_s": 1.0}
+            frame["kernel"] = ["NVRM: Xid (PCI:0000:20:00): 79, pid=41500, GPU has fallen off the bus."]
+            frame["kernel_times"] = [T0 - 30]
+
+    marked = {
+        seconds: [
+            (row.name, gpu.index) for row in play(seconds, change)[0].picture().hosts for gpu in row.gpus if gpu.odd
+        ]
+        for seconds in (1, 10)
+    }
+    assert marked == {1: [], 10: [("gpu-3", 5)]}
+    assert any("Xid 79" in note for note in play(1, change)[0].picture().hosts[2].notes)
+
+
+def test_what_ranks_of_another_attempt_computed_does_not_count():
+    def change(host, frame):
+        if frame["run"]["attempt"] == 2:
+            beats(frame, busy_s=None)
+        elif host == "gpu-3":
+            beats(frame, busy_s=9.0)
+
+    assert not any(
+        "behind" in note for row in play(simulate.RELOADED + 30, change)[0].picture().hosts for note in row.notes
+    )
+
+
+def test_several_ranks_of_a_host_that_lost_contact_are_one_host():
+    cause = {"kind": "lost peer", "rank": 0, "exit_code": 1}
+    pic = play(50, lambda _, frame: beats(frame, phase="failed", cause=cause, time=frame["now"]))[0].picture()
+    assert pic.why == "ranks on 4 hosts lost contact with others; which one failed first is not known yet"

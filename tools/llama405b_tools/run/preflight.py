@@ -1,10 +1,8 @@
 """Before a launch: query every host, refuse what cannot work, and build a plan from the answers."""
 
 import dataclasses
-import getpass
 import random
 import secrets
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +19,7 @@ from llama405b_tools.machine.network import is_private
 from llama405b_tools.remote.messages.probe import InputCheck, LaunchFacts, ProbeRequest
 from llama405b_tools.run.host_checks import Facts, check_request, fault_list, shared_directory, unfit_hosts
 from llama405b_tools.run.plan import HostSpec, LaunchSpec, build_plan, nccl_reasons, used_parts
+from llama405b_tools.run.query import operator
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.text.fold import fold_names
 
@@ -179,7 +178,7 @@ def plan_of(request: LaunchRequest, parts: Sequence[HostSpec], answers: Facts, m
         created=now,
         token=secrets.token_hex(4),
         endpoint=f"{meeting.head}:{meeting.port}",
-        owner=f"{getpass.getuser()}@{socket.gethostname()}",
+        owner=operator(),
     )
     return build_plan(request.spec(), parts, launching)
 

@@ -1,6 +1,8 @@
 """Query every host about a run, or about all its runs."""
 
 import dataclasses
+import getpass
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,11 @@ OF_A_PLAN = Host("", "hosts:1")  # its messages name the usual file, which is no
 
 Seen = dict[str, HostRun | HostError | None]  # what each host knows about a run; None: the host does not know it
 HEADINGS = ("run", "launched", "hosts", "state", "step")
+
+
+def operator() -> str:
+    """Return who asks, as a run's files name them: ``user@machine``."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:

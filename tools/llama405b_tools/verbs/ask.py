@@ -5,8 +5,6 @@ stacks: the stack of every thread of each rank. A run that hangs takes no step, 
 Exits with 1 if the run ended, did not answer in time, or could not do it.
 """
 
-import getpass
-import socket
 import time
 from collections.abc import Sequence
 
@@ -15,7 +13,7 @@ from llama405b.contract.errors import GOOD, RunError, UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan, check_run_name
-from llama405b.contract.records import RequestKind
+from llama405b.contract.records import MOST_PROFILED_STEPS, RequestKind
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
@@ -23,11 +21,10 @@ from llama405b_tools.remote.messages.ask_request import AnswerReply, AnswerReque
 from llama405b_tools.remote.messages.host_run import PlanRequest
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, operator
 from llama405b_tools.text.figures import span
 from llama405b_tools.verbs.arguments import add_hosts
 
-MOST_STEPS = 100  # of a profile: a longer trace cannot be opened
 LOOK_EVERY_S = 1.0
 
 
@@ -41,21 +38,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--wait", default="10m", metavar="TIME", help="for the answer; a step comes first [10m]")
     args = parser.parse(argv)
     kind, wait_s = RequestKind(args.kind), seconds(args.wait, "--wait")
-    if not 1 <= args.steps <= MOST_STEPS:
-        raise UserError(f"--steps: {args.steps}; use 1 to {MOST_STEPS}")
+    if not 1 <= args.steps <= MOST_PROFILED_STEPS:
+        raise UserError(f"--steps: {args.steps}; use 1 to {MOST_PROFILED_STEPS}")
     if args.steps != 1 and kind is not RequestKind.PROFILE:
         raise UserError(f"--steps: only a profile has steps; remove it, or ask for {RequestKind.PROFILE}")
     backend = backend_of(check_run_name(args.run), args.hosts)
     with Fleet(backend.hosts()) as fleet:
         head, plan = find_head(fleet, args.run)
-        answer = request(fleet, head, AskRequest(args.run, kind, by(), args.steps), wait_s)
+        answer = request(fleet, head, AskRequest(args.run, kind, operator(), args.steps), wait_s)
     print(words_of(kind, answer, head, plan.world, args.steps))
     return GOOD
-
-
-def by() -> str:
-    """Who asks: user@machine."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def find_head(fleet: Fleet, run: str) -> tuple[str, Plan]:

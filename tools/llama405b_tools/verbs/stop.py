@@ -1,7 +1,5 @@
 """Stop a run: let the trainer save, end every process on every host, and verify that none is left."""
 
-import getpass
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.remote.messages.stop_request import ANSWER_S, Orphan, OrphansReply, OrphansRequest, StopReply
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.judge import not_stopped
-from llama405b_tools.run.query import ask_hosts, ask_members, members_of, progress, seconds_to_save
+from llama405b_tools.run.query import ask_hosts, ask_members, members_of, operator, progress, seconds_to_save
 from llama405b_tools.text.figures import format_table
 from llama405b_tools.verbs.arguments import hosts_of, verb_parser
 
@@ -68,7 +66,7 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
             print(
                 f"the trainer has up to {grace_s:.0f} s to save; --grace 0 does not wait", file=sys.stderr, flush=True
             )
-        ends = backend.stop(fleet, run, f"{getpass.getuser()}@{socket.gethostname()}", grace_s)
+        ends = backend.stop(fleet, run, operator(), grace_s)
     members, told = members_of(seen), replies(ends)
     print(f"run {run}")
     rows = [_row(name, end, is_member=name in members) for name, end in ends.items()]

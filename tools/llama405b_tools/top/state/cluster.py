@@ -19,8 +19,10 @@ from llama405b_tools.text.fold import fold_names
 from llama405b_tools.top.state import overall, thresholds
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import NOT_AWAY, Away, Moment, Past, nodes_of
+from llama405b_tools.top.state.moment import NOT_AWAY, Away, Moment, nodes_of
+from llama405b_tools.top.state.past import Past
 from llama405b_tools.top.state.picture import (
+    ENDED,
     LINK_STATES,
     Change,
     GuardShown,
@@ -76,6 +78,7 @@ class ClusterState:
         self.away = NOT_AWAY
         self.past = Past()  # of the run that is shown
         self.found = self._look(0.0)  # at the moment last advanced to
+        self.notes: Sequence[Note] = ()  # what stands out about the run then
 
     def note(self, text: str, now: float) -> None:
         """Note something that happened on the operator's machine."""
@@ -121,10 +124,11 @@ class ClusterState:
         found = self.found = self._look(now)
         remember(found)
         self.hung = found.hang.beat if found.hang else None
+        self.notes = run_notes(found)
         if not found.hang and not found.failures:
-            self._tell_of_run(run_notes(found), now)
+            self._tell_of_run(self.notes, now)
         self._tell_if("others", given("also live on these hosts: {}", ", ".join(found.others)), now)
-        gone = self.guard is GuardShown.GONE and found.phase[0] not in (RunPhase.DONE, RunPhase.STOPPED)
+        gone = self.guard is GuardShown.GONE and found.phase[0] not in ENDED
         self._tell_if("guard", "the run's guard is gone" if gone else "", now)
         for name, (state, why) in found.states.items():
             self._tell(name, state, why, found.notes[name], now)
@@ -147,8 +151,8 @@ class ClusterState:
         """Return the picture at the moment last passed to ``advance``."""
         found = self.found
         rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
-        shown = training(found, self.guard, self.load)
-        verdict, why = overall.verdict(found, rows, shown)
+        shown = training(found, self.notes, self.guard, self.load)
+        verdict, why = overall.verdict(found, self.notes, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.NO_RUN, Verdict.DEGRADED):
             verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"
         return Picture(
@@ -278,9 +282,10 @@ class ClusterState:
             event = self.events.pop()
             alike.setdefault((event.level, DIGITS.sub("", event.text)), []).append(event)
         for each in reversed(alike.values()):
-            first = each[-1]
-            names = fold_names(sorted(event.host for event in each))
-            self.events.append(first if len(each) == 1 else dataclasses.replace(first, host=names))
+            names = {event.host for event in each}
+            if len(names) == len(each) > 1:
+                each = [dataclasses.replace(each[-1], host=fold_names(sorted(names)))]
+            self.events.extend(reversed(each))
 
     def _event(self, now: float, host: str, level: Level, text: str) -> None:
         self.events.append(Change(now, host, level, clean(text).replace("\n", " ")))

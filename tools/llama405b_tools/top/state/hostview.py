@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from llama405b.contract.phrases import given
 from llama405b_tools.machine import gpus
 from llama405b_tools.machine.gpus import GpuReport
 from llama405b_tools.remote.messages.host_run import Beat
@@ -35,7 +34,7 @@ class Xid(NamedTuple):
     """An error of a GPU in the kernel's log."""
 
     time: float  # host's clock
-    gpu: int | None  # its index; None: it is not among those that nvidia-smi lists
+    bus: str  # PCI address of the GPU
     words: str
 
 
@@ -86,23 +85,23 @@ class HostView:
         if (run := frame.run) and run.nodes is not None:
             self.plans[run.name] = run
         self._expect()
-        self._take_busy(frame.run.beats if frame.run else ())
+        self._take_busy(frame.run)
         self.xids.extend(self._new_xids(frame))
         self.programs.take(frame, self.gpus, now)
         self.history.extend(known([self._level()]))
 
     def _new_xids(self, frame: Frame) -> Iterator[Xid]:
-        index_of = {address: gpu.index for gpu in self.gpus if (address := gpus.address_of(gpu.bus))}
         lines = frame.kernel or ()
         times = frame.kernel_times or [frame.now] * len(lines)
         for line, moment in zip(lines, times, strict=True):
             for bus, number, words in gpus.xids([line]):
-                address = gpus.address_of(bus)
-                index = index_of.get(address) if address else None
-                yield Xid(moment, index, f"Xid {number}{given(' at {}', bus if index is None else '')}: {words}")
+                yield Xid(moment, bus, f"Xid {number}: {words}")
 
-    def _take_busy(self, beats: Sequence[Beat]) -> None:
-        for beat in beats:
+    def _take_busy(self, run: RunFrame | None) -> None:
+        before = self.before.run
+        if not (run and before and (run.name, run.attempt) == (before.name, before.attempt)):
+            self.busy.clear()
+        for beat in run.beats if run else ():
             known_of = self.busy.setdefault(beat.rank, collections.deque(maxlen=BUSY_STEPS))
             if beat.busy_s is not None and (not known_of or known_of[-1][0] != beat.step):
                 known_of.append((beat.step, beat.busy_s))
@@ -233,6 +232,11 @@ class HostView:
         since = run.created if run else self.frame.now - thresholds.COUNTERS_S
         return [xid for xid in self.xids if xid.time >= since]
 
+    def gpu_of(self, xid: Xid) -> int | None:
+        """Return the index of an Xid's GPU; None if it is not among those that nvidia-smi lists, or not yet."""
+        address = gpus.address_of(xid.bus)
+        return next((gpu.index for gpu in self.gpus if address and gpus.address_of(gpu.bus) == address), None)
+
     def gpus_of(self, run_name: str, beat: Beat) -> list[GpuReport]:
         """Return the GPU of a rank; all of the host's if it is not known which is its."""
         run = self.run(run_name)
@@ -265,7 +269,8 @@ class HostView:
                 alike.setdefault(note, []).append(gpu.index)
         for note, indices in alike.items():
             notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}", note.fields))
-        notes += [Note(xid.words, xid.words) for xid in self.new_xids(run_name) if xid.gpu is None]
+        unplaced = [f"{xid.words} (at {xid.bus})" for xid in self.new_xids(run_name) if self.gpu_of(xid) is None]
+        notes += [Note(words, words) for words in unplaced]
         notes += self.programs.foreign_notes(self.gpus)
         return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.best_rates)]
 

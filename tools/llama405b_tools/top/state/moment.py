@@ -17,9 +17,9 @@ from llama405b_tools.text.fold import fold_ranks
 from llama405b_tools.top.state import phases, steps, thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
-from llama405b_tools.top.state.levels import Level
-from llama405b_tools.top.state.pace import Pace, Paces, n_recent
-from llama405b_tools.top.state.phases import PhaseTimes, Stay
+from llama405b_tools.top.state.pace import Paces, n_recent
+from llama405b_tools.top.state.past import Past
+from llama405b_tools.top.state.phases import Stay
 from llama405b_tools.top.state.picture import LINK_STATES, HostState, RunPhase, known
 from llama405b_tools.top.state.steps import Measured
 from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
@@ -40,16 +40,6 @@ class Away(NamedTuple):
 
 
 NOT_AWAY = Away(-math.inf, 0.0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Past:
-    """What was seen of the run before, and is judged against."""
-
-    times: PhaseTimes = dataclasses.field(default_factory=PhaseTimes)
-    paces: Paces = dataclasses.field(default_factory=Paces)
-    power_w: Level = dataclasses.field(default_factory=Level)  # per GPU
-    ib_bytes_per_s: Level = dataclasses.field(default_factory=Level)  # per host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +96,8 @@ class Moment:
             now = {gpu: note for gpu, note in now.items() if gpu in before}
         for host in hosts:
             for xid in host.new_xids(self.run):
-                if xid.gpu is not None:
-                    now[host.name, xid.gpu] = Note(xid.words, xid.words)
+                if (index := host.gpu_of(xid)) is not None:
+                    now[host.name, index] = Note(xid.words, xid.words)
         return now
 
     @functools.cached_property
@@ -201,14 +191,9 @@ class Moment:
         return max((plan.expected_step_s for plan in plans if plan.expected_step_s > 0), default=None)
 
     @functools.cached_property
-    def pace(self) -> Pace | None:
-        """The pace of the last steps; None if it is not known yet."""
-        return self.past.paces.look(self.metrics, self.planned_s).pace
-
-    @functools.cached_property
-    def usual_step_s(self) -> float | None:
-        """What a step of this run usually takes."""
-        return self.past.paces.look(self.metrics, self.planned_s).usual_s
+    def paces(self) -> Paces:
+        """The pace of the last steps, and what a step of this run usually takes."""
+        return self.past.paces.look(self.metrics, self.planned_s)
 
     @functools.cached_property
     def stay(self) -> Stay | None:

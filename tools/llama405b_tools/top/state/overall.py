@@ -8,11 +8,10 @@ from llama405b_tools.run.judge import Failure, first_failure
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.moment import Moment
-from llama405b_tools.top.state.picture import GuardShown, HostRow, HostState, RunPhase, TrainingStatus, Verdict
-from llama405b_tools.top.state.run_notes import UNSAVED, run_notes
-from llama405b_tools.top.state.verdicts import BEHIND
+from llama405b_tools.top.state.picture import ENDED, GuardShown, HostRow, HostState, RunPhase, TrainingStatus, Verdict
+from llama405b_tools.top.state.run_notes import UNSAVED
+from llama405b_tools.top.state.verdicts import BEHIND, Note
 
-OVER = (RunPhase.STOPPED, RunPhase.DONE)
 PHASES = {
     RunPhase.RUNNING: Verdict.RUNNING,
     RunPhase.STARTING: Verdict.STARTING,
@@ -22,8 +21,13 @@ PHASES = {
 }
 
 
-def verdict(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | None) -> tuple[Verdict, str]:
-    """Return the verdict and why: what ends a run comes before what slows it, then what is not yet known, then its phase."""
+def verdict(
+    found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
+) -> tuple[Verdict, str]:
+    """Return the verdict and why: what ends a run comes before what slows it, then what is not yet known, then its phase.
+
+    ``notes``: what stands out about the run.
+    """
     if found.hang:
         return Verdict.HUNG, f"{found.hang.host}: {found.hang.words}"
     if found.failures:
@@ -33,9 +37,9 @@ def verdict(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | N
         return Verdict.DOWN, _first(lost)
     if found.awaited:
         return Verdict.CONNECTING, str(found.away)
-    if training and training.phase in OVER:
+    if training and training.phase in ENDED:
         return _end(found, training)
-    if reasons := _reasons(found, rows, training):
+    if reasons := _reasons(found, notes, rows, training):
         return Verdict.DEGRADED, _first(reasons)
     if waiting := [row for row in rows if row.state is HostState.CONNECTING]:
         return Verdict.CONNECTING, f"hosts that have not answered: {len(waiting)}"
@@ -45,8 +49,8 @@ def verdict(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | N
 def _failure(found: Moment) -> str:
     """Say where the run failed; as long as that may still turn out, only that it did."""
     if found.is_unblamed:
-        ranks = counted(len(found.failures), "host")
-        return f"ranks on {ranks} lost contact with others; which one failed first is not known yet"
+        hosts = counted(len({failure.host for failure in found.failures}), "host")
+        return f"ranks on {hosts} lost contact with others; which one failed first is not known yet"
     worst = first_failure(found.failures)
     return f"{worst.host}: {verdicts.trouble_words(worst)}"
 
@@ -73,8 +77,7 @@ def _phase(found: Moment, run: TrainingStatus | None) -> tuple[Verdict, str]:
     if run is None:
         return Verdict.NO_RUN, ""
     if run.phase is RunPhase.TRAINING:
-        pace = found.pace
-        return (Verdict.HEALTHY, "") if pace else (Verdict.TRAINING, "too few steps to judge the pace")
+        return (Verdict.HEALTHY, "") if found.paces.pace else (Verdict.TRAINING, "too few steps to judge the pace")
     if run.phase not in PHASES:
         return Verdict.CONNECTING, "not all hosts of the run report"
     return PHASES[run.phase], found.stay.words if found.stay else ""
@@ -84,9 +87,10 @@ def _first(reasons: Sequence[str]) -> str:
     return reasons[0] + given(", and {} more", len(reasons) - 1)
 
 
-def _reasons(found: Moment, rows: Sequence[HostRow], training: TrainingStatus | None) -> list[str]:
+def _reasons(
+    found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
+) -> list[str]:
     """Return what slows the run, or may slow it, worst first; the cause of slow steps comes before them."""
-    notes = run_notes(found)
     reasons = [note.words for note in notes if note.key == UNSAVED]
     if training and training.network == "SOCKET":
         reasons.append("training runs over TCP sockets")

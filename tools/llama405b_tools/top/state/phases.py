@@ -12,19 +12,6 @@ from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.picture import RunPhase
 
 KEPT = 9  # times of a phase
-WAITED_FOR = (
-    Phase.FAILED,
-    Phase.START,
-    Phase.DATA,
-    Phase.LOAD,
-    Phase.PIN,
-    Phase.RESUME,
-    Phase.CHECKPOINT,
-    Phase.EVAL,
-    Phase.UPDATE,
-    Phase.TRAIN,
-    Phase.DONE,
-)  # in the order in which other ranks wait for a rank in it
 SHOWN = {
     Phase.FAILED: RunPhase.FAILED,
     Phase.START: RunPhase.STARTING,
@@ -37,7 +24,7 @@ SHOWN = {
     Phase.UPDATE: RunPhase.TRAINING,
     Phase.TRAIN: RunPhase.TRAINING,
     Phase.DONE: RunPhase.DONE,
-}
+}  # a rank's phase -> the run's, in the order in which other ranks wait for it
 ACTS = {
     Phase.START: "starting",
     Phase.DATA: "reading the data",
@@ -96,7 +83,7 @@ class PhaseTimes:
 
 def waited_for(phases: Container[Phase]) -> Phase:
     """Return the phase of the rank that the others wait for."""
-    return next((phase for phase in WAITED_FOR if phase in phases), Phase.START)
+    return next((phase for phase in SHOWN if phase in phases), Phase.START)
 
 
 def shown(phases: Iterable[Phase]) -> RunPhase:

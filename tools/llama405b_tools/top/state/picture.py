@@ -59,7 +59,8 @@ class RunPhase(enum.StrEnum):
     UNKNOWN = "UNKNOWN"  # not all its hosts report
 
 
-OVER = (RunPhase.STOPPED, RunPhase.DONE, RunPhase.FAILED)
+ENDED = (RunPhase.STOPPED, RunPhase.DONE)
+OVER = (*ENDED, RunPhase.FAILED)
 
 
 class Verdict(enum.StrEnum):
@@ -259,7 +260,7 @@ class TrainingStatus:
     @property
     def is_unguarded(self) -> bool:
         """Whether its guard died while the run still needs it."""
-        return self.guard is GuardShown.GONE and self.phase not in (RunPhase.DONE, RunPhase.STOPPED)
+        return self.guard is GuardShown.GONE and self.phase not in ENDED
 
 
 class Level(enum.StrEnum):

@@ -27,7 +27,7 @@ def run_notes(found: Moment) -> Sequence[Note]:
         notes.append(Note(UNSAVED, f"not saved: {found.unsaved}", ("checkpoint_step",)))
     notes += stall(found)
     notes += _falls(found)
-    notes += slow_note(found.pace)
+    notes += slow_note(found.paces.pace)
     if found.metrics:
         notes += steps.unusual(found.metrics)
     knows_attempt = not found.metrics or found.metrics[-1].attempt
@@ -38,7 +38,7 @@ def run_notes(found: Moment) -> Sequence[Note]:
 
 def stall(found: Moment) -> Iterator[Note]:
     """Yield that no rank has moved for twice what a step takes, which may become a hang."""
-    step_s = found.usual_step_s
+    step_s = found.paces.usual_s
     beats = list(itertools.chain.from_iterable(found.telling.values()))
     if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
         return

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llama405b_tools.machine import gpus
@@ -11,7 +11,8 @@ from llama405b_tools.top.state.frames import RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import GuardShown, RunPhase, TrainingStatus, known
-from llama405b_tools.top.state.run_notes import MOVING, run_notes, stall
+from llama405b_tools.top.state.run_notes import MOVING, stall
+from llama405b_tools.top.state.verdicts import Note
 
 
 class LoadBegan(NamedTuple):
@@ -31,8 +32,8 @@ class LoadBegan(NamedTuple):
 NOT_LOADING = LoadBegan(0.0, math.inf, 0)
 
 
-def training(found: Moment, guard: GuardShown, load: LoadBegan) -> TrainingStatus | None:
-    """Describe the shown run; None if no host knows it."""
+def training(found: Moment, notes: Sequence[Note], guard: GuardShown, load: LoadBegan) -> TrainingStatus | None:
+    """Describe the shown run, of which ``notes`` stand out; None if no host knows it."""
     runs = found.told.values()
     if not runs:
         return None
@@ -52,7 +53,7 @@ def training(found: Moment, guard: GuardShown, load: LoadBegan) -> TrainingStatu
         guard=guard,
         others=tuple(found.others),
         is_stale=_is_stale(found),
-        odd_in=tuple(field for note in run_notes(found) for field in note.fields),
+        odd_in=tuple(field for note in notes for field in note.fields),
     )
     if found.metrics:
         shown = _stepping(shown, found, found.metrics[-1])
